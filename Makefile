@@ -28,6 +28,7 @@ AUTOSTOP := tests/cluster/test_runs.py::test_run_is_stopped_by_its_forecast
 KUEUE := tests/cluster/test_kueue.py
 ALONE := tests/cluster/test_event_loop.py
 RUN_DIR ?=
+IMAGES ?=
 QUICK ?=
 
 help: ## list the targets
@@ -69,7 +70,7 @@ doctests: setup ## the examples in the members' docstrings
 	$(PYTEST) -q --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
 
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart
+	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'local $(AND_NOT_FULL)' tests/local
@@ -99,6 +100,12 @@ cluster: ## a Kubernetes on this machine, with the images in it; prints what to 
 
 cluster-down: ## end that Kubernetes, with everything it made
 	$(PYTHON) tests/cluster/cluster.py down
+
+release: setup ## everything of a release into dist/VERSION; IMAGES=registry.example.com/team also pushes the images there
+	$(BIN)/python release/build.py $(if $(IMAGES),--registry $(IMAGES)) $(if $(filter-out file,$(origin DEVICE)),--device $(DEVICE))
+
+release-check: setup ## install what `make release` made where there is no checkout, and run it
+	SCALERL_RELEASE=$(abspath $(firstword $(shell ls -td dist/*/ 2>/dev/null) dist)) $(PYTEST) tests/release tests/chart/test_chart_release.py
 
 # For GPUs unless DEVICE is given. With docker, or else buildah; to push them is the builder's own command.
 images: ## build the three images; IMAGE_PREFIX, TAG, DEVICE, BASE_IMAGE
@@ -152,4 +159,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-full doctests test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down images lint format bench bench-trl bench-rollout gpu-check crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-full doctests test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down release release-check images lint format bench bench-trl bench-rollout gpu-check crds dashboards docs lock clean

@@ -7,6 +7,7 @@
 #   s3       what trainer.export.to: s3://… needs: in the trainer's image, and in dev
 #   trackers what spec.trackers.wandb and .mlflow need, beside the coordinator, and in dev
 #   bench    what benchmarks compare against
+#   sbom     what writes the bills of materials of a release (release/build.py), in an environment of its own
 #   suffix   arctic-inference, of which a benchmark builds a part
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
@@ -15,7 +16,8 @@ UV=${UV:-uv}
 lock() {
   "$UV" pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
     --override requirements/overrides.txt --no-emit-package scalerl-api --no-emit-package scalerl-tasks \
-    --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit --no-emit-package scalerl-processes "$@"
+    --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit --no-emit-package scalerl-processes \
+    --no-emit-package scalerl-coordinator "$@"
 }
 members() { printf '%s/pyproject.toml ' "$@"; }
 all=$(members processes api tasks curvefit coordinator trainer generator operator cli)
@@ -29,6 +31,7 @@ control=$(members processes api tasks curvefit coordinator operator cli)
   lock requirements/dev.in -c requirements/cpu.txt --override requirements/trackers-overrides.txt \
     --no-emit-package setuptools --no-emit-package protobuf -o requirements/dev.txt
 }
+lock requirements/sbom.in -o requirements/sbom.txt
 lock requirements/uv.in -c requirements/dev.txt -o requirements/uv.txt
 lock requirements/s3.in -c requirements/cpu.txt -o requirements/s3.txt
 lock requirements/trackers.in --override requirements/trackers-overrides.txt -c requirements/dev.txt -c requirements/cpu.txt \

@@ -47,7 +47,7 @@ def test_every_example_is_a_valid_run(path: Path) -> None:
     load_run(path)
 
 
-@pytest.mark.parametrize("lock", ["control", "cpu", "gpu", "dev", "trackers", "uv"])
+@pytest.mark.parametrize("lock", ["control", "cpu", "gpu", "dev", "trackers", "uv", "sbom"])
 def test_locks_carry_hashes_and_name_no_host(lock: str) -> None:
     text = (ROOT / "requirements" / f"{lock}.txt").read_text()
     pins = re.findall(r"^[a-zA-Z0-9_.-]+(?:\[[^\]]*\])?==", text, flags=re.M)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,6 +130,12 @@ def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
 
     structure: see :func:`scalerl_trainer.model_checks.model_problems`.
     """
+    if find_spec("scalerl_trainer") is None:
+        say(
+            "the model is not checked: that needs the trainer's packages (scalerl[cpu] or scalerl[gpu])",
+            error=True,
+        )
+        return
     from scalerl_trainer import model_checks
 
     if (problem := declared_memory_problem(spec)) is not None:

@@ -36,10 +36,11 @@ from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import PromptTooLong
-from scalerl_generator.registration import Registration, wait_set
+from scalerl_generator.registration import Registration
 from scalerl_generator.rollouts import Generated, PromptMismatch, RolloutGenerator
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_replies import VllmError
+from scalerl_processes.waiting import pause
 from scalerl_tasks.errors import TaskError
 
 logger = logging.getLogger("scalerl.actor.leasing")
@@ -177,7 +178,8 @@ class Leasing:
                 raise self._failure
             self._abandon_unservable()
             self._request_leases()
-            await wait_set(self._wake, _IDLE_SECONDS)
+            await pause(_IDLE_SECONDS, until=self._wake)
+            self._wake.clear()
 
     async def close(self, grace_seconds: float, reason: str) -> None:
         """Stop requesting leases, and end those held.

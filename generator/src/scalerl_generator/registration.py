@@ -38,12 +38,6 @@ class ServerStartTimeout(Exception):
     """The vLLM server did not answer within :data:`SERVER_START_SECONDS`."""
 
 
-async def wait_set(event: asyncio.Event, seconds: float) -> None:
-    """Return when ``event`` is set or ``seconds`` have passed; clears the event."""
-    await pause(seconds, until=event)
-    event.clear()
-
-
 class ServerMonitor:
     """Sets :class:`ServerState` to up or down, by health checks of the vLLM server."""
 
@@ -220,7 +214,8 @@ class Registration:
                 await backoff.wait()
             else:
                 backoff.reset()
-                await wait_set(self._wake, self.interval_seconds)
+                await pause(self.interval_seconds, until=self._wake)
+                self._wake.clear()
 
     async def unregister(self, timeout_seconds: float) -> None:
         """Report the member as unhealthy, so that its leases are reassigned; best effort within ``timeout_seconds``."""

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -47,6 +47,7 @@ from scalerl_generator.vllm_replies import (
     read_completion_prompt_logprobs,
     read_message,
 )
+from scalerl_processes.waiting import calling
 from scalerl_tasks.text import ModelTokenizer
 
 logger = logging.getLogger("scalerl.actor.teacher")
@@ -188,7 +189,7 @@ class Teacher:
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher is available but cannot score these completions.
         """
-        async with _calling(on_waiting):
+        async with calling(on_waiting, _PROGRESS_SECONDS):
             return await gather_all(self._score(prompt, completion) for completion in completions)
 
     async def _score(self, prompt: Sequence[int], completion: Sampled) -> NDArray[np.float32]:
@@ -351,20 +352,6 @@ class Teacher:
             # Reported in the run's status: only vLLM's own message, and nothing of another server's answer.
             raise ServerRefused(path, status, read_message(content))
         return content
-
-
-@contextlib.asynccontextmanager
-async def _calling(on_waiting: Callable[[], None]) -> AsyncIterator[None]:
-    async def call() -> None:
-        while True:
-            await asyncio.sleep(_PROGRESS_SECONDS)
-            on_waiting()
-
-    calls = asyncio.create_task(call())
-    try:
-        yield
-    finally:
-        calls.cancel()
 
 
 def _decoded(content: bytes, reply: type[Reply]) -> Reply:

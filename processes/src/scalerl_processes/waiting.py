@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -25,6 +25,22 @@ async def first(*waits: Awaitable[_T]) -> _T:
         return next(task.result() for task in tasks if task.done())
     finally:
         await cancel(*tasks)
+
+
+@contextlib.asynccontextmanager
+async def calling(function: Callable[[], None], seconds: float) -> AsyncIterator[None]:
+    """Calls a function every so many seconds inside the block."""
+
+    async def call() -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            function()
+
+    task = asyncio.create_task(call())
+    try:
+        yield
+    finally:
+        await cancel(task)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -146,10 +146,8 @@ class Coordinator:
         message = wire.SupervisedReport(
             incarnation=self._incarnation, steps=steps, tokens=tokens, seconds=seconds
         )
-        path, answer = endpoints.TRAINER_SUPERVISED, wire.SupervisedReported
-        if retry:
-            return self._call(path, message, answer).stop_reason
-        return self._once(path, message, answer, 0.0).stop_reason
+        answer = self._call(endpoints.TRAINER_SUPERVISED, message, wire.SupervisedReported, retry=retry)
+        return answer.stop_reason
 
     def publish_begin(self, version: int, wait_seconds: float) -> wire.PublishPermit:
         """Long-poll the permission to publish, in one attempt, as :meth:`next`."""
@@ -180,12 +178,8 @@ class Coordinator:
     def checkpoint_begin(self, step: int, *, retry: bool = True) -> wire.CheckpointSnapshot:
         """Fetch the coordinator's state as of ``step``. ``retry``: retry; otherwise one attempt."""
         message = wire.CheckpointBegin(incarnation=self._incarnation, step=step)
-        if retry:
-            return self._call(
-                endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, MAX_SNAPSHOT_BYTES
-            )
-        return self._once(
-            endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, 0.0, MAX_SNAPSHOT_BYTES
+        return self._call(
+            endpoints.CHECKPOINT_BEGIN, message, wire.CheckpointSnapshot, MAX_SNAPSHOT_BYTES, retry=retry
         )
 
     def checkpoint_failed(self, step: int, reason: str, *, holding: bool) -> None:
@@ -198,17 +192,12 @@ class Coordinator:
     def checkpoint_commit(self, step: int, kept_steps: list[int], *, retry: bool) -> None:
         """Report a complete checkpoint. ``retry``: retry; otherwise one attempt."""
         message = wire.CheckpointCommit(incarnation=self._incarnation, step=step, kept_steps=kept_steps)
-        if retry:
-            self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack)
-        else:
-            self._once(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, 0.0)
+        self._call(endpoints.CHECKPOINT_COMMIT, message, wire.Ack, retry=retry)
 
     def exports(self, exports: Exports | None = None, *, retry: bool = True) -> Exports | None:
         """Report the exported models, or only ask for those that were reported last. ``retry``: retry; otherwise one attempt."""
         message = wire.ExportsReport(incarnation=self._incarnation, exports=exports)
-        if retry:
-            return self._call(endpoints.EXPORTS, message, wire.ExportsReported, alone=False).exports
-        return self._once(endpoints.EXPORTS, message, wire.ExportsReported, 0.0).exports
+        return self._call(endpoints.EXPORTS, message, wire.ExportsReported, alone=False, retry=retry).exports
 
     def points(self) -> list[wire.EvaluationPoint]:
         """Fetch the evaluation points so far, in one attempt.
@@ -235,6 +224,7 @@ class Coordinator:
         limit: int = MAX_ANSWER_BYTES,
         *,
         alone: bool = True,
+        retry: bool = True,
     ) -> T:
         """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
         deadline = time.monotonic() + self._retry_seconds
@@ -244,9 +234,8 @@ class Coordinator:
                 return self._once(path, message, answer, 0.0, limit, deadline)
             except CoordinatorUnreachable as error:
                 full, pause = isinstance(error, VolumeFull), backoff.next_seconds()
-                if not full and time.monotonic() + pause >= deadline:
-                    raise
-                if self._interrupted():
+                too_late = not full and time.monotonic() + pause >= deadline
+                if not retry or too_late or self._interrupted():
                     raise
                 log.warning("%s; next attempt in %.1f s", error, pause)
             time.sleep(pause)

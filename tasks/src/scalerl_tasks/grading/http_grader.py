@@ -17,19 +17,19 @@ a score that is no number or out of its range         the same
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
-from scalerl_processes.waiting import cancel
+from scalerl_api.answers import IDENTITY
+from scalerl_api.http_client import Unanswered, exchange, open_session
+from scalerl_processes.waiting import calling, cancel
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt, render_prompt
@@ -110,13 +110,10 @@ class HttpGrader:
     async def __aenter__(self) -> Self:
         import aiohttp
 
-        token = os.environ.get(TOKEN, "")
-        self._session = aiohttp.ClientSession(
-            headers={**IDENTITY, **({"Authorization": f"Bearer {token}"} if token else {})},
-            timeout=aiohttp.ClientTimeout(total=self._service.timeout_seconds),
-            connector=aiohttp.TCPConnector(limit=self._service.concurrency),
-            auto_decompress=False,
-        )
+        headers = {**IDENTITY, "content-type": "application/json"}
+        if token := os.environ.get(TOKEN, ""):
+            headers["authorization"] = f"Bearer {token}"
+        self._session = open_session(headers, aiohttp.TCPConnector(limit=self._service.concurrency))
         self._senders = [
             asyncio.create_task(self._send(), name=f"reward-service-{at}")
             for at in range(self._service.concurrency)
@@ -156,7 +153,7 @@ class HttpGrader:
         ]
         self._waiting.extend(items)
         self._changed.set()
-        async with _calling(on_graded):
+        async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
             return list(await asyncio.gather(*(item.done for item in items)))
 
     async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
@@ -258,39 +255,33 @@ class HttpGrader:
         import aiohttp
 
         assert self._session is not None
-        where = f"the reward service {self._service.url}"
+        url, seconds = self._service.url, self._service.timeout_seconds
+        where = f"the reward service {url}"
         body = msgspec.json.encode({"completions": rows}, enc_hook=str)
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        limit = _MAX_ANSWER_BYTES + _ANSWER_BYTES_PER_SCORE * len(rows)
         try:
-            async with self._session.post(
-                self._service.url,
-                data=body,
-                headers={"content-type": "application/json"},
-                allow_redirects=False,
-            ) as answer:
-                good = answer.status == 200
-                limit = _MAX_ANSWER_BYTES + _ANSWER_BYTES_PER_SCORE * len(rows) if good else MAX_ERROR_BYTES
-                content = bytes(await read_answer(answer, limit))
-        except TimeoutError:
-            raise _Down(
-                f"{where} did not answer {len(rows)} completions within {self._service.timeout_seconds:g} s; raise "
-                "verifier.timeoutSeconds, or lower verifier.http.batch"
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _Down(f"{where} does not answer: {error or type(error).__name__}") from None
-        except BadAnswer as error:
-            raise _Down(f"{where}: {error}") from None
-        if answer.status in _OF_THE_COMPLETION:
-            raise _Refused(f"{where} refused a request with status {answer.status}")
-        if not good:
-            advice = f"; its token is the variable {TOKEN}" if answer.status in (401, 403) else ""
-            raise _Down(f"{where} answered with status {answer.status}{advice}")
-        return self._read(content, answer.headers, len(rows), where)
+            status, content = await exchange(self._session, "POST", url, timeout, limit, data=body)
+        except Unanswered as error:
+            text = f"{where} does not answer: {error}"
+            if error.is_slow:
+                text = (
+                    f"{where} did not answer {len(rows)} completions within {seconds:g} s; raise "
+                    "verifier.timeoutSeconds, or lower verifier.http.batch"
+                )
+            raise _Down(text) from None
+        if status in _OF_THE_COMPLETION:
+            raise _Refused(f"{where} refused a request with status {status}")
+        if status != 200:
+            advice = f"; its token is the variable {TOKEN}" if status in (401, 403) else ""
+            raise _Down(f"{where} answered with status {status}{advice}")
+        return self._read(content, len(rows), where)
 
-    def _read(self, content: bytes, headers: Mapping[str, str], count: int, where: str) -> list[Graded]:
+    def _read(self, content: bytes, count: int, where: str) -> list[Graded]:
         try:
             scores = msgspec.json.decode(content, type=_Scores).scores
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            kind = "HTML" if headers.get("content-type", "").startswith("text/html") else "something else"
+            kind = "HTML" if content.lstrip().startswith(b"<") else "something else"
             raise _Down(f'{where} answered {kind}, not {{"scores": [numbers or null]}}') from None
         if len(scores) != count:
             raise _Down(
@@ -305,22 +296,3 @@ class HttpGrader:
             return Graded(as_verdict(score, self.part_names, self._service.range))
         except ValueError as error:
             return Graded(None, f"{error}".replace("the verifier", where, 1) + " (verifier.range)")
-
-
-@contextlib.asynccontextmanager
-async def _calling(on_waiting: Callable[[], None] | None) -> AsyncIterator[None]:
-    """Call ``on_waiting`` every second inside the block."""
-    if on_waiting is None:
-        yield
-        return
-
-    async def call() -> None:
-        while True:
-            await asyncio.sleep(_WAITING_SECONDS)
-            on_waiting()
-
-    task = asyncio.create_task(call())
-    try:
-        yield
-    finally:
-        await cancel(task)
