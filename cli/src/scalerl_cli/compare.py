@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import ScaleRLRun
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN, INTERRUPTED
 from scalerl_cli import exits
 from scalerl_cli.curves import formatting
+from scalerl_cli.exits import Refused
 from scalerl_cli.output import replace_text, say
-from scalerl_cli.run import Refused, read_spec, run_spec
+from scalerl_cli.run import read_spec, run_spec
 from scalerl_cli.variants import (
     Planned,
     Variant,
@@ -31,7 +32,6 @@ from scalerl_cli.variants import (
     planned,
 )
 from scalerl_operator.local.run_directory import DirectoryProblem
-from scalerl_operator.workloads import Plan
 
 if TYPE_CHECKING:
     from scalerl_cli.curves.recipes import Recipe
@@ -62,39 +62,20 @@ class Member:
     """File of an existing curve, or the directory of its run; None for a spec."""
 
 
-def run_compare(
-    arguments: argparse.Namespace,
-    planner: Callable[[ScaleRLRun], Plan],
-    runner: Runner | None = None,
-) -> int:
+def run_compare(arguments: argparse.Namespace, runner: Runner | None = None) -> int:
     """Make the missing runs, compare, and write ``comparison.md``, ``.csv`` and ``.png``; returns the exit code.
 
     runner: replaces ``scalerl run`` in tests.
     """
-    from scalerl_cli.curves.problem import CurveProblem
 
     def run_planned(plan: Planned, directory: Path, resume: bool) -> int:
-        started = time.monotonic()
-        return run_spec(plan.run, directory, resume=resume, pins=(), planner=planner, started=started)
+        return exits.exit_code(
+            lambda: run_spec(plan.run, directory, arguments.planner, time.monotonic(), resume=resume)
+        )
 
-    try:
-        members = _members(arguments)
-        directories = _run_all(members, arguments.dir, runner or run_planned)
-        return _report(members, directories, arguments)
-    except Refused as refused:
-        for line in refused.args:
-            say(line, error=True)
-        return exits.BAD_INPUT
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return exits.BAD_INPUT
-    except _Interrupted:
-        say("the comparison is interrupted; the same command resumes it", error=True)
-        return exits.INTERRUPTED
-
-
-class _Interrupted(Exception):
-    """The user interrupted a run, which ends the whole comparison."""
+    members = _members(arguments)
+    directories = _run_all(members, arguments.dir, runner or run_planned)
+    return _report(members, directories, arguments)
 
 
 def _members(arguments: argparse.Namespace) -> list[Member]:
@@ -121,8 +102,8 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
         for variant in variants:
             try:
                 members.append(_runs(path, variant, arguments.seeds, alone=len(specs) == 1))
-            except Refused as refused:
-                problems += refused.args
+            except (Refused, SpecError) as refused:
+                problems += str(refused).splitlines() if isinstance(refused, SpecError) else refused.args
     seen: dict[str, str] = {}
     for member in members:
         for plan in member.runs:
@@ -194,7 +175,7 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
     """Make the missing and unfinished runs, one after the other; returns the directory of each run, by digest.
 
     Raises:
-        _Interrupted, Refused
+        Refused: a run cannot be resumed, or the user interrupted one, which ends the whole comparison.
     """
     plans = [plan for member in members for plan in member.runs]
     names = frozenset(plan.name for plan in plans)
@@ -220,7 +201,9 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
         changed = "" if resume else earlier_spec(plan, parent, names)
         say(f"{head}: {'resumed' if resume else 'new'}{changed and f', for {changed}'}")
         if runner(plan, directory, resume) == exits.INTERRUPTED:
-            raise _Interrupted
+            raise Refused(
+                "the comparison is interrupted; the same command resumes it", code=exits.INTERRUPTED
+            )
     return directories
 
 

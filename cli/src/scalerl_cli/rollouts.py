@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pydoc
 import resource
@@ -17,29 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from scalerl_api.paths import RunPaths
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.argument_types import NEWEST, SORTS
+from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import say
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-SORTS: Final = {
-    "step": "step",
-    "reward": "reward",
-    "advantage": "advantage",
-    "tokens": "tokens",
-    "age": "age",
-    "difference": "logprob_difference_max",
-}
-"""Column of each value of ``--sort``."""
 _LISTINGS: Final = 3
 """A running coordinator merges files: a listing that is out of date is repeated."""
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 3000, 1000
-_NEWEST: Final = "last"
 
 
-class Problem(Exception):
+class Problem(Refused):
     """The rollouts cannot be read; the message has the reason."""
 
 
@@ -60,39 +50,6 @@ class _Found:
     """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
 
 
-def interval(text: str) -> tuple[float, float]:
-    """A closed interval of a command line.
-
-    >>> interval("3"), interval("0.5:1"), interval(":0")
-    ((3.0, 3.0), (0.5, 1.0), (-inf, 0.0))
-    """
-    low, colon, high = text.partition(":")
-    first = float(low) if low else -math.inf
-    last = (float(high) if high else math.inf) if colon else first
-    if not (low or colon) or not first <= last:
-        raise ValueError(text)
-    return first, last
-
-
-def step_interval(text: str) -> tuple[float, float] | str:
-    """As :func:`interval`, or ``last``."""
-    return text if text == _NEWEST else interval(text)
-
-
-def count(text: str) -> int:
-    """A number of rollouts; 0 is all."""
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
-
-
-def text_argument(text: str) -> str:
-    """A text that UTF-8 can encode: an argument may have bytes that are none."""
-    text.encode()
-    return text
-
-
 def shown(text: str) -> str:
     """Text of a model for a terminal: characters that control it or the direction of its text are escaped.
 
@@ -111,11 +68,7 @@ def shown(text: str) -> str:
 
 def run_rollouts(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    try:
-        rows, matching, total = select(arguments)
-    except Problem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
+    rows, matching, total = select(arguments)
     if arguments.json:
         for row in rows:
             # A terminal also obeys characters that JSON does not escape, such as U+009B.
@@ -151,7 +104,7 @@ def select(
     import numpy as np
 
     files = _files(arguments.dir, report)
-    step = _newest(files, arguments) if arguments.step == _NEWEST else arguments.step
+    step = _newest(files, arguments) if arguments.step == NEWEST else arguments.step
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(lambda file: _whole(file, arguments, step, report), files.items()))
     found = [one for one in results if one is not None and len(one.places)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scipy.stats import ks_2samp
 
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import say
 from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
@@ -35,8 +35,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     try:
         run = read_trace(path)
     except (OSError, TraceProblem) as problem:
-        say(f"{path}: {problem}", error=True)
-        return BAD_INPUT
+        raise Refused(f"{path}: {problem}") from problem
     fixed, per_token = arguments.train or fit_trainer(run)
     if arguments.decode:
         base, per_sequence = arguments.decode
@@ -46,11 +45,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         decode = replace(decode, per_draft=arguments.verify[0], free_rows=arguments.verify[1])
     if decode.seconds(1) <= 0:
-        say(
-            f"{path}: no group with a measured duration, so the speed of generation is unknown; give --decode",
-            error=True,
+        raise Refused(
+            f"{path}: no group with a measured duration, so the speed of generation is unknown; give --decode"
         )
-        return BAD_INPUT
     trainers = arguments.trainers or 1
     cluster = Cluster(
         arguments.generators or run.generators,

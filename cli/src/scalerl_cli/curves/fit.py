@@ -14,23 +14,18 @@ from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import report
 from scalerl_cli.curves.source import CurveFile, read_curve
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
 
 
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
-    try:
-        check_target(arguments.plot)
-        _check_together(arguments)
-        file = _read(arguments)
-        prior = read_prior(arguments.prior, file, arguments.scale, arguments.unit, _columns(arguments))
-        made = analyse(file, arguments.at, prior, arguments.late_rises)
-        text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
-    say(text)
+    check_target(arguments.plot)
+    _check_together(arguments)
+    file = _read(arguments)
+    prior = read_prior(arguments.prior, file, arguments.scale, arguments.unit, _columns(arguments))
+    made = analyse(file, arguments.at, prior, arguments.late_rises)
+    say(_compared(arguments, made) if arguments.compare else _alone(arguments, made))
     return DONE
 
 

@@ -55,18 +55,14 @@ class Row:
 def run_report(arguments: argparse.Namespace) -> int:
     """Print the tables and write the files of :func:`write_report`; returns the exit code."""
     runs = named_runs(arguments.runs)
-    try:
-        tasks, epochs = task_rows(runs), epoch_rows(runs)
-        # Tasks and epochs are reported even if the prompts have no labels.
-        unlabelled = bool(tasks or epochs) and not any(
-            RunPaths(directory).labels.exists() for _, directory in runs
-        )
-        rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
-        folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
-        written = write_report(rows, folder, tasks, epochs)
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return exits.BAD_INPUT
+    tasks, epochs = task_rows(runs), epoch_rows(runs)
+    # Tasks and epochs are reported even if the prompts have no labels.
+    unlabelled = bool(tasks or epochs) and not any(
+        RunPaths(directory).labels.exists() for _, directory in runs
+    )
+    rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
+    folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
+    written = write_report(rows, folder, tasks, epochs)
     for lines in _tables(rows, tasks, epochs):
         for line in formatting.table(lines, indent=""):
             say(line)

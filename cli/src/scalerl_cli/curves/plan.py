@@ -19,7 +19,7 @@ from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out, prior
 from scalerl_cli.curves.source import read_curve
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
 from scalerl_curvefit import Block
 
@@ -42,18 +42,14 @@ class Outlook:
 
 def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int:
     """Plan, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
-    try:
-        check_target(arguments.plot)
-        outlook = _outlook(arguments, when or datetime.now().astimezone())
-        lines = list(plan_report(outlook))
-        if arguments.plot:
-            from scalerl_cli.curves.plan_picture import draw_plan
+    check_target(arguments.plot)
+    outlook = _outlook(arguments, when or datetime.now().astimezone())
+    lines = list(plan_report(outlook))
+    if arguments.plot:
+        from scalerl_cli.curves.plan_picture import draw_plan
 
-            draw_plan(outlook, arguments.plot)
-            lines.append(f"picture: {arguments.plot}")
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
+        draw_plan(outlook, arguments.plot)
+        lines.append(f"picture: {arguments.plot}")
     say(json.dumps(as_json(outlook), allow_nan=False) if arguments.json else "\n".join(lines))
     return DONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scalerl_cli.curves.arguments import not_negative
+from scalerl_cli.argument_types import not_negative, positive_whole
 
 POLICIES = {
     "leastLoaded": "the coordinator's default",
@@ -34,17 +34,17 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="schedule; may be repeated (default: the trace's)",
     )
     command.add_argument(
-        "--generators", type=_positive, metavar="N", help="number of generators (default: the trace's)"
+        "--generators", type=positive_whole, metavar="N", help="number of generators (default: the trace's)"
     )
     command.add_argument(
         "--trainers",
-        type=_positive,
+        type=positive_whole,
         metavar="N",
         help="speed of the trainer, in multiples of the trace's (default: 1)",
     )
     command.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive_whole,
         metavar="N",
         help="sequences that a generator samples at once (default: the trace's)",
     )
@@ -61,7 +61,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument(
         "--max-draft-tokens",
-        type=_positive,
+        type=positive_whole,
         metavar="N",
         help="longest draft (default: the run's maxDraftTokens, or 16 if the trace has none)",
     )
@@ -95,12 +95,6 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="duration of a publish (default: the trace's median)",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 def _drafts(text: str) -> str | tuple[float, float]:
