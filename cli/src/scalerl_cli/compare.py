@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import re
 import time
@@ -230,7 +228,6 @@ def _failure(directory: Path) -> str:
 
 
 def _report(members: Sequence[Member], directories: dict[str, Path], arguments: argparse.Namespace) -> int:
-    from scalerl_cli.curves.plotting import check_target
     from scalerl_cli.curves.recipes import Table
     from scalerl_cli.curves.recipes_picture import draw_recipes
     from scalerl_cli.curves.scale import RewardScale
@@ -248,12 +245,11 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
             "compute is in different units: B, Cmid and the reward at equal compute are not comparable"
         )
     replace_text(written[0], "\n".join(_markdown(rows, findings, notes)) + "\n")
-    replace_text(written[1], _csv(list(table.csv_rows())))
+    replace_text(written[1], formatting.as_csv(list(table.csv_rows())))
     say()
     for line in (*formatting.table(rows, indent=""), "", *findings, "", *notes):
         say(line)
     if any(file.curve.compute[-1] > 0 for file in files):
-        check_target(written[2])
         draw_recipes(table, written[2])
     else:
         written.pop()
@@ -273,13 +269,13 @@ def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Na
     from scalerl_cli.curves.source import read_curve
 
     files, made, problems, failures = [], [], [], []
-    columns = Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
+    columns = Columns.of(arguments)
     for path in [member.curve] if member.curve else [directories[plan.digest] for plan in member.runs]:
         if not member.curve and (failure := _failure(path)):
             failures.append(f"{path.name}: {failure}")
             continue
         try:
-            files.append(read_curve(path, arguments.scale, arguments.unit, columns=columns))
+            files.append(read_curve(path, columns))
             made.append(analyse(files[-1]))
         except CurveProblem as problem:
             problems.append(str(problem))
@@ -287,17 +283,7 @@ def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Na
 
 
 def _markdown(rows: list[list[str]], findings: list[str], notes: list[str]) -> Iterator[str]:
-    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    for row in (head, ["---"] * len(head), *body):
-        yield f"| {' | '.join(row)} |"
+    yield from formatting.markdown(rows)
     for lines in (findings, notes):
         yield ""
         yield from (f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in lines)
-
-
-def _csv(rows: list[dict[str, object]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -196,7 +196,7 @@ def _explain(failure: Failure) -> None:
 
 def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
     from scalerl_cli.curves.problem import CurveProblem
-    from scalerl_cli.curves.run_picture import draw_run
+    from scalerl_cli.plot import draw_run
     from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths
