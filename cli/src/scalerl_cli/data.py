@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_api.source import DatasetSource as DatasetSpec
 from scalerl_cli.exits import BAD_INPUT, DONE, Refused
-from scalerl_cli.inputs import load
+from scalerl_cli.inputs import load, problem_sections
 from scalerl_cli.output import say
 
 if TYPE_CHECKING:
@@ -37,14 +37,7 @@ def run_data(arguments: argparse.Namespace) -> int:
     files: list[Path] = arguments.files
     if len(files) == 1 and files[0].suffix in _RUN_FILES:
         spec = load(files[0]).spec
-        given: list[tuple[str, ProblemSpec, PromptSpec]] = [
-            (one.field, one.section, one.section.prompt) for one in spec.task.tasks
-        ]
-        given += [
-            (f"evaluation.sets.{at}.task", one.task, one.task.prompt or spec.task.prompt)
-            for at, one in enumerate(spec.evaluation.sets or ())
-            if one.task is not None
-        ]
+        given = [one[1:] for one in problem_sections(spec)]
         model = arguments.model or (Path(spec.model.path) if spec.model.path is not None else None)
     else:
         given = [("data", *_of_files(arguments))]

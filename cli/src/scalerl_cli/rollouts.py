@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from scalerl_api.paths import RunPaths
 from scalerl_cli.argument_types import NEWEST, SORTS
 from scalerl_cli.exits import DONE, Refused
-from scalerl_cli.output import say
+from scalerl_cli.output import say, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,22 +48,6 @@ class _Found:
     """(n, 2) row group and row."""
     keys: Any
     """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
-
-
-def shown(text: str) -> str:
-    """Text of a model for a terminal: characters that control it or the direction of its text are escaped.
-
-    >>> shown("a\\x1b[2J\\tb\\u202ec")
-    'a\\\\x1b[2J\\tb\\\\u202ec'
-    """
-    return "".join(
-        c
-        if c in "\n\t" or c.isprintable()
-        else c.encode("ascii", "backslashreplace").decode()
-        if ord(c) > 127
-        else f"\\x{ord(c):02x}"
-        for c in text
-    )
 
 
 def run_rollouts(arguments: argparse.Namespace) -> int:
@@ -210,14 +194,9 @@ def _matches(
     split, sort = _split(arguments), SORTS[arguments.sort]
     if split is not None and not path.name.startswith(split):
         return None
-    columns = {"step", sort}
-    columns |= {"task"} if arguments.task is not None else set()
-    columns |= {"sample"} if arguments.sample is not None else set()
+    columns = {"step", sort, *_wanted(arguments)}
     columns |= {"reward"} if arguments.reward is not None else set()
-    columns |= {"excluded"} if arguments.excluded is not None else set()
     columns |= {"labels"} if arguments.label else set()
-    columns |= {"finish_reason"} if arguments.truncated else set()
-    columns |= {"prompt_id"} if arguments.prompt is not None else set()
     limits = _limits(file, {"step": step, "reward": arguments.reward})
     groups = [number for number in range(file.num_row_groups) if not _pruned(file, number, limits)]
     if not groups:
@@ -237,6 +216,18 @@ def _matches(
     value = table[sort].to_numpy().astype(float)[rows]  # null becomes NaN
     value = np.where(np.isnan(value), np.inf, -value if arguments.descending else value)
     return _Found(path, places[rows], np.stack([value, table["step"].to_numpy()[rows]], axis=1))
+
+
+def _wanted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The value that a column must have; ``excluded`` may be empty: any reason."""
+    wanted = {
+        "task": arguments.task,
+        "prompt_id": arguments.prompt,
+        "sample": arguments.sample,
+        "finish_reason": "length" if arguments.truncated else None,
+        "excluded": arguments.excluded,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _places(file: pq.ParquetFile, number: int) -> Any:
@@ -281,17 +272,9 @@ def _mask(table: pa.Table, arguments: argparse.Namespace, step: tuple[float, flo
         if limits is not None:
             column = table[name]
             require(pc.and_(pc.greater_equal(column, limits[0]), pc.less_equal(column, limits[1])))
-    if arguments.task is not None:
-        require(pc.equal(table["task"], arguments.task))
-    if arguments.prompt is not None:
-        require(pc.equal(table["prompt_id"], arguments.prompt))
-    if arguments.sample is not None:
-        require(pc.equal(table["sample"], arguments.sample))
-    if arguments.truncated:
-        require(pc.equal(table["finish_reason"], "length"))
-    if arguments.excluded is not None:
-        column = table["excluded"]
-        require(pc.is_valid(column) if arguments.excluded == "" else pc.equal(column, arguments.excluded))
+    for name, value in _wanted(arguments).items():
+        any_reason = name == "excluded" and value == ""
+        require(pc.is_valid(table[name]) if any_reason else pc.equal(table[name], value))
     for label in arguments.label:
         name, _, value = label.partition("=")
         require(pc.equal(pc.map_lookup(table["labels"], name, "first"), value))

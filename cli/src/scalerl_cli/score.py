@@ -14,7 +14,7 @@ import msgspec
 
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_cli.exits import DONE, FAILED, Refused
-from scalerl_cli.inputs import load
+from scalerl_cli.inputs import load, problem_sections
 from scalerl_cli.output import say
 
 if TYPE_CHECKING:
@@ -51,14 +51,7 @@ def run_score(arguments: argparse.Namespace) -> int:
     import scalerl_tasks as tasks
 
     spec = load(arguments.file).spec
-    sections: dict[str, tuple[ProblemSpec, PromptSpec]] = {
-        one.name: (one.section, one.section.prompt) for one in spec.task.tasks
-    }
-    sections |= {
-        one.name: (one.task, one.task.prompt or spec.task.prompt)
-        for one in spec.evaluation.sets or ()
-        if one.task is not None
-    }
+    sections = {name: (section, prompt) for name, _, section, prompt in problem_sections(spec)}
     name = arguments.task or next(iter(sections))
     if name not in sections:
         raise Refused(f"--task {name}: {arguments.file} has {', '.join(sections)}")

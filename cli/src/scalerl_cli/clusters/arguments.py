@@ -41,6 +41,11 @@ def add_cluster_commands(commands: Commands) -> None:
     logs.add_argument("--tail", type=whole, metavar="N", help="only the last N lines of each container")
     add_connection(logs)
 
+    _add_files(commands)
+
+
+def _add_files(commands: Commands) -> None:
+    """``fetch`` and ``submit``."""
     fetch = commands.add_parser(
         "fetch",
         help="copy curve, model or rollouts of a run on a cluster to this machine",

@@ -16,6 +16,7 @@ from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_cli import argument_types, rollouts
 from scalerl_cli.exits import Refused
+from scalerl_cli.output import shown
 from scalerl_cli.page.appended import Appended
 from scalerl_cli.page.curve import curve
 from scalerl_cli.page.series import Series
@@ -251,17 +252,17 @@ def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
     for name in ("labels", "parts"):
         one = found[name] or {}
         found[name] = {
-            rollouts.shown(key): rollouts.shown(value) if isinstance(value, str) else value
+            shown(key): shown(value) if isinstance(value, str) else value
             for key, value in one.items()
             if value == value
         }
     for name in ("prompt", "completion", "reference", "error"):
         if (text := found[name]) is not None:
             cut = not full and len(text) > _HEAD + _TAIL
-            found[name] = rollouts.shown(text[:_HEAD] if cut else text)
+            found[name] = shown(text[:_HEAD] if cut else text)
             if cut:
                 found[f"{name}_cut"] = len(text) - _HEAD - _TAIL
-                found[f"{name}_tail"] = rollouts.shown(text[-_TAIL:])
+                found[f"{name}_tail"] = shown(text[-_TAIL:])
     return found
 
 

@@ -51,6 +51,12 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command.add_argument(
         "--max-staleness-steps", type=int, metavar="K", help="k of PipelineRL-k (default: the trace's scheme)"
     )
+    _add_speeds(command)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_speeds(command: argparse.ArgumentParser) -> None:
+    """Add what replaces a value of the trace."""
     command.add_argument(
         "--drafts",
         action="append",
@@ -94,7 +100,6 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help="duration of a publish (default: the trace's median)",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _drafts(text: str) -> str | tuple[float, float]:
