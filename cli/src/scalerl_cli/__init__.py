@@ -24,5 +24,7 @@ the checks that need more than the spec: files, tasks, this machine.
 It does not contain: code that decides about a run or starts a process (the operator does that), or an import
 that delays the first child process: matplotlib, scipy, rich and aiohttp are imported where they are used.
 
+A command that cannot go on raises ``exits.Refused``, in whose place ``main`` prints the reasons.
+
 Exit codes: 0 done, 1 failed, 2 bad input (nothing started), 130 interrupted; on a cluster also 3 not found, 4 not allowed.
 """

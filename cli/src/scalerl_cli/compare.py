@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import re
 import time
@@ -13,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import ScaleRLRun
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN, INTERRUPTED
 from scalerl_cli import exits
 from scalerl_cli.curves import formatting
+from scalerl_cli.exits import Refused
 from scalerl_cli.output import replace_text, say
-from scalerl_cli.run import Refused, read_spec, run_spec
+from scalerl_cli.run import read_spec, run_spec
 from scalerl_cli.variants import (
     Planned,
     Variant,
@@ -31,7 +30,6 @@ from scalerl_cli.variants import (
     planned,
 )
 from scalerl_operator.local.run_directory import DirectoryProblem
-from scalerl_operator.workloads import Plan
 
 if TYPE_CHECKING:
     from scalerl_cli.curves.recipes import Recipe
@@ -62,39 +60,20 @@ class Member:
     """File of an existing curve, or the directory of its run; None for a spec."""
 
 
-def run_compare(
-    arguments: argparse.Namespace,
-    planner: Callable[[ScaleRLRun], Plan],
-    runner: Runner | None = None,
-) -> int:
+def run_compare(arguments: argparse.Namespace, runner: Runner | None = None) -> int:
     """Make the missing runs, compare, and write ``comparison.md``, ``.csv`` and ``.png``; returns the exit code.
 
     runner: replaces ``scalerl run`` in tests.
     """
-    from scalerl_cli.curves.problem import CurveProblem
 
     def run_planned(plan: Planned, directory: Path, resume: bool) -> int:
-        started = time.monotonic()
-        return run_spec(plan.run, directory, resume=resume, pins=(), planner=planner, started=started)
+        return exits.exit_code(
+            lambda: run_spec(plan.run, directory, arguments.planner, time.monotonic(), resume=resume)
+        )
 
-    try:
-        members = _members(arguments)
-        directories = _run_all(members, arguments.dir, runner or run_planned)
-        return _report(members, directories, arguments)
-    except Refused as refused:
-        for line in refused.args:
-            say(line, error=True)
-        return exits.BAD_INPUT
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return exits.BAD_INPUT
-    except _Interrupted:
-        say("the comparison is interrupted; the same command resumes it", error=True)
-        return exits.INTERRUPTED
-
-
-class _Interrupted(Exception):
-    """The user interrupted a run, which ends the whole comparison."""
+    members = _members(arguments)
+    directories = _run_all(members, arguments.dir, runner or run_planned)
+    return _report(members, directories, arguments)
 
 
 def _members(arguments: argparse.Namespace) -> list[Member]:
@@ -121,8 +100,8 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
         for variant in variants:
             try:
                 members.append(_runs(path, variant, arguments.seeds, alone=len(specs) == 1))
-            except Refused as refused:
-                problems += refused.args
+            except (Refused, SpecError) as refused:
+                problems += str(refused).splitlines() if isinstance(refused, SpecError) else refused.args
     seen: dict[str, str] = {}
     for member in members:
         for plan in member.runs:
@@ -194,7 +173,7 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
     """Make the missing and unfinished runs, one after the other; returns the directory of each run, by digest.
 
     Raises:
-        _Interrupted, Refused
+        Refused: a run cannot be resumed, or the user interrupted one, which ends the whole comparison.
     """
     plans = [plan for member in members for plan in member.runs]
     names = frozenset(plan.name for plan in plans)
@@ -220,7 +199,9 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
         changed = "" if resume else earlier_spec(plan, parent, names)
         say(f"{head}: {'resumed' if resume else 'new'}{changed and f', for {changed}'}")
         if runner(plan, directory, resume) == exits.INTERRUPTED:
-            raise _Interrupted
+            raise Refused(
+                "the comparison is interrupted; the same command resumes it", code=exits.INTERRUPTED
+            )
     return directories
 
 
@@ -247,7 +228,6 @@ def _failure(directory: Path) -> str:
 
 
 def _report(members: Sequence[Member], directories: dict[str, Path], arguments: argparse.Namespace) -> int:
-    from scalerl_cli.curves.plotting import check_target
     from scalerl_cli.curves.recipes import Table
     from scalerl_cli.curves.recipes_picture import draw_recipes
     from scalerl_cli.curves.scale import RewardScale
@@ -265,12 +245,11 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
             "compute is in different units: B, Cmid and the reward at equal compute are not comparable"
         )
     replace_text(written[0], "\n".join(_markdown(rows, findings, notes)) + "\n")
-    replace_text(written[1], _csv(list(table.csv_rows())))
+    replace_text(written[1], formatting.as_csv(list(table.csv_rows())))
     say()
     for line in (*formatting.table(rows, indent=""), "", *findings, "", *notes):
         say(line)
     if any(file.curve.compute[-1] > 0 for file in files):
-        check_target(written[2])
         draw_recipes(table, written[2])
     else:
         written.pop()
@@ -290,13 +269,13 @@ def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Na
     from scalerl_cli.curves.source import read_curve
 
     files, made, problems, failures = [], [], [], []
-    columns = Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
+    columns = Columns.of(arguments)
     for path in [member.curve] if member.curve else [directories[plan.digest] for plan in member.runs]:
         if not member.curve and (failure := _failure(path)):
             failures.append(f"{path.name}: {failure}")
             continue
         try:
-            files.append(read_curve(path, arguments.scale, arguments.unit, columns=columns))
+            files.append(read_curve(path, columns))
             made.append(analyse(files[-1]))
         except CurveProblem as problem:
             problems.append(str(problem))
@@ -304,17 +283,7 @@ def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Na
 
 
 def _markdown(rows: list[list[str]], findings: list[str], notes: list[str]) -> Iterator[str]:
-    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    for row in (head, ["---"] * len(head), *body):
-        yield f"| {' | '.join(row)} |"
+    yield from formatting.markdown(rows)
     for lines in (findings, notes):
         yield ""
         yield from (f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in lines)
-
-
-def _csv(rows: list[dict[str, object]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

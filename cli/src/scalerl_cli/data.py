@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from scalerl_api.load import SpecError
 from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
 from scalerl_api.source import DatasetSource as DatasetSpec
-from scalerl_cli.exits import BAD_INPUT, DONE
-from scalerl_cli.inputs import load
+from scalerl_cli.exits import BAD_INPUT, DONE, Refused
+from scalerl_cli.inputs import load, problem_sections
 from scalerl_cli.output import say
 
 if TYPE_CHECKING:
@@ -36,38 +35,17 @@ _GUESSED = 200
 def run_data(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     files: list[Path] = arguments.files
-    try:
-        if len(files) == 1 and files[0].suffix in _RUN_FILES:
-            spec = load(files[0]).spec
-            given: list[tuple[str, ProblemSpec, PromptSpec]] = [
-                (one.field, one.section, one.section.prompt) for one in spec.task.tasks
-            ]
-            given += [
-                (f"evaluation.sets.{at}.task", one.task, one.task.prompt or spec.task.prompt)
-                for at, one in enumerate(spec.evaluation.sets or ())
-                if one.task is not None
-            ]
-            model = arguments.model or (Path(spec.model.path) if spec.model.path is not None else None)
-        else:
-            given = [("data", *_of_files(arguments))]
-            model = arguments.model
-    except SpecError as error:
-        for problem in error.problems:
-            say(f"{files[0]}: {problem}", error=True)
-        return BAD_INPUT
-    except ValidationError as error:
-        for one in error.errors():
-            say(f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})", error=True)
-        return BAD_INPUT
-    except ValueError as error:
-        say(str(error), error=True)
-        return BAD_INPUT
+    if len(files) == 1 and files[0].suffix in _RUN_FILES:
+        spec = load(files[0]).spec
+        given = [one[1:] for one in problem_sections(spec)]
+        model = arguments.model or (Path(spec.model.path) if spec.model.path is not None else None)
+    else:
+        given = [("data", *_of_files(arguments))]
+        model = arguments.model
     if model is not None and not model.is_dir():
-        say(
-            f"{model}: no such folder; --model, or model.path, is the folder with the model's tokenizer",
-            error=True,
+        raise Refused(
+            f"{model}: no such folder; --model, or model.path, is the folder with the model's tokenizer"
         )
-        return BAD_INPUT
     bad = [field for field, section, prompt in given if not _show(field, section, prompt, model, arguments)]
     return BAD_INPUT if bad else DONE
 
@@ -79,22 +57,33 @@ def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
     for text in arguments.column:
         field, found, expression = text.partition("=")
         if not found:
-            raise ValueError(
+            raise Refused(
                 f"--column {text}: write FIELD=EXPRESSION, such as answer=reward_model.ground_truth"
             )
         columns[field] = expression
-    dataset = DatasetSpec.model_validate(
-        {
-            "files": [str(file.expanduser().absolute()) for file in arguments.files],
-            "columns": columns,
-            "filter": {"where": arguments.where},
-            **({"answerPattern": arguments.answer_pattern} if arguments.answer_pattern else {}),
-        }
-    )
-    has_template = arguments.model is None or TokenizerConfig.read(arguments.model).chat_template is not None
-    prompt = PromptSpec(format="Chat" if has_template else "Raw")
-    verifier = VerifierSpec.model_validate({"name": arguments.verifier or "math-verify"})
-    return EvaluationTaskSpec(dataset=dataset, verifier=verifier, prompt=prompt), prompt
+    given = {
+        "files": [str(file.expanduser().absolute()) for file in arguments.files],
+        "columns": columns,
+        "filter": {"where": arguments.where},
+        **({"answerPattern": arguments.answer_pattern} if arguments.answer_pattern else {}),
+    }
+    try:
+        dataset = DatasetSpec.model_validate(given)
+        verifier = VerifierSpec.model_validate({"name": arguments.verifier or "math-verify"})
+        has_template = (
+            arguments.model is None or TokenizerConfig.read(arguments.model).chat_template is not None
+        )
+        prompt = PromptSpec(format="Chat" if has_template else "Raw")
+        return EvaluationTaskSpec(dataset=dataset, verifier=verifier, prompt=prompt), prompt
+    except ValidationError as error:
+        raise Refused(
+            *(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})"
+                for one in error.errors()
+            )
+        ) from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 def _show(

@@ -1,6 +1,12 @@
-"""Exit codes of the command."""
+"""Exit codes of the command, and how a command ends that cannot go on."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Final
+
+from scalerl_api.load import SpecError
+from scalerl_cli.output import say
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -10,3 +16,26 @@ NOT_FOUND: Final = 3
 FORBIDDEN: Final = 4
 """On a cluster: the user may not do it."""
 INTERRUPTED: Final = 130
+
+
+class Refused(Exception):
+    """The command cannot go on. Each argument is a line of the reasons; code: its exit code."""
+
+    def __init__(self, *lines: str, code: int = BAD_INPUT) -> None:
+        super().__init__(*lines)
+        self.code = code
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """The exit code of a command; prints why one cannot go on."""
+    try:
+        return command()
+    except Refused as refused:
+        lines, code = refused.args, refused.code
+    except SpecError as error:
+        lines, code = (str(error),), BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    for line in lines:
+        say(line, error=True)
+    return code

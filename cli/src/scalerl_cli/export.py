@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-from scalerl_cli.exits import BAD_INPUT
-from scalerl_cli.output import say
+from scalerl_cli.exits import Refused
 
 
-def export(directory: Path, to: Path, step: int | None) -> int:
+def export(arguments: argparse.Namespace) -> int:
     """Run ``scalerl_trainer.export``; returns its exit code."""
     if find_spec("scalerl_trainer") is None:
-        say(
-            "scalerl export needs the trainer's packages: use the trainer's image, or `make setup`",
-            error=True,
-        )
-        return BAD_INPUT
-    command = [sys.executable, "-m", "scalerl_trainer.export", str(directory), "--to", str(to)]
-    return subprocess.call([*command, *([] if step is None else ["--step", str(step)])])
+        raise Refused("scalerl export needs the trainer's packages: use the trainer's image, or `make setup`")
+    command = [sys.executable, "-m", "scalerl_trainer.export", str(arguments.dir), "--to", str(arguments.to)]
+    return subprocess.call([*command, *([] if arguments.step is None else ["--step", str(arguments.step)])])

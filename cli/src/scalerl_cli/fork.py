@@ -10,7 +10,7 @@ from typing import Any
 from scalerl_api.fork import Fork
 from scalerl_api.load import SpecError, SpecProblem, parse_run, to_yaml
 from scalerl_api.spec import ForkSpec, ScaleRLRun
-from scalerl_cli.exits import BAD_INPUT, DONE, FAILED
+from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.inputs import load
 from scalerl_cli.output import say
 from scalerl_cli.run import RUNS
@@ -23,8 +23,7 @@ def fork(arguments: argparse.Namespace) -> int:
     if Path(arguments.source).is_dir():
         return _fork_directory(arguments, Path(arguments.source))
     if "/" in arguments.source:
-        say(f"{arguments.source}: no such directory", error=True)
-        return BAD_INPUT
+        raise Refused(f"{arguments.source}: no such directory")
     from scalerl_cli.clusters.command import run_cluster_command
 
     return run_cluster_command(arguments)
@@ -68,11 +67,9 @@ def fork_name(given: str, source: str, name: str | None) -> str:
 
 def _fork_directory(arguments: argparse.Namespace, source: Path) -> int:
     if find_spec("scalerl_trainer") is None:
-        say(
-            "scalerl fork of a directory needs the trainer's packages: use the trainer's image, or `make setup`",
-            error=True,
+        raise Refused(
+            "scalerl fork of a directory needs the trainer's packages: use the trainer's image, or `make setup`"
         )
-        return BAD_INPUT
     from scalerl_trainer.fork import ForkError, fork_directory
 
     try:
@@ -85,16 +82,11 @@ def _fork_directory(arguments: argparse.Namespace, source: Path) -> int:
             return to_yaml(forked(run, origin.run, run.metadata.name, origin.step).to_manifest())
 
         origin = fork_directory(source.resolve(), target, run.spec, arguments.step, run_file)
-    except SpecError as error:
-        for problem in error.problems:
-            say(f"{error.source}: {problem}", error=True)
-        return BAD_INPUT
     except (DirectoryProblem, ForkError) as error:
-        say(str(error), error=True)
-        return BAD_INPUT
+        raise Refused(str(error)) from error
     except OSError as error:
-        say(f"{error.filename or source}: {error.strerror or error}; nothing was made", error=True)
-        return FAILED
+        text = f"{error.filename or source}: {error.strerror or error}; nothing was made"
+        raise Refused(text, code=FAILED) from error
     say(f"step {origin.step} of {origin.run} is in {target}")
     say(f"continue with: scalerl run {target / 'run.yaml'} --resume --dir {target}")
     return DONE

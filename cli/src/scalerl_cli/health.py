@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from scalerl_api.health import LAST, LONG, Steps, health, rows_of
 from scalerl_api.paths import RunPaths
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import say
 
 
-def run_status(directory: Path) -> int:
+def run_status(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    directory: Path = arguments.dir
     paths = RunPaths(directory)
     try:
         lines = paths.metrics.read_bytes().splitlines()
     except FileNotFoundError:
-        found = "has no trained steps yet" if paths.run_file.exists() else "is not the directory of a run"
-        say(f"{directory} {found}", error=not paths.run_file.exists())
-        return DONE if paths.run_file.exists() else BAD_INPUT
+        if not paths.run_file.exists():
+            raise Refused(f"{directory} is not the directory of a run") from None
+        lines = []
     except OSError as error:
-        say(f"{paths.metrics}: {error.strerror}", error=True)
-        return BAD_INPUT
+        raise Refused(f"{paths.metrics}: {error.strerror}") from error
     first, last = (rows_of(some) for some in (lines[:LAST] if len(lines) >= LONG else [], lines[-LAST - 1 :]))
     last = last[-LAST:]
     if not last:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel
 
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.source import DatasetSource, ScoringSpec, VerifierSpec
+from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
@@ -18,8 +19,7 @@ from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
 
-Section = TypeVar("Section", bound=ScoringSpec)
-AnyVerifier = TypeVar("AnyVerifier", bound=VerifierSpec)
+Section = TypeVar("Section", bound=BaseModel)
 
 
 def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
@@ -38,28 +38,7 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
             replace_value(document["spec"], path, value, str(file))
         changed = ", ".join(changes)
         run = parse_run(to_yaml(document), f"{file} with another {changed}")
-    base = file.resolve().parent
-    spec = run.spec
-    if spec.model.path is not None:
-        model = spec.model.model_copy(update={"path": _absolute(base, spec.model.path)})
-        spec = spec.model_copy(update={"model": model})
-    task = _with_absolute_paths(base, spec.task)
-    if task.mix is not None:
-        task = task.model_copy(update={"mix": [_with_absolute_paths(base, one) for one in task.mix]})
-    spec = spec.model_copy(update={"task": task})
-    if spec.evaluation.sets is not None:
-        sets = [
-            one if one.task is None else one.model_copy(update={"task": _with_absolute_paths(base, one.task)})
-            for one in spec.evaluation.sets
-        ]
-        spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"sets": sets})})
-    if spec.warm_start is not None and (own := spec.warm_start.jsonl) is not None:
-        own = own.model_copy(update={"path": _absolute(base, own.path)})
-        spec = spec.model_copy(update={"warm_start": spec.warm_start.model_copy(update={"jsonl": own})})
-    if spec.warm_start is not None and (data := spec.warm_start.dataset) is not None:
-        given = spec.warm_start.model_copy(update={"dataset": _with_absolute_files(base, data)})
-        spec = spec.model_copy(update={"warm_start": given})
-    return run.model_copy(update={"spec": spec})
+    return _placed(file.resolve().parent, run)
 
 
 def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> None:
@@ -77,29 +56,22 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
         spec[last] = value
 
 
-def _with_absolute_paths(base: Path, task: Section) -> Section:
-
-    def placed(one: AnyVerifier) -> AnyVerifier:
-        if one.python is None or one.python.path is None:
-            return one
-        python = one.python.model_copy(update={"path": _absolute(base, one.python.path)})
-        return one.model_copy(update={"python": python})
-
-    if task.verifier is not None:
-        task = task.model_copy(update={"verifier": placed(task.verifier)})
-    if task.verifiers is not None:
-        task = task.model_copy(update={"verifiers": [placed(one) for one in task.verifiers]})
-    if task.dataset is not None:
-        return task.model_copy(update={"dataset": _with_absolute_files(base, task.dataset)})
-    if task.jsonl is None:
-        return task
-    jsonl = task.jsonl.model_copy(update={"path": _absolute(base, task.jsonl.path)})
-    return task.model_copy(update={"jsonl": jsonl})
-
-
-def _with_absolute_files(base: Path, given: DatasetSource) -> DatasetSource:
-    files = None if given.files is None else [_absolute(base, path) for path in given.files]
-    return given.model_copy(update={"files": files})
+def _placed(base: Path, section: Section) -> Section:
+    """A part of a run file with absolute paths: all fields ``path`` and ``files`` name files of this machine."""
+    changed: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = new = getattr(section, name)
+        if name == "path" and value is not None:
+            new = _absolute(base, value)
+        elif name == "files" and value is not None:
+            new = [_absolute(base, one) for one in value]
+        elif isinstance(value, BaseModel):
+            new = _placed(base, value)
+        elif isinstance(value, list):
+            new = [_placed(base, one) if isinstance(one, BaseModel) else one for one in value]
+        if new != value:
+            changed[name] = new
+    return section.model_copy(update=changed) if changed else section
 
 
 def _absolute(base: Path, path: str) -> str:
@@ -167,6 +139,18 @@ def _file_problems(spec: RunSpec) -> Iterator[SpecProblem]:
     own = spec.warm_start is not None and spec.warm_start.jsonl is not None
     if own or any(task.jsonl is not None for task in spec.tasks):
         yield from task_problems(spec, answers=False)
+
+
+def problem_sections(spec: RunSpec) -> list[tuple[str, str, ProblemSpec, PromptSpec]]:
+    """Name, field, section and prompt of each task, and of each evaluation set with problems of its own."""
+    found: list[tuple[str, str, ProblemSpec, PromptSpec]] = [
+        (one.name, one.field, one.section, one.section.prompt) for one in spec.task.tasks
+    ]
+    return found + [
+        (one.name, f"evaluation.sets.{at}.task", one.task, one.task.prompt or spec.task.prompt)
+        for at, one in enumerate(spec.evaluation.sets or ())
+        if one.task is not None
+    ]
 
 
 def task_problems(spec: RunSpec, *, answers: bool) -> Iterator[SpecProblem]:

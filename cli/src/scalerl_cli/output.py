@@ -35,3 +35,12 @@ def replace_text(path: Path, text: str) -> None:
     staging = path.with_name(f"{path.name}.new")
     staging.write_text(text, encoding="utf-8")
     os.replace(staging, path)
+
+
+def shown(text: str) -> str:
+    """Text of a model or a log for a terminal: characters that control it or the direction of its text are escaped.
+
+    >>> shown("a\\x1b[2J\\tb\\u202ec")
+    'a\\\\x1b[2J\\tb\\\\u202ec'
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
-from scalerl_api.load import SpecError, load_run
-from scalerl_cli.exits import BAD_INPUT, DONE, FAILED
+from scalerl_api.load import load_run
+from scalerl_api.paths import RunPaths
+from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.output import say
-from scalerl_cli.records import RecordProblem, recorded
 from scalerl_operator.autoscaling.decision_log import Line
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.autoscaling.replay import Alternative, replay_under, verify
@@ -19,21 +21,15 @@ _SHOWN = 20
 """Limit on printed differences: in a record that was overwritten from some line on, all later lines differ."""
 
 
-def replay(source: Path, policy: Path | None = None) -> int:
+def replay(arguments: argparse.Namespace) -> int:
     """Recompute the decisions from the recorded observations; returns the exit code, which is 1 if any decision differs.
 
-    source: see :func:`.records.recorded`.
-    policy: a run file. Its ``spec.autoscaling`` then decides on the same observations, and the decisions that differ from
-        the recorded ones are printed; they are no failure.
+    With ``--policy``, the ``spec.autoscaling`` of that run file decides on the same observations, and the decisions that differ
+    from the recorded ones are printed; they are no failure.
     """
-    try:
-        path, content = recorded(source)
-    except RecordProblem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
+    path, content = _recorded(arguments.source)
     if not content.strip():
-        say(f"{path}: empty; wait for the run's first decision", error=True)
-        return BAD_INPUT
+        raise Refused(f"{path}: empty; wait for the run's first decision")
     lines, differences = verify(content)
     for difference in differences[:_SHOWN]:
         say(f"{path}: {difference}", error=True)
@@ -41,11 +37,24 @@ def replay(source: Path, policy: Path | None = None) -> int:
         say(f"{path}: and {len(differences) - _SHOWN} more", error=True)
     if differences:
         return FAILED
-    if policy is None:
+    if arguments.policy is None:
         say(f"{path}: {len(lines)} decisions, all reproduced")
         _say_changes(lines)
         return DONE
-    return _other(lines, policy)
+    return _other(lines, arguments.policy)
+
+
+def _recorded(source: Path) -> tuple[str, bytes]:
+    """The name of the record for messages, and its content: of a run directory, a file, or ``-`` for standard input."""
+    try:
+        if source.is_dir():
+            source = RunPaths(source).decisions
+        content = sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()
+    except OSError as error:
+        raise Refused(
+            f"{source}: {error.strerror}; a run writes its decisions with autoscaling.mode Advisory or Auto"
+        ) from error
+    return str(source), content
 
 
 def _say_changes(lines: Sequence[Line]) -> None:
@@ -58,14 +67,9 @@ def _say_changes(lines: Sequence[Line]) -> None:
 
 
 def _other(lines: Sequence[Line], policy: Path) -> int:
-    try:
-        spec = load_run(policy).spec.autoscaling
-    except SpecError as error:
-        say(str(error), error=True)
-        return BAD_INPUT
+    spec = load_run(policy).spec.autoscaling
     if spec.mode == "Off":
-        say(f"{policy}: spec.autoscaling.mode: Off makes no decisions (set Advisory or Auto)", error=True)
-        return BAD_INPUT
+        raise Refused(f"{policy}: spec.autoscaling.mode: Off makes no decisions (set Advisory or Auto)")
     others = list(replay_under(spec, list(lines), _forecast))
     different = [other for other in others if other.differs]
     for other in different:

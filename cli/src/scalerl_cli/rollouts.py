@@ -17,31 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from scalerl_api.paths import RunPaths
-from scalerl_cli.exits import BAD_INPUT, DONE
-from scalerl_cli.output import say
+from scalerl_cli.argument_types import NEWEST, SORTS
+from scalerl_cli.exits import DONE, Refused
+from scalerl_cli.output import say, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-SORTS: Final = {
-    "step": "step",
-    "reward": "reward",
-    "advantage": "advantage",
-    "tokens": "tokens",
-    "age": "age",
-    "difference": "logprob_difference_max",
-}
-"""Column of each value of ``--sort``."""
 _LISTINGS: Final = 3
 """A running coordinator merges files: a listing that is out of date is repeated."""
 _NAMES: Final = "[!.]*-[0-9]*-[0-9]*-[0-9]*.parquet"
 """Split, first and last step, and number: a reader's own files beside them are none of the record."""
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 3000, 1000
-_NEWEST: Final = "last"
 
 
-class Problem(Exception):
+class Problem(Refused):
     """The rollouts cannot be read; the message has the reason."""
 
 
@@ -62,39 +53,6 @@ class _Found:
     """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
 
 
-def interval(text: str) -> tuple[float, float]:
-    """A closed interval of a command line.
-
-    >>> interval("3"), interval("0.5:1"), interval(":0")
-    ((3.0, 3.0), (0.5, 1.0), (-inf, 0.0))
-    """
-    low, colon, high = text.partition(":")
-    first = float(low) if low else -math.inf
-    last = (float(high) if high else math.inf) if colon else first
-    if not (low or colon) or not first <= last:
-        raise ValueError(text)
-    return first, last
-
-
-def step_interval(text: str) -> tuple[float, float] | str:
-    """As :func:`interval`, or ``last``."""
-    return text if text == _NEWEST else interval(text)
-
-
-def count(text: str) -> int:
-    """A number of rollouts; 0 is all."""
-    number = int(text)
-    if not 0 <= number < 2**63:
-        raise ValueError(text)
-    return number
-
-
-def text_argument(text: str) -> str:
-    """A text that UTF-8 can encode: an argument may have bytes that are none."""
-    text.encode()
-    return text
-
-
 def finite(value: Any) -> Any:
     """A value for JSON, which has no NaN and no infinity: None in their place.
 
@@ -108,29 +66,9 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def shown(text: str) -> str:
-    """Text of a model for a terminal: characters that control it or the direction of its text are escaped.
-
-    >>> shown("a\\x1b[2J\\tb\\u202ec")
-    'a\\\\x1b[2J\\tb\\\\u202ec'
-    """
-    return "".join(
-        c
-        if c in "\n\t" or c.isprintable()
-        else c.encode("ascii", "backslashreplace").decode()
-        if ord(c) > 127
-        else f"\\x{ord(c):02x}"
-        for c in text
-    )
-
-
 def run_rollouts(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    try:
-        rows, matching, total = select(arguments)
-    except Problem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
+    rows, matching, total = select(arguments)
     if arguments.json:
         for row in rows:
             # A terminal also obeys characters that JSON does not escape, such as U+009B.
@@ -166,7 +104,7 @@ def select(
     import numpy as np
 
     files = _files(arguments.dir, report)
-    step = _newest(files, arguments) if arguments.step == _NEWEST else arguments.step
+    step = _newest(files, arguments) if arguments.step == NEWEST else arguments.step
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(lambda file: _whole(file, arguments, step, report), files.items()))
     found = [one for one in results if one is not None and len(one.places)]
@@ -272,14 +210,9 @@ def _matches(
     split, sort = _split(arguments), SORTS[arguments.sort]
     if split is not None and not path.name.startswith(split):
         return None
-    columns = {"step", sort}
-    columns |= {"task"} if arguments.task is not None else set()
-    columns |= {"sample"} if arguments.sample is not None else set()
+    columns = {"step", sort, *_wanted(arguments)}
     columns |= {"reward"} if arguments.reward is not None else set()
-    columns |= {"excluded"} if arguments.excluded is not None else set()
     columns |= {"labels"} if arguments.label else set()
-    columns |= {"finish_reason"} if arguments.truncated else set()
-    columns |= {"prompt_id"} if arguments.prompt is not None else set()
     limits = _limits(file, {"step": step, "reward": arguments.reward})
     groups = [number for number in range(file.num_row_groups) if not _pruned(file, number, limits)]
     if not groups:
@@ -299,6 +232,18 @@ def _matches(
     value = table[sort].to_numpy().astype(float)[rows]  # null becomes NaN
     value = np.where(np.isnan(value), np.inf, -value if arguments.descending else value)
     return _Found(path, places[rows], np.stack([value, table["step"].to_numpy()[rows]], axis=1))
+
+
+def _wanted(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The value that a column must have; ``excluded`` may be empty: any reason."""
+    wanted = {
+        "task": arguments.task,
+        "prompt_id": arguments.prompt,
+        "sample": arguments.sample,
+        "finish_reason": "length" if arguments.truncated else None,
+        "excluded": arguments.excluded,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _places(file: pq.ParquetFile, number: int) -> Any:
@@ -343,17 +288,9 @@ def _mask(table: pa.Table, arguments: argparse.Namespace, step: tuple[float, flo
         if limits is not None:
             column = table[name]
             require(pc.and_(pc.greater_equal(column, limits[0]), pc.less_equal(column, limits[1])))
-    if arguments.task is not None:
-        require(pc.equal(table["task"], arguments.task))
-    if arguments.prompt is not None:
-        require(pc.equal(table["prompt_id"], arguments.prompt))
-    if arguments.sample is not None:
-        require(pc.equal(table["sample"], arguments.sample))
-    if arguments.truncated:
-        require(pc.equal(table["finish_reason"], "length"))
-    if arguments.excluded is not None:
-        column = table["excluded"]
-        require(pc.is_valid(column) if arguments.excluded == "" else pc.equal(column, arguments.excluded))
+    for name, value in _wanted(arguments).items():
+        any_reason = name == "excluded" and value == ""
+        require(pc.is_valid(table[name]) if any_reason else pc.equal(table[name], value))
     for label in arguments.label:
         name, _, value = label.partition("=")
         require(pc.equal(pc.map_lookup(table["labels"], name, "first"), value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -13,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.load import SpecError, SpecProblem
+from scalerl_api.load import SpecProblem
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN
-from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED
+from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, quick_problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
@@ -39,60 +40,38 @@ RUNS = Path("runs")
 _LOG_LINES = 20
 
 
-class Refused(Exception):
-    """The input cannot be used; each of ``args`` is one reason."""
-
-
-def run(
-    file: Path,
-    directory: Path | None,
-    *,
-    resume: bool,
-    pins: Sequence[str],
-    planner: Callable[[ScaleRLRun], Plan],
-    started: float,
-) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Execute the run of a file until it ends; returns the exit code. No process of the run is left."""
-    try:
-        spec = read_spec(file)
-    except Refused as refused:
-        for line in refused.args:
-            say(line, error=True)
-        return BAD_INPUT
+    spec = read_spec(arguments.file)
     for warning in warnings_of(spec.spec):
-        say(f"{file}: warning: {warning}", error=True)
-    return run_spec(spec, directory, resume=resume, pins=pins, planner=planner, started=started)
+        say(f"{arguments.file}: warning: {warning}", error=True)
+    return run_spec(
+        spec, arguments.dir, arguments.planner, arguments.started, resume=arguments.resume, pins=arguments.pin
+    )
 
 
 def run_spec(
     spec: ScaleRLRun,
     directory: Path | None,
-    *,
-    resume: bool,
-    pins: Sequence[str],
     planner: Callable[[ScaleRLRun], Plan],
     started: float,
+    *,
+    resume: bool,
+    pins: Sequence[str] = (),
 ) -> int:
     """Same as :func:`run`, for a spec from :func:`read_spec`."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
-        claimed = _claim(spec, directory, resume)
-    except Refused as refused:
-        for line in refused.args:
-            say(line, error=True)
-        return BAD_INPUT
+    settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
+    claimed = _claim(spec, directory, resume)
     say(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
     say(f"its page: {view_command(claimed.paths.root)}")
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
     except RecordError as problem:
-        say(f"the record of decisions cannot be used: {problem}", error=True)
-        return FAILED
+        raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
     except CoordinatorRefused as refused:
-        say(f"the coordinator refuses this command: {refused}", error=True)
-        return FAILED
+        raise Refused(f"the coordinator refuses this command: {refused}", code=FAILED) from refused
     finally:
         claimed.release()
 
@@ -125,12 +104,9 @@ def read_spec(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRu
     """Load a run file, with ``changes`` (see :func:`scalerl_cli.inputs.load`), and check that it can be run here.
 
     Raises:
-        Refused: lists every problem.
+        Refused, SpecError: lists every problem.
     """
-    try:
-        spec = load(file, changes)
-    except SpecError as error:
-        raise Refused(*(f"{error.source}: {problem}" for problem in error.problems)) from error
+    spec = load(file, changes)
     problems: list[SpecProblem] = quick_problems(spec)
     if problems:
         raise Refused(*(f"{file}: {problem}" for problem in problems))
@@ -220,7 +196,7 @@ def _explain(failure: Failure) -> None:
 
 def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
     from scalerl_cli.curves.problem import CurveProblem
-    from scalerl_cli.curves.run_picture import draw_run
+    from scalerl_cli.plot import draw_run
     from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from scalerl_api.load import SpecError
 from scalerl_api.source import ProblemSpec, PromptSpec
-from scalerl_cli.exits import BAD_INPUT, DONE, FAILED
-from scalerl_cli.inputs import load
+from scalerl_cli.exits import DONE, FAILED, Refused
+from scalerl_cli.inputs import load, problem_sections
 from scalerl_cli.output import say
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, Any] = {}
 
 
-class BadCompletions(Exception):
+class BadCompletions(Refused):
     """A line of ``--completions`` cannot be used; the message has its number."""
 
 
@@ -51,30 +50,17 @@ def run_score(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     import scalerl_tasks as tasks
 
+    spec = load(arguments.file).spec
+    sections = {name: (section, prompt) for name, _, section, prompt in problem_sections(spec)}
+    name = arguments.task or next(iter(sections))
+    if name not in sections:
+        raise Refused(f"--task {name}: {arguments.file} has {', '.join(sections)}")
+    section, prompt = sections[name]
     try:
-        spec = load(arguments.file).spec
-        sections: dict[str, tuple[ProblemSpec, PromptSpec]] = {
-            one.name: (one.section, one.section.prompt) for one in spec.task.tasks
-        }
-        sections |= {
-            one.name: (one.task, one.task.prompt or spec.task.prompt)
-            for one in spec.evaluation.sets or ()
-            if one.task is not None
-        }
-        name = arguments.task or next(iter(sections))
-        if name not in sections:
-            say(f"--task {name}: {arguments.file} has {', '.join(sections)}", error=True)
-            return BAD_INPUT
-        section, prompt = sections[name]
         groups = list(_groups(arguments.completions, section))
         graded = asyncio.run(_score(section, prompt, groups))
-    except SpecError as error:
-        for problem in error.problems:
-            say(f"{arguments.file}: {problem}", error=True)
-        return BAD_INPUT
-    except (BadCompletions, tasks.TaskError) as error:
-        say(str(error), error=True)
-        return BAD_INPUT
+    except tasks.TaskError as error:
+        raise Refused(str(error)) from error
     return _report(groups, graded)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from scipy.stats import ks_2samp
 
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import say
 from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_cli.simulation.simulator import simulate
@@ -35,32 +35,12 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     try:
         run = read_trace(path)
     except (OSError, TraceProblem) as problem:
-        say(f"{path}: {problem}", error=True)
-        return BAD_INPUT
-    fixed, per_token = arguments.train or fit_trainer(run)
-    if arguments.decode:
-        base, per_sequence = arguments.decode
-        decode = DecodeSpeed(base, per_sequence, per_draft=per_sequence)
-    else:
-        decode = fit_decode(run)
-    if arguments.verify:
-        decode = replace(decode, per_draft=arguments.verify[0], free_rows=arguments.verify[1])
-    if decode.seconds(1) <= 0:
-        say(
-            f"{path}: no group with a measured duration, so the speed of generation is unknown; give --decode",
-            error=True,
+        raise Refused(f"{path}: {problem}") from problem
+    cluster = _cluster(run, arguments)
+    if cluster.decode.seconds(1) <= 0:
+        raise Refused(
+            f"{path}: no group with a measured duration, so the speed of generation is unknown; give --decode"
         )
-        return BAD_INPUT
-    trainers = arguments.trainers or 1
-    cluster = Cluster(
-        arguments.generators or run.generators,
-        arguments.concurrency or run.settings.concurrency,
-        decode,
-        fixed,
-        per_token / trainers,
-        publish_seconds(run) if arguments.publish is None else arguments.publish,
-        arguments.max_draft_tokens or run.settings.max_draft_tokens or 16,
-    )
     scheme = _scheme(run, arguments.max_staleness_steps)
     names = arguments.policy or [run.settings.schedule or "slotOrder"]
     work = run.work
@@ -72,21 +52,46 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     figures = {name: _figures(outcome, work) for name, outcome in outcomes.items()}
     bound = min(lower_bound(of, cluster, scheme) for of in drafted.values())
     if arguments.json:
-        say(
-            json.dumps(
-                {
-                    "traced": {"makespan": run.makespan, "steps": work.steps, "refilled": run.refilled},
-                    "decode": [decode.base, decode.per_sequence],
-                    "verify": [decode.per_draft, decode.free_rows],
-                    "train": [fixed, per_token],
-                    "publish": cluster.publish_seconds,
-                    "lower_bound": bound,
-                    "policies": figures,
-                    "trained_at": {name: outcome.trained_at for name, outcome in outcomes.items()},
-                }
-            )
-        )
-        return DONE
+        decode, trainers = cluster.decode, arguments.trainers or 1
+        found = {
+            "traced": {"makespan": run.makespan, "steps": work.steps, "refilled": run.refilled},
+            "decode": [decode.base, decode.per_sequence],
+            "verify": [decode.per_draft, decode.free_rows],
+            "train": [cluster.train_seconds, cluster.train_seconds_per_token * trainers],
+            "publish": cluster.publish_seconds,
+            "lower_bound": bound,
+            "policies": figures,
+            "trained_at": {name: outcome.trained_at for name, outcome in outcomes.items()},
+        }
+        say(json.dumps(found))
+    else:
+        _say_table(run, cluster, figures, bound)
+    return DONE
+
+
+def _cluster(run: RunTrace, arguments: argparse.Namespace) -> Cluster:
+    """The cluster of the trace, with the options in place of its values."""
+    fixed, per_token = arguments.train or fit_trainer(run)
+    if arguments.decode:
+        base, per_sequence = arguments.decode
+        decode = DecodeSpeed(base, per_sequence, per_draft=per_sequence)
+    else:
+        decode = fit_decode(run)
+    if arguments.verify:
+        decode = replace(decode, per_draft=arguments.verify[0], free_rows=arguments.verify[1])
+    return Cluster(
+        arguments.generators or run.generators,
+        arguments.concurrency or run.settings.concurrency,
+        decode,
+        fixed,
+        per_token / (arguments.trainers or 1),
+        publish_seconds(run) if arguments.publish is None else arguments.publish,
+        arguments.max_draft_tokens or run.settings.max_draft_tokens or 16,
+    )
+
+
+def _say_table(run: RunTrace, cluster: Cluster, figures: dict[str, dict[str, float]], bound: float) -> None:
+    work, decode = run.work, cluster.decode
     say(
         f"{work.steps} steps of {work.prompts_per_step} groups, {sum(g.tokens for g in work.groups)} tokens; in the trace "
         f"{run.makespan:.1f} s"
@@ -96,8 +101,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     free = f" beyond {decode.free_rows:g} in a step" if decode.free_rows else ""
     say(
         f"decoding step {1e3 * decode.base:.3g} ms + {1e3 * decode.per_sequence:.3g} ms a sequence + "
-        f"{1e3 * decode.per_draft:.3g} ms a drafted token{free}; training step {fixed:.3g} s + "
-        f"{1e3 * per_token / trainers:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
+        f"{1e3 * decode.per_draft:.3g} ms a drafted token{free}; training step {cluster.train_seconds:.3g} s + "
+        f"{1e3 * cluster.train_seconds_per_token:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
     )
     wide = max(map(len, ["lower bound", *figures])) + 1
     say(
@@ -109,7 +114,6 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             f"{one['generator_idle']:6.2f}{one['running_sequences']:6.1f}{one['mean_staleness']:9.2f} ≤{one['max_staleness']:3.0f}{one['ks_p']:7.2g}"
         )
     say(f"{'lower bound':{wide}}{bound:11.1f}")
-    return DONE
 
 
 def _name(drafts: str | tuple[float, float]) -> str:

@@ -126,6 +126,13 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB"),
     ]
+    return found + _exceptions(summary)
+
+
+def _exceptions(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of what only some runs have."""
+    counts = summary["counts"]
+    found: list[tuple[str, str]] = []
     if summary["decision"]:
         found.append(("forecast", f"{summary['decision']['state']}: {summary['decision']['reasons'][0]}"))
     for role in ("best", "last"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +17,19 @@ from scalerl_cli.inputs import load, machine_problems, model_problems, task_prob
 from scalerl_cli.output import say
 
 
-def validate(files: Sequence[Path], *, any_machine: bool = False, show: bool = False) -> int:
-    """Print each problem on a line, or ``ok`` for a file without any; returns the exit code.
-
-    show: print every value of the recipe too, with its origin.
-    """
+def validate(arguments: argparse.Namespace) -> int:
+    """Print each problem on a line, or ``ok`` for a file without any; returns the exit code."""
+    files: Sequence[Path] = arguments.files
     bad = 0
     for file in files:
-        found = problems(file, any_machine=any_machine)
+        found = problems(file, any_machine=arguments.any_machine)
         bad += bool(found)
         for problem in found:
             say(f"{file}: {problem}", error=True)
         if not found:
             for warning in warnings_of(load(file).spec):
                 say(f"{file}: warning: {warning}", error=True)
-            if show:
+            if arguments.show:
                 recipe = resolve(load(file).spec.recipe)
                 say(f"{file}: recipe {recipe.preset}")
                 for choice in recipe.choices:

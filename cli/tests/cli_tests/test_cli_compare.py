@@ -23,6 +23,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_cli import inputs
 from scalerl_cli.compare import run_compare
 from scalerl_cli.curves.recipes import EqualCompute
+from scalerl_cli.exits import exit_code
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
 from scalerl_cli.variants import NOT_OF_THE_RESULT, VariantProblem, parse_variant, planned
@@ -62,7 +63,7 @@ class FakeRunner:
         """``scalerl compare`` on these runs; ``calls`` are those of this command."""
         self.calls = []
         arguments = parser().parse_args(["compare", *map(str, words), "--dir", str(self.tmp / "compare")])
-        return run_compare(arguments, planner=lambda run: pytest.fail("no plan is asked for"), runner=self)
+        return exit_code(lambda: run_compare(arguments, runner=self))
 
     def rows(self) -> dict[str, dict[str, str]]:
         with (self.tmp / "compare/comparison.csv").open() as file:

@@ -118,7 +118,7 @@ def test_another_axis_of_a_wandb_chart(tmp_path: Path) -> None:
     is_curve(read(path))
     time = chart(tmp_path / "t.csv", {"a": ["_step", "val/acc"]}, axis="Relative Time (Process)")
     got = read(time)
-    assert (got.x, got.y, got.unit) == (
+    assert (got.chosen.x, got.chosen.y, got.unit) == (
         "Relative Time (Process)",
         "a - val/acc",
         "Relative Time (Process)",
@@ -139,7 +139,7 @@ def test_history_of_a_wandb_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--y val/acc;" in said
     got = read(path, "_step", "val/acc")
     is_curve(got)
-    assert (got.skipped, got.unit) == (40, "steps")
+    assert (got.chosen.skipped, got.unit) == (40, "steps")
     assert read(path, "tokens_seen", "val/acc").unit == "tokens_seen"
 
 
@@ -171,7 +171,7 @@ def test_tensorboard_download_needs_no_names(tmp_path: Path) -> None:
     path.write_text(body, newline="")
     got = read(path)
     is_curve(got)
-    assert (got.x, got.y, got.unit) == ("Step", "Value", "steps")
+    assert (got.chosen.x, got.chosen.y, got.unit) == ("Step", "Value", "steps")
 
 
 # --- MLflow --------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_trl_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) 
     assert "--y eval_reward" in said
     got = read(path, "step", "eval_reward")
     is_curve(got)
-    assert got.skipped == 41
+    assert got.chosen.skipped == 41
     assert read(path, "eval_num_tokens", "eval_rewards/accuracy_reward/mean").curve.now == 400_000
 
 
@@ -294,7 +294,7 @@ def test_verls_json_lines(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     got = read(path, "step", CORE)
     is_curve(got)
-    assert got.skipped == 1
+    assert got.chosen.skipped == 1
 
 
 def test_resumed_log_keeps_the_last_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

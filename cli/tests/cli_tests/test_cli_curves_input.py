@@ -209,7 +209,7 @@ def test_only_pictures_need_matplotlib(
 def test_stated_scales_other_encodings_and_blank_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_bytes("\ufeffCompute, Reward\r\n0,-1\r\n\r\n2,0\r\n3,1\r\n".encode())
-    read = read_curve(path, (-1.0, 1.0))
+    read = read_curve(path, Columns(scale=(-1.0, 1.0)))
     assert read.curve.compute.tolist() == [0, 2, 3]
     assert read.curve.reward.tolist() == [0, 0.5, 1]
 

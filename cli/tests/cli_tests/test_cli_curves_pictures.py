@@ -106,7 +106,8 @@ def test_recipes_differ_by_colour_or_marker_and_have_intervals_of_a(
     names = [str(write_plain(tmp_path / f"c{i}.csv", n=12 + i)) for i in range(8)]
     assert main(["compare", *names]) == 0
     linear, log = figures[0].axes
-    pens = [(h.get_color(), h.get_marker()) for h in linear.get_legend_handles_labels()[0]]
+    drawn = zip(*linear.get_legend_handles_labels(), strict=True)
+    pens = [(bars[0].get_color(), bars[0].get_marker()) for bars, name in drawn if name.startswith("c")]
     assert len(set(pens)) == len(pens) == 8
     assert len({marker for _, marker in pens[:5]}) == 5
     assert len(linear.collections) == 8
@@ -186,7 +187,7 @@ def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pyte
         assert "60" in texts(two.axes[0].get_yticklabels())
     both = drawn(monkeypatch, "fit", str(percent), "--compare", str(percent), "--scale=0,100")
     assert both.axes[0].get_ylim()[1] > 60
-    assert any("A 6" in text.get_text() for text in both.axes[1].texts)
+    assert "percent.csv: A 6" in legend(both) or f"{percent}: A 6" in legend(both)
 
 
 def test_pdf_has_no_type_3_fonts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
 from scalerl_cli.curves import plotting
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.run_picture import budget_compute, draw_run
 from scalerl_cli.main import main
+from scalerl_cli.plot import budget_compute, draw_run
 from scalerl_cli.summary import rows, summarize, write
 from scalerl_cli.view import labels
 from scalerl_cli.view.live import LiveView, render

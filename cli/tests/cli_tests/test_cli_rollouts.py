@@ -121,7 +121,7 @@ def test_hostile_text_cannot_control_the_terminal(capsys: pytest.CaptureFixture[
     assert main(["rollouts", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert not set(text) & set("\x1b\x07\r\x9b\u202e\u2066")
-    assert text.count("a\\x1b]0;title\\x07\\x0d\\x9b2J\\u202eright\\u2066 שלום") == 9
+    assert text.count("a\\x1b]0;title\\x07\\r\\x9b2J\\u202eright\\u2066 שלום") == 9
 
 
 def test_json_on_a_terminal_is_ascii(

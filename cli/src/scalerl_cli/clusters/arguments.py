@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from scalerl_cli.argument_types import whole
 from scalerl_operator.workloads import Role
 
 if TYPE_CHECKING:
@@ -37,9 +38,14 @@ def add_cluster_commands(commands: Commands) -> None:
     logs.add_argument("role", nargs="?", metavar="ROLE", choices=roles, help=f"only {', '.join(roles)}")
     logs.add_argument("-f", "--follow", action="store_true", help="wait for more lines, until the pods end")
     logs.add_argument("-p", "--previous", action="store_true", help="of each container's previous start")
-    logs.add_argument("--tail", type=_count, metavar="N", help="only the last N lines of each container")
+    logs.add_argument("--tail", type=whole, metavar="N", help="only the last N lines of each container")
     add_connection(logs)
 
+    _add_files(commands)
+
+
+def _add_files(commands: Commands) -> None:
+    """``fetch`` and ``submit``."""
     fetch = commands.add_parser(
         "fetch",
         help="copy curve, model or rollouts of a run on a cluster to this machine",
@@ -96,10 +102,3 @@ def add_connection(command: argparse.ArgumentParser) -> None:
 
 def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", choices=["text", "json"], default="text", help="json: for scripts")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number

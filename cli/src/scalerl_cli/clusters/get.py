@@ -9,6 +9,7 @@ from typing import Any
 
 from scalerl_cli.clusters.runs import Run, find, plain, records
 from scalerl_cli.clusters.session import Session
+from scalerl_cli.curves import formatting
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
 from scalerl_operator.kube.kinds import RUN
@@ -68,7 +69,4 @@ def _table(runs: Sequence[Run], *, ended: bool, namespaces: bool) -> list[str]:
         cells += [str(run.status.get("reward") or "")]
         cells += [f"{run.age} ago"] if ended else [run.eta, str(run.status.get("forecast") or ""), run.age]
         rows.append([plain(cell) or "-" for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return formatting.table(rows, indent="")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from scalerl_cli import output
 from scalerl_cli.clusters.runs import Run, find, plain
 from scalerl_cli.clusters.session import Session, Trouble, explained
 from scalerl_cli.exits import DONE, FAILED, NOT_FOUND
@@ -52,9 +53,7 @@ def logs(session: Session, arguments: argparse.Namespace) -> int:
 def shown(line: bytes) -> str:
     """A line of a log. On a terminal, control characters but tabs are escaped: logs have texts of any origin."""
     text = line.decode(errors="replace")
-    if not sys.stdout.isatty():
-        return text
-    return "".join(c if c == "\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return output.shown(text) if sys.stdout.isatty() else text
 
 
 def _containers(pod: Object) -> list[str]:

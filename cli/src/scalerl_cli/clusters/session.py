@@ -21,7 +21,7 @@ from kubernetes.stream import ws_client
 from websocket import ABNF, WebSocketBadStatusException, WebSocketException
 
 from scalerl_api.spec import API_VERSION, GROUP
-from scalerl_cli.exits import BAD_INPUT, FAILED, FORBIDDEN, NOT_FOUND
+from scalerl_cli.exits import BAD_INPUT, FAILED, FORBIDDEN, NOT_FOUND, Refused
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN, Kind, kind_of
 from scalerl_operator.kube.types import Object
@@ -37,12 +37,11 @@ _STDOUT, _STDERR, _RESULT = 1, 2, 3
 _MAX_STDERR: Final = 4096
 
 
-class Trouble(Exception):
-    """A command cannot go on. code: its exit code."""
+class Trouble(Refused):
+    """A command for a cluster cannot go on."""
 
     def __init__(self, message: str, code: int = FAILED) -> None:
-        super().__init__(message)
-        self.code = code
+        super().__init__(message, code=code)
 
 
 class Interrupted(Exception):

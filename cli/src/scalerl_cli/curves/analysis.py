@@ -142,6 +142,12 @@ class Analysis:
         return self.file.segment.start
 
     @property
+    def first(self) -> float:
+        """Compute of the first trained point of this recipe."""
+        curve = self.file.segment.curve
+        return float(curve.compute[curve.compute > 0][0]) + self.start
+
+    @property
     def now(self) -> float:
         """Compute of the last point."""
         return self.file.segment.curve.now + self.start
@@ -169,7 +175,9 @@ class Analysis:
 
         They are without evaluation noise and late rises: few runs rise late, and far, so that a quantile jumps where they reach it.
         """
-        return bands(self.fitted, compute - self.start)
+        pool = forecast_pool(self.fitted)
+        drawn = replace(pool, rise=np.zeros(len(pool))).reward(compute - self.start)
+        return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
     def after_late_rise(self, compute: FloatArray) -> FloatArray:
         """(2, c) quantiles .05 and .95 of the reward of runs that have risen late, as `bands`."""
@@ -242,10 +250,10 @@ class Analysis:
                 {"compute": point.compute, **interval_json(self.scale.levels(point))} for point in points
             ],
         }
-        if self.file.skipped:
-            shown["skipped"] = self.file.skipped
-        if self.file.replaced:
-            shown["replaced"] = self.file.replaced
+        if self.file.chosen.skipped:
+            shown["skipped"] = self.file.chosen.skipped
+        if self.file.chosen.replaced:
+            shown["replaced"] = self.file.chosen.replaced
         if self.earlier:
             shown["prior"] = self.prior_json
         if target is not None and going:
@@ -287,7 +295,11 @@ def analyse(
         )
     except CurveError as error:
         part = f", from line {file.first_line} on (the last recipe)" if file.segments > 1 else ""
-        few = f" ({file.skipped:,} rows are empty in {file.x} or {file.y})" if file.skipped else ""
+        few = (
+            f" ({file.chosen.skipped:,} rows are empty in {file.chosen.x} or {file.chosen.y})"
+            if file.chosen.skipped
+            else ""
+        )
         raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
     reasons = [*_fallen(file, fall), *_truncated(file)]
     made = Analysis(
@@ -333,13 +345,6 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
         f"{100 * now:.1f} % of the completions are cut off at the length limit, after {100 * most:.1f} %: "
         f"healthy is below {100 * HEALTHY_TRUNCATED:.0f} %",
     )
-
-
-def bands(fitted: Fit, compute: FloatArray) -> FloatArray:
-    """`Analysis.bands` at compute (c,) on the axis of the fit."""
-    pool = forecast_pool(fitted)
-    drawn = replace(pool, rise=np.zeros(len(pool))).reward(compute)
-    return np.asarray(np.quantile(drawn, (0.05, 0.25, 0.5, 0.75, 0.95), axis=0))
 
 
 def interval_json(estimate: Estimate | Forecast | ComputeToTarget) -> dict[str, float]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl_cli.argument_types import counts, not_negative, positive, positive_whole, scale
 from scalerl_cli.clusters.arguments import add_connection
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _add_compare(commands: Commands) -> None:
     )
     compare.add_argument(
         "--seeds",
-        type=_count,
+        type=positive_whole,
         default=1,
         metavar="N",
         help="number of seeds of each: seed, seed + 1, ... (default: 1)",
@@ -99,7 +99,7 @@ def _add_fit(commands: Commands) -> None:
     )
     fit.add_argument(
         "--at",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[],
         metavar="C",
@@ -108,7 +108,7 @@ def _add_fit(commands: Commands) -> None:
     fit.add_argument(
         "--target", type=float, metavar="T", help="forecast the compute at which this reward is reached"
     )
-    fit.add_argument("--budget", type=_positive, metavar="C", help="total compute available")
+    fit.add_argument("--budget", type=positive, metavar="C", help="total compute available")
     fit.add_argument("--alternatives", action="store_true", help="also show a power law and the last value")
     fit.add_argument("--log", action="store_true", help="plot compute on a logarithmic axis")
     _add_common(fit)
@@ -124,7 +124,7 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument("--from", dest="curve", type=Path, required=True, metavar="CURVE.csv", help=_CURVE_HELP)
     plan.add_argument(
         "--budget",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[],
         metavar="DEVICE_HOURS",
@@ -139,24 +139,24 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument(
         "--devices",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="current number of devices (default: measured from device_seconds and wall_seconds)",
     )
     plan.add_argument(
         "--generators",
-        type=_counts,
+        type=counts,
         default=[],
         metavar="N,N,...",
         help="numbers of generators to compare; the first is the current one",
     )
     plan.add_argument(
         "--elasticity",
-        type=_positive,
+        type=positive,
         metavar="E",
         help="d ln(compute per hour)/d ln(devices) (default: measured, if the number of devices has changed)",
     )
-    plan.add_argument("--devices-per-generator", type=_positive, default=1.0, metavar="N", help="default: 1")
+    plan.add_argument("--devices-per-generator", type=positive, default=1.0, metavar="N", help="default: 1")
     _add_common(plan)
 
 
@@ -180,7 +180,7 @@ def _add_columns(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--scale",
-        type=_scale,
+        type=scale,
         default=(0.0, 1.0),
         metavar="LOW,HIGH",
         help="lowest and highest possible reward in the file; write --scale=-1,1 for rewards of ±1",
@@ -208,61 +208,9 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", type=Path, metavar="OUT.png", help="write a figure (.png, .pdf or .svg)")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     rate = command.add_mutually_exclusive_group()
-    rate.add_argument("--rate", type=_positive, metavar="C_PER_DEVICE_HOUR", help="compute per device-hour")
+    rate.add_argument("--rate", type=positive, metavar="C_PER_DEVICE_HOUR", help="compute per device-hour")
     rate.add_argument(
         "--device-hours-column",
         metavar="COLUMN",
         help="column with cumulative device-hours (default: device_seconds, if the file has it)",
     )
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not finite")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """Argument type: a finite number ≥ 0."""
-    value = _number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def _scale(text: str) -> tuple[float, float]:
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW,HIGH; for ±1 write --scale=-1,1")
-    low, high = _number(parts[0]), _number(parts[1])
-    if low >= high:
-        raise argparse.ArgumentTypeError(f"{text}: LOW must be below HIGH")
-    return low, high
-
-
-def _count(text: str) -> int:
-    counts = _counts(text)
-    if len(counts) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return counts[0]
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4") from None
-    if min(counts) < 1 or len(set(counts)) != len(counts):
-        raise argparse.ArgumentTypeError(f"{text!r}: counts must be at least 1 and unique")
-    return counts

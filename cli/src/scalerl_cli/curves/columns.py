@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
 import shlex
@@ -48,7 +49,7 @@ _Y_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The options ``--x``, ``--y``, ``--samples`` and ``--resumed``; None if not given."""
+    """The options that select and scale the columns of a file; None if not given."""
 
     x: str | None = None
     """Column of the compute."""
@@ -58,6 +59,25 @@ class Columns:
     """Column of the samples per evaluation, or one number for all points."""
     resumed: str | None = None
     """``KeepLast``: where compute goes back, the rows that it goes back over are left out."""
+    scale: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest possible reward."""
+    unit: str | None = None
+    """Unit of compute; None if not given."""
+    device_hours: str | None = None
+    """Column of the cumulative device-hours; None for that of a run."""
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Columns:
+        """The options of a command."""
+        given = (
+            arguments.x,
+            arguments.y,
+            arguments.samples,
+            arguments.resumed,
+            arguments.scale,
+            arguments.unit,
+        )
+        return cls(*given, getattr(arguments, "device_hours_column", None))
 
 
 @dataclass(frozen=True)

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 from scalerl_cli.curves.analysis import Analysis, State, analyse
 from scalerl_cli.curves.columns import Columns
-from scalerl_cli.curves.comparison import comparison_report, pair
+from scalerl_cli.curves.comparison import comparison_json, comparison_report, doubts, pair, verdict
 from scalerl_cli.curves.pace import pace_of
 from scalerl_cli.curves.plotting import check_target
 from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.recipes import Rule
 from scalerl_cli.curves.report import report
-from scalerl_cli.curves.source import CurveFile, read_curve
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.curves.source import read_curve
+from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
 
 
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
-    try:
-        check_target(arguments.plot)
-        _check_together(arguments)
-        file = _read(arguments)
-        prior = read_prior(arguments.prior, file, arguments.scale, arguments.unit, _columns(arguments))
-        made = analyse(file, arguments.at, prior, arguments.late_rises)
-        text = _compared(arguments, made) if arguments.compare else _alone(arguments, made)
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
-    say(text)
+    check_target(arguments.plot)
+    _check_together(arguments)
+    made = analysed(arguments, arguments.at)
+    say(_compared(arguments, made) if arguments.compare else _alone(arguments, made))
     return DONE
 
 
@@ -48,18 +43,11 @@ def _check_together(arguments: argparse.Namespace) -> None:
         raise CurveProblem(f"{', '.join(asked)}: not with --compare; use it with each file alone")
 
 
-def _read(arguments: argparse.Namespace, *, other: bool = False) -> CurveFile:
-    return read_curve(
-        arguments.compare if other else arguments.curve,
-        arguments.scale,
-        arguments.unit,
-        arguments.device_hours_column,
-        _columns(arguments),
-    )
-
-
-def _columns(arguments: argparse.Namespace) -> Columns:
-    return Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
+def analysed(arguments: argparse.Namespace, at: Sequence[float] = ()) -> Analysis:
+    """The analysis of the file of a command, with its prior, and forecasts at ``at``."""
+    columns = Columns.of(arguments)
+    file = read_curve(arguments.curve, columns)
+    return analyse(file, at, read_prior(arguments.prior, file, columns), arguments.late_rises)
 
 
 def _alone(arguments: argparse.Namespace, made: Analysis) -> str:
@@ -86,13 +74,16 @@ def _alone(arguments: argparse.Namespace, made: Analysis) -> str:
 
 
 def _compared(arguments: argparse.Namespace, made: Analysis) -> str:
-    both = pair(made, analyse(_read(arguments, other=True), arguments.at, None, arguments.late_rises))
+    other = read_curve(arguments.compare, Columns.of(arguments))
+    table = pair(made, analyse(other, arguments.at, None, arguments.late_rises))
+    both = Rule.of(*table.recipes)
     lines = list(comparison_report(both))
     if arguments.plot:
-        from scalerl_cli.curves.compare_picture import draw_comparison
+        from scalerl_cli.curves.recipes_picture import draw_recipes
 
-        draw_comparison(both, arguments.plot)
+        doubt = "; do not rely on it yet (see the doubts printed)" if doubts(both) else ""
+        draw_recipes(table, arguments.plot, f"{verdict(both)}{doubt}")
         lines.append(f"picture: {arguments.plot}")
     if arguments.json:
-        return json.dumps(both.as_json(), allow_nan=False)
+        return json.dumps(comparison_json(both), allow_nan=False)
     return "\n".join(lines)

@@ -32,14 +32,8 @@ def draw_fit(
     Raises:
         CurveProblem: the picture cannot be written.
     """
-    with plotting.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=plotting.COLUMN, layout="constrained")
-        axes = figure.add_subplot()
-        _draw(axes, made, title or made.file.path.stem, budget, target, alternatives, log)
-        plotting.legend(figure, axes)
-        plotting.save(figure, path)
+    with plotting.picture(path) as (_, grid):
+        _draw(grid[0, 0], made, title or made.file.path.stem, budget, target, alternatives, log)
 
 
 def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: float | None = None) -> None:
@@ -48,24 +42,21 @@ def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: 
     Raises:
         CurveProblem: the picture cannot be written.
     """
-    with plotting.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=plotting.COLUMN, layout="constrained")
-        axes = figure.add_subplot()
-        curve, scale = file.curve, RewardScale(*file.curve.scale)
+    curve, scale = file.curve, RewardScale(*file.curve.scale)
+    now = float(curve.compute[-1])
+    with plotting.picture(path) as (_, grid):
+        axes = grid[0, 0]
         label = f"{len(curve):,} evaluations{plotting.samples_text(curve)}"
         plotting.draw_points(axes, curve, scale, 0.0, plotting.INK, label)
-        now = float(curve.compute[-1])
         axis.compute_axis(axes, file.unit, 0.0, max(now, budget or 0.0, 1.0) * 1.04)
         axis.reward_axis(axes, plotting.extent(curve, scale), scale)
-        marks = [(now, "now", plotting.INK)]
-        if budget is not None:
-            marks.append((budget, f"budget {formatting.amount(budget)}", plotting.VERMILLION))
-        rows = axis.mark_computes(axes, marks)
+        rows = axis.mark_computes(axes, [(now, "now", plotting.INK), *_budget(budget)])
         axes.set_title(f"{title}: no fit\n{textwrap.fill(why, 88)}", loc="left", pad=6.0 + 12.0 * rows)
-        plotting.legend(figure, axes)
-        plotting.save(figure, path)
+
+
+def _budget(budget: float | None) -> list[tuple[float, str, str]]:
+    """The mark of a budget."""
+    return [] if budget is None else [(budget, f"budget {formatting.amount(budget)}", plotting.VERMILLION)]
 
 
 def _draw(
@@ -77,58 +68,18 @@ def _draw(
     alternatives: bool,
     log: bool,
 ) -> None:
-    file, fitted = made.file, made.fitted
-    broken = made.state is State.BROKEN
+    file, fitted, scale, broken = made.file, made.fitted, made.scale, made.state is State.BROKEN
     beyond = [made.now if broken else made.twice, budget or 0.0, *(point.compute for point in made.forecasts)]
-    cmid = fitted.Cmid.median + made.start
-    trained = file.segment.curve.compute > 0
-    first = float(file.segment.curve.compute[trained][0]) + made.start
+    first = made.first
     low, high = (first / 1.15 if log else 0.0), max(beyond) * (1.15 if log else 1.04)
-    end = made.now if broken else high
-    begin = max(made.start + (first - made.start) / 4.0, low)
+    begin, end = max(made.start + (first - made.start) / 4.0, low), made.now if broken else high
     grid = np.geomspace(begin, end, plotting.GRID) if log else np.linspace(begin, end, plotting.GRID)
-    scale = made.scale
-    bands = scale.level(made.bands(grid))
-    plotting.draw_bands(axes, grid, bands, plotting.BLUE, "median: fitted curve, then forecast")
-    if not broken:
-        plotting.draw_late_rises(axes, made, grid)
-    if file.segments > 1:
-        before = file.curve.head(len(file.curve) - len(file.segment.curve))
-        axes.plot(
-            before.compute,
-            scale.level(before.reward),
-            "o",
-            ms=3,
-            mew=0,
-            color=plotting.FAINT,
-            alpha=0.5,
-            label="earlier recipe or evaluation, not fitted",
-        )
-    n = len(file.segment.curve)
-    plotting.draw_points(
-        axes,
-        file.segment.curve,
-        scale,
-        made.start,
-        plotting.INK,
-        f"{n:,} evaluations{plotting.samples_text(file.segment.curve)}",
-        burn_in=fitted.burn_in_points,
-        burn_in_label=plotting.burn_in_text(fitted.burn_in_points),
-    )
-    plotting.draw_fallen(axes, file.segment.curve, scale, made.start, made.fallen)
+    shown = plotting.draw_analysis(axes, made, grid)
     if made.forecasts:
-        plotting.draw_forecasts(
-            axes,
-            [point.compute for point in made.forecasts],
-            [scale.levels(point) for point in made.forecasts],
-            f"forecast of an evaluation, 90 %; at 2×: {scale.rewards(made.forecasts[0])}",
-        )
-    shown = [
-        *scale.level(file.curve.reward),
-        *plotting.extent(file.segment.curve, scale),
-        *bands.ravel(),
-        *(scale.level(x) for p in made.forecasts for x in (p.low, p.high)),
-    ]
+        drawn = [scale.levels(point) for point in made.forecasts]
+        shown += [end for point in drawn for end in (point.low, point.high)]
+        label = f"forecast of an evaluation, 90 %; at 2×: {scale.rewards(made.forecasts[0])}"
+        plotting.draw_forecasts(axes, [point.compute for point in made.forecasts], drawn, label)
     if alternatives and not broken:
         law = scale.level(power_law(file.segment.curve).reward(grid - made.start))
         axes.plot(grid, law, color=plotting.FAINT, lw=1.2, ls="-.", label="power law A − D/C^B", zorder=1.9)
@@ -144,12 +95,12 @@ def _draw(
     axis.compute_axis(axes, file.unit, low, high, log=log)
     axis.reward_axis(axes, shown, scale)
     origin = f"{formatting.amount(made.start)} + " if made.start else ""
+    cmid = fitted.Cmid.median + made.start
     marks = [
         (made.now, "now", plotting.INK),
         (cmid, f"{origin}Cmid {formatting.amounts(fitted.Cmid)}", plotting.PURPLE),
+        *_budget(budget),
     ]
-    if budget is not None:
-        marks.append((budget, f"budget {formatting.amount(budget)}", plotting.VERMILLION))
     if cmid <= high:
         axis.mark_midpoint(axes, fitted.Cmid.low + made.start, fitted.Cmid.high + made.start, plotting.PURPLE)
     rows = axis.mark_computes(axes, marks)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
+
+Row = TypeVar("Row")
 
 
 class Interval(Protocol):
@@ -38,6 +43,11 @@ def reward(value: float, digits: int = 2) -> str:
     """A reward: ``.62``, ``−.05``, ``1.00``."""
     text = plain(f"{abs(value):.{digits}f}")
     return f"−{text}" if value < 0 and float(text) else text
+
+
+def known(value: float | None) -> str:
+    """A reward or correlation with three decimals; empty if it is not known."""
+    return "" if value is None else reward(value, 3)
 
 
 def digits(low: float, high: float) -> int:
@@ -145,10 +155,35 @@ def date(now: datetime, hours_ahead: float) -> str:
         return "beyond 9999"
 
 
-def table(rows: list[list[str]], indent: str = "  ") -> list[str]:
+Column = tuple[str, Callable[[Row], str]]
+"""Heading, and the text of a row in this column."""
+
+
+def tabulated(rows: Sequence[Row], columns: Iterable[Column[Row] | None]) -> list[list[str]]:
+    """The header and a line per row; columns that are None are left out."""
+    shown = [column for column in columns if column is not None]
+    return [[heading for heading, _ in shown], *([cell(row) for _, cell in shown] for row in rows)]
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
     """Lines with aligned columns; the first row is the header."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
         for row in rows
     ]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in Markdown; the first row is the header."""
+    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
+
+
+def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
+    """The rows, one or more, as CSV with all digits."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

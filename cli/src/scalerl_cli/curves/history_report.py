@@ -6,11 +6,10 @@ be predicted.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -158,34 +157,30 @@ def _ranks(values: list[float]) -> np.ndarray:
 
 def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
     """The header and a line per row, without columns that were not measured, and without the run if there is only one."""
-    runs = len({row.run for row in rows}) > 1
     drafts = any(row.acceptance_length is not None for row in rows)
-    values = any(row.difficulty for row in rows)
     positions = [at for at in POSITIONS if any(len(row.accepted_at) >= at for row in rows)]
-    head = [*(["run"] if runs else []), "epoch", *(["difficulty"] if values else [])]
-    head += ["prompts", "tokens reused", "mean length", "before", "rank correlation", f"moved > {MOVED:.0%}"]
-    head += ["acceptance length", "draft length", "drafts accepted"] if drafts else []
-    head += [f"at {at}" for at in positions]
-    return [
-        head,
-        *(
-            [
-                *([row.run] if runs else []),
-                *(str(row.epoch), *([row.difficulty] if values else [])),
-                *(str(row.prompts), _percent(row.reuse)),
-                *(f"{row.mean_tokens:.1f}", f"{row.previous_tokens:.1f}"),
-                "" if row.rank_correlation is None else formatting.reward(row.rank_correlation, 3),
-                _percent(row.moved),
-                *([_decimals(row.acceptance_length)] if drafts else []),
-                *([_decimals(row.draft_length), _percent(row.accepted)] if drafts else []),
-                *(
-                    _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
-                    for at in positions
-                ),
-            ]
-            for row in rows
-        ),
-    ]
+    return formatting.tabulated(
+        rows,
+        [
+            ("run", lambda row: row.run) if len({row.run for row in rows}) > 1 else None,
+            ("epoch", lambda row: str(row.epoch)),
+            ("difficulty", lambda row: row.difficulty) if any(row.difficulty for row in rows) else None,
+            ("prompts", lambda row: str(row.prompts)),
+            ("tokens reused", lambda row: _percent(row.reuse)),
+            ("mean length", lambda row: f"{row.mean_tokens:.1f}"),
+            ("before", lambda row: f"{row.previous_tokens:.1f}"),
+            ("rank correlation", lambda row: formatting.known(row.rank_correlation)),
+            (f"moved > {MOVED:.0%}", lambda row: _percent(row.moved)),
+            ("acceptance length", lambda row: _decimals(row.acceptance_length)) if drafts else None,
+            ("draft length", lambda row: _decimals(row.draft_length)) if drafts else None,
+            ("drafts accepted", lambda row: _percent(row.accepted)) if drafts else None,
+            *((f"at {at}", partial(_accepted_at, at)) for at in positions),
+        ],
+    )
+
+
+def _accepted_at(at: int, row: EpochRow) -> str:
+    return _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
 
 
 def _decimals(value: float | None) -> str:
@@ -196,17 +191,9 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def epoch_csv(rows: Sequence[EpochRow]) -> str:
-    """The rows as CSV with all digits; counts by position are separated by spaces."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    fields = list(EpochRow.__dataclass_fields__)
-    writer.writerow(fields)
-    writer.writerows([_cell(getattr(row, name)) for name in fields] for row in rows)
-    return text.getvalue()
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return "" if value is None else value
+def epoch_csv(row: EpochRow) -> dict[str, object]:
+    """A row by column; counts by position are separated by spaces."""
+    return {
+        name: " ".join(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in vars(row).items()
+    }

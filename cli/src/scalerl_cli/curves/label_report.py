@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from scalerl_api.curve import LABEL_COLUMNS, label_order
 from scalerl_api.paths import RunPaths
-from scalerl_cli import exits
 from scalerl_cli.curves import formatting
-from scalerl_cli.curves.history_report import EpochRow, epoch_csv, epoch_rows, epoch_table
+from scalerl_cli.curves.history_report import epoch_csv, epoch_rows, epoch_table
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.task_report import TaskRow, task_csv, task_rows, task_table
+from scalerl_cli.curves.task_report import task_rows, task_table
+from scalerl_cli.exits import DONE
 from scalerl_cli.output import replace_text, say
 
 Key = tuple[str, str, str]
@@ -52,27 +52,46 @@ class Row:
     """Mean over the runs."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A table of the report."""
+
+    name: str
+    """Of its files."""
+    table: list[list[str]]
+    rows: Sequence[Mapping[str, object]]
+    """With all digits, for the CSV; the part is left out if there are none."""
+    draw: Callable[[Path], None] | None = None
+
+
 def run_report(arguments: argparse.Namespace) -> int:
-    """Print the tables and write the files of :func:`write_report`; returns the exit code."""
+    """Print the tables, and write ``report.md`` and the files of each part; returns the exit code.
+
+    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Epochs: ``report-history.csv`` and ``.png``.
+    """
+    from scalerl_cli.curves.report_picture import draw_epochs, draw_labels
+
     runs = named_runs(arguments.runs)
-    try:
-        tasks, epochs = task_rows(runs), epoch_rows(runs)
-        # Tasks and epochs are reported even if the prompts have no labels.
-        unlabelled = bool(tasks or epochs) and not any(
-            RunPaths(directory).labels.exists() for _, directory in runs
-        )
-        rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
-        folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
-        written = write_report(rows, folder, tasks, epochs)
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return exits.BAD_INPUT
-    for lines in _tables(rows, tasks, epochs):
-        for line in formatting.table(lines, indent=""):
+    tasks, epochs = task_rows(runs), epoch_rows(runs)
+    # Tasks and epochs are reported even if the prompts have no labels.
+    unlabelled = bool(tasks or epochs) and not any(
+        RunPaths(directory).labels.exists() for _, directory in runs
+    )
+    rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
+    parts = [
+        Part("report", table(rows), [_csv_row(row, rows) for row in rows], partial(draw_labels, rows)),
+        Part("report-tasks", task_table(tasks), [vars(row) for row in tasks]),
+        Part("report-history", epoch_table(epochs), [*map(epoch_csv, epochs)], partial(draw_epochs, epochs)),
+    ]
+    parts = [part for part in parts if part.rows]
+    folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
+    written = _write(parts, folder)
+    for part in parts:
+        for line in formatting.table(part.table, indent=""):
             say(line)
         say()
     say(f"written: {', '.join(map(str, written))}")
-    return exits.DONE
+    return DONE
 
 
 def named_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
@@ -179,94 +198,57 @@ def _mean(cells: list[Cell]) -> Cell:
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
     """The header and a line per row, without the set, the run or the number of runs where all rows have the same."""
-    ks = sorted({k for row in rows for k in row.cell.pass_at})
-    sets, names = len({row.key[0] for row in rows}) > 1, len({row.name for row in rows}) > 1
-    seeds = any(row.runs > 1 for row in rows)
-    head = [*(["set"] if sets else []), "label", "value", *(["run"] if names else [])]
-    head += [
-        *(["runs"] if seeds else []),
-        "prompts",
-        "reward, first",
-        "reward, last",
-        *(f"pass@{k}" for k in ks),
-    ]
-    lines = [head]
-    for row in rows:
-        of, label, value = row.key
-        cell = row.cell
-        lines.append(
-            [
-                *([of] if sets else []),
-                *(label, value),
-                *([row.name] if names else []),
-                *([str(row.runs)] if seeds else []),
-                *(str(cell.prompts), formatting.reward(cell.first, 3), formatting.reward(cell.last, 3)),
-                *(formatting.reward(cell.pass_at[k], 3) if k in cell.pass_at else "" for k in ks),
-            ]
-        )
-    return lines
+    return formatting.tabulated(
+        rows,
+        [
+            ("set", lambda row: row.key[0]) if len({row.key[0] for row in rows}) > 1 else None,
+            ("label", lambda row: row.key[1]),
+            ("value", lambda row: row.key[2]),
+            ("run", lambda row: row.name) if len({row.name for row in rows}) > 1 else None,
+            ("runs", lambda row: str(row.runs)) if any(row.runs > 1 for row in rows) else None,
+            ("prompts", lambda row: str(row.cell.prompts)),
+            ("reward, first", lambda row: formatting.known(row.cell.first)),
+            ("reward, last", lambda row: formatting.known(row.cell.last)),
+            *((f"pass@{k}", partial(_passed, k)) for k in _ks(rows)),
+        ],
+    )
 
 
-def _tables(
-    rows: Sequence[Row], tasks: Sequence[TaskRow], epochs: Sequence[EpochRow]
-) -> list[list[list[str]]]:
-    """The tables that have rows."""
-    return [
-        *([table(rows)] if rows else []),
-        *([task_table(tasks)] if tasks else []),
-        *([epoch_table(epochs)] if epochs else []),
-    ]
+def _ks(rows: Sequence[Row]) -> list[int]:
+    return sorted({k for row in rows for k in row.cell.pass_at})
 
 
-def write_report(
-    rows: Sequence[Row], folder: Path, tasks: Sequence[TaskRow] = (), epochs: Sequence[EpochRow] = ()
-) -> list[Path]:
-    """Write ``report.md`` into ``folder``, which is created, and the files of the non-empty tables; returns their paths.
+def _passed(k: int, row: Row) -> str:
+    return formatting.known(row.cell.pass_at.get(k))
 
-    Rows: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Epochs: ``report-history.csv`` and ``.png``.
 
-    Raises:
-        CurveProblem: a file cannot be written.
-    """
-    from scalerl_cli.curves.history_picture import draw_epochs
-    from scalerl_cli.curves.label_picture import draw_labels
+def _csv_row(row: Row, rows: Sequence[Row]) -> dict[str, object]:
+    of, label, value = row.key
+    return {
+        "set": of,
+        "label": label,
+        "value": value,
+        "run": row.name,
+        "runs": row.runs,
+        "prompts": row.cell.prompts,
+        "first_reward": row.cell.first,
+        "last_reward": row.cell.last,
+    } | {f"{PASS_AT}{k}": row.cell.pass_at.get(k) for k in _ks(rows)}
 
-    tables = _tables(rows, tasks, epochs)
-    texts = {"report.md": "\n".join("\n".join(_markdown(lines)) + "\n" for lines in tables)}
-    texts |= {"report.csv": _csv(rows)} if rows else {}
-    texts |= {"report-tasks.csv": task_csv(tasks)} if tasks else {}
-    texts |= {"report-history.csv": epoch_csv(epochs)} if epochs else {}
+
+def _write(parts: Sequence[Part], folder: Path) -> list[Path]:
+    """Write the files into ``folder``, which is created; returns their paths."""
+    texts = {"report.md": "\n".join("\n".join(formatting.markdown(part.table)) + "\n" for part in parts)}
+    texts |= {f"{part.name}.csv": formatting.as_csv(part.rows) for part in parts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             replace_text(folder / name, text)
     except OSError as error:
         raise CurveProblem(f"{folder}: {error.strerror}") from error
-    written = [folder / name for name in texts]
-    if rows:
-        draw_labels(rows, folder / "report.png")
-        written.append(folder / "report.png")
-    if epochs:
-        draw_epochs(epochs, folder / "report-history.png")
-        written.append(folder / "report-history.png")
-    return written
-
-
-def _markdown(lines: list[list[str]]) -> Iterator[str]:
-    head, *body = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    for line in (head, ["---"] * len(head), *body):
-        yield f"| {' | '.join(line)} |"
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    ks = sorted({k for row in rows for k in row.cell.pass_at})
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    head = ("set", "label", "value", "run", "runs", "prompts", "first_reward", "last_reward")
-    writer.writerow((*head, *(f"{PASS_AT}{k}" for k in ks)))
-    for row in rows:
-        cell = row.cell
-        rewards = (repr(cell.first), repr(cell.last))
-        pass_at = (repr(cell.pass_at[k]) if k in cell.pass_at else "" for k in ks)
-        writer.writerow((*row.key, row.name, row.runs, cell.prompts, *rewards, *pass_at))
-    return text.getvalue()
+    pictures = []
+    for part in parts:
+        if part.draw is not None:
+            pictures.append(folder / f"{part.name}.png")
+            part.draw(pictures[-1])
+    return [*(folder / name for name in texts), *pictures]

@@ -10,16 +10,14 @@ from datetime import datetime
 from typing import Any
 
 from scalerl_cli.curves import formatting
-from scalerl_cli.curves.analysis import Analysis, State, analyse, interval_json
-from scalerl_cli.curves.columns import Columns
+from scalerl_cli.curves.analysis import Analysis, State, interval_json
 from scalerl_cli.curves.costs import Growth, Option, Prices, growths, options, paying_block
+from scalerl_cli.curves.fit import analysed
 from scalerl_cli.curves.pace import Pace, pace_of
 from scalerl_cli.curves.plotting import check_target
-from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out, prior
-from scalerl_cli.curves.source import read_curve
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
 from scalerl_curvefit import Block
 
@@ -42,30 +40,21 @@ class Outlook:
 
 def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int:
     """Plan, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
-    try:
-        check_target(arguments.plot)
-        outlook = _outlook(arguments, when or datetime.now().astimezone())
-        lines = list(plan_report(outlook))
-        if arguments.plot:
-            from scalerl_cli.curves.plan_picture import draw_plan
+    check_target(arguments.plot)
+    outlook = _outlook(arguments, when or datetime.now().astimezone())
+    lines = list(plan_report(outlook))
+    if arguments.plot:
+        from scalerl_cli.curves.plan_picture import draw_plan
 
-            draw_plan(outlook, arguments.plot)
-            lines.append(f"picture: {arguments.plot}")
-    except CurveProblem as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
+        draw_plan(outlook, arguments.plot)
+        lines.append(f"picture: {arguments.plot}")
     say(json.dumps(as_json(outlook), allow_nan=False) if arguments.json else "\n".join(lines))
     return DONE
 
 
 def _outlook(arguments: argparse.Namespace, when: datetime) -> Outlook:
-    columns = Columns(arguments.x, arguments.y, arguments.samples, arguments.resumed)
-    file = read_curve(
-        arguments.curve, arguments.scale, arguments.unit, arguments.device_hours_column, columns
-    )
-    earlier = read_prior(arguments.prior, file, arguments.scale, arguments.unit, columns)
-    made = analyse(file, prior=earlier, late_rises=arguments.late_rises)
-    pace = pace_of(file, arguments.rate, arguments.devices)
+    made = analysed(arguments)
+    pace = pace_of(made.file, arguments.rate, arguments.devices)
     prices = Prices(arguments.price, arguments.value_per_point)
     if prices.value is not None and prices.price is None:
         raise CurveProblem("--value-per-point needs --price, the cost that the value is compared with")
@@ -215,7 +204,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
             }
             for o in outlook.options
         ],
-        **({"skipped": made.file.skipped} if made.file.skipped else {}),
+        **({"skipped": made.file.chosen.skipped} if made.file.chosen.skipped else {}),
         **({"prior": made.prior_json} if made.earlier else {}),
         "generators": [
             {

@@ -21,38 +21,18 @@ def draw_plan(outlook: Outlook, path: Path) -> None:
     Raises:
         CurveProblem: the picture cannot be written.
     """
-    with plotting.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=plotting.COLUMN, layout="constrained")
-        axes = figure.add_subplot()
-        _choices(axes, outlook)
-        plotting.legend(figure, axes)
-        plotting.save(figure, path)
+    with plotting.picture(path) as (_, grid):
+        _choices(grid[0, 0], outlook)
 
 
 def _choices(axes: Any, outlook: Outlook) -> None:
     made, scale = outlook.made, outlook.made.scale
     broken = made.state is State.BROKEN
     last = made.now if broken else max(option.compute for option in outlook.options)
-    curve = made.file.segment.curve
-    first = float(curve.compute[curve.compute > 0][0])
-    grid = np.linspace(made.start + first / 4.0, last * (1.0 if broken else 1.03), plotting.GRID)
-    bands = scale.level(made.bands(grid))
-    plotting.draw_bands(axes, grid, bands, plotting.BLUE, "median: fitted curve, then forecast")
-    if not broken:
-        plotting.draw_late_rises(axes, made, grid)
-    plotting.draw_points(
-        axes,
-        curve,
-        scale,
-        made.start,
-        plotting.INK,
-        f"{len(curve):,} evaluations{plotting.samples_text(curve)}",
-        burn_in=made.fitted.burn_in_points,
-        burn_in_label=plotting.burn_in_text(made.fitted.burn_in_points),
+    begin = made.start + (made.first - made.start) / 4.0
+    shown = plotting.draw_analysis(
+        axes, made, np.linspace(begin, last * (1.0 if broken else 1.03), plotting.GRID)
     )
-    plotting.draw_fallen(axes, curve, scale, made.start, made.fallen)
     going = [option for option in outlook.options if option.more > 0]
     drawn = [scale.levels(option.forecast) for option in going]
     if going:
@@ -60,11 +40,7 @@ def _choices(axes: Any, outlook: Outlook) -> None:
             axes, [option.compute for option in going], drawn, "choice, 90 % of an evaluation there"
         )
     axis.compute_axis(axes, made.file.unit, 0.0, last * 1.05)
-    axis.reward_axis(
-        axes,
-        [*plotting.extent(curve, scale), *bands.ravel(), *(x for o in drawn for x in (o.low, o.high))],
-        scale,
-    )
+    axis.reward_axis(axes, [*shown, *(end for o in drawn for end in (o.low, o.high))], scale)
     names = [
         (option.compute, level.low, _name(outlook, option))
         for option, level in zip(going, drawn, strict=True)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from scalerl_cli.curves import formatting
-from scalerl_cli.curves.analysis import Analysis
+from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.run_picture import NO_MATPLOTLIB
 from scalerl_cli.curves.scale import RewardScale
+from scalerl_cli.curves.source import CurveFile
+from scalerl_cli.plot import NO_MATPLOTLIB
 from scalerl_curvefit import Curve, Estimate
 from scalerl_curvefit.curve import FloatArray
 
@@ -27,6 +28,8 @@ INK: Final = "#222222"
 FAINT: Final = "#777777"
 """Okabe–Ito colours, which colour-blind readers can distinguish; the purple is darker, so that text in it is readable."""
 
+COLOURS: Final = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", INK)
+MARKERS: Final = "os^Dv"
 COLUMN: Final = (7.6, 5.2)
 """Width and height in inches of a picture as wide as a column of a page."""
 FORMATS: Final = (".png", ".pdf", ".svg")
@@ -83,6 +86,33 @@ def style() -> AbstractContextManager[None]:
     return context
 
 
+@contextmanager
+def picture(
+    path: Path, size: tuple[float, float] = COLUMN, panels: tuple[int, int] = (1, 1), **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and the array of its panels; at the end, the legend of the first panel is drawn, and the figure is saved.
+
+    Raises:
+        CurveProblem: it cannot be written, or matplotlib is not installed.
+    """
+    check_target(path)
+    with style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(*panels, squeeze=False, **options)
+        yield figure, grid
+        # Below the whole figure, where it does not cover anything.
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=2, columnspacing=1.6)
+        save(figure, path)
+
+
+def pen(number: int) -> tuple[str, str]:
+    """Colour and marker of a recipe or run; those of the eighth on differ by their marker."""
+    return COLOURS[number % len(COLOURS)], MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a picture atomically, through a temporary file in the same directory.
 
@@ -118,10 +148,12 @@ def draw_points(
     scale: RewardScale,
     start: float,
     colour: str,
-    label: str,
+    label: str | None,
     marker: str = "o",
     burn_in: int = 0,
     burn_in_label: str | None = None,
+    *,
+    bars: bool = True,
 ) -> None:
     """Draw the evaluations, with binomial error bars where the number of samples is known.
 
@@ -134,10 +166,10 @@ def draw_points(
         axes.plot(compute, reward, ".", color=colour, ms=2, alpha=0.15, mew=0, zorder=1.4, rasterized=True)
         axes.plot([], [], ".", color=colour, ms=5, mew=0, label=label)
         return
-    bars = None
-    if curve.samples is not None:
+    errors = None
+    if bars and curve.samples is not None:
         low, high = wilson(curve.reward, curve.samples)
-        bars = scale.change(np.stack([curve.reward - low, high - curve.reward]))
+        errors = scale.change(np.stack([curve.reward - low, high - curve.reward]))
     hollow = slice(curve.first_trained, curve.first_trained + burn_in)
     filled = np.ones(len(curve), dtype=bool)
     filled[hollow] = False
@@ -148,7 +180,7 @@ def draw_points(
         axes.errorbar(
             compute[shown],
             reward[shown],
-            yerr=None if bars is None else bars[:, shown],
+            yerr=None if errors is None else errors[:, shown],
             fmt=marker,
             ms=3.6,
             color=colour,
@@ -161,18 +193,36 @@ def draw_points(
         )
 
 
-def draw_fallen(axes: Any, curve: Curve, scale: RewardScale, start: float, fallen: int) -> None:
-    """Draw crosses on the last ``fallen`` evaluations."""
-    if fallen:
+def draw_earlier(axes: Any, file: CurveFile, label: str | None) -> None:
+    """Draw the points before the last segment, which are not fitted."""
+    before = file.curve.head(len(file.curve) - len(file.segment.curve))
+    rewards = RewardScale(*file.curve.scale).level(before.reward)
+    axes.plot(before.compute, rewards, "o", ms=3, mew=0, color=FAINT, alpha=0.5, label=label)
+
+
+def draw_analysis(axes: Any, made: Analysis, grid: FloatArray) -> list[float]:
+    """Draw points, bands at compute (c,), late rises and what is not fitted; returns rewards for the limits of the axis."""
+    scale, curve, burn_in = made.scale, made.file.segment.curve, made.fitted.burn_in_points
+    bands = scale.level(made.bands(grid))
+    draw_bands(axes, grid, bands, BLUE, "median: fitted curve, then forecast")
+    if made.state is not State.BROKEN:
+        draw_late_rises(axes, made, grid)
+    if made.file.segments > 1:
+        draw_earlier(axes, made.file, "earlier recipe or evaluation, not fitted")
+    label = f"{len(curve):,} evaluations{samples_text(curve)}"
+    hollow = f"the first {burn_in:,}: burn-in"
+    draw_points(axes, curve, scale, made.start, INK, label, burn_in=burn_in, burn_in_label=hollow)
+    if made.fallen:
         axes.plot(
-            curve.compute[-fallen:] + start,
-            scale.level(curve.reward[-fallen:]),
+            curve.compute[-made.fallen :] + made.start,
+            scale.level(curve.reward[-made.fallen :]),
             "x",
             ms=6,
             color=VERMILLION,
-            label=f"the last {fallen:,}, after the fall: not fitted",
+            label=f"the last {made.fallen:,}, after the fall: not fitted",
             zorder=3.5,
         )
+    return [*scale.level(made.file.curve.reward), *extent(curve, scale), *bands.ravel()]
 
 
 def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate], label: str) -> None:
@@ -205,17 +255,6 @@ def samples_text(curve: Curve) -> str:
     return f", 90 % binomial bars ({count} samples each)"
 
 
-def burn_in_text(points: int) -> str:
-    """Description of the hollow points for the legend."""
-    return f"the first {points:,}: burn-in"
-
-
-def legend(figure: Any, axes: Any) -> None:
-    """Draw the legend of ``axes`` below the whole figure, where it does not cover anything."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, columnspacing=1.6)
-
-
 def extent(curve: Curve, scale: RewardScale) -> list[float]:
     """Lowest and highest reward of the drawn points, including their error bars."""
     if curve.samples is None or len(curve) > MOST_BARS:
@@ -226,35 +265,14 @@ def extent(curve: Curve, scale: RewardScale) -> list[float]:
 
 
 def draw_bands(
-    axes: Any,
-    compute: FloatArray,
-    bands: FloatArray,
-    colour: str,
-    median: str | None = None,
-    of: str = "the curve",
+    axes: Any, compute: FloatArray, bands: FloatArray, colour: str, median: str | None = None
 ) -> None:
     """Draw median, 50 % and 90 % bands; they are in the legend only if ``median`` names them."""
-    named = median is not None
-    axes.fill_between(
-        compute,
-        bands[0],
-        bands[4],
-        color=colour,
-        alpha=0.15,
-        lw=0,
-        label=f"90 % interval of {of}" if named else None,
-        zorder=1.5,
-    )
-    axes.fill_between(
-        compute,
-        bands[1],
-        bands[3],
-        color=colour,
-        alpha=0.28,
-        lw=0,
-        label="50 % interval" if named else None,
-        zorder=1.6,
-    )
+    names = ("90 % interval of the curve", "50 % interval") if median is not None else (None, None)
+    for low, high, alpha, name, order in ((0, 4, 0.15, names[0], 1.5), (1, 3, 0.28, names[1], 1.6)):
+        axes.fill_between(
+            compute, bands[low], bands[high], color=colour, alpha=alpha, lw=0, label=name, zorder=order
+        )
     axes.plot(compute, bands[2], color=colour, lw=1.6, label=median, zorder=2)
 
 

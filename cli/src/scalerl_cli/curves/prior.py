@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scalerl_api.comparable import comparable
@@ -27,13 +27,7 @@ class Prior:
     """Name and reason of each other run, in the order given."""
 
 
-def read_prior(
-    paths: Sequence[Path],
-    file: CurveFile,
-    scale: tuple[float, float],
-    unit: str | None,
-    columns: Columns,
-) -> Prior:
+def read_prior(paths: Sequence[Path], file: CurveFile, columns: Columns) -> Prior:
     """Read the runs at ``paths``, directories or files as for ``read_curve``, as a prior for the run of ``file``.
 
     Raises:
@@ -48,7 +42,7 @@ def read_prior(
             curve = (path / "curve.csv" if path.is_dir() else path).resolve()
             if (same := seen.setdefault(curve, path)) != path:
                 raise CurveProblem(f"the same run as {same}")
-            earlier = _earlier(path, file, spec, scale, unit, columns)
+            earlier = _earlier(path, file, spec, columns)
             found.append((earlier.path.stat().st_mtime, str(path), earlier))
         except (CurveProblem, OSError) as problem:
             left_out[str(path)] = str(problem)
@@ -71,18 +65,11 @@ def none_counts(left_out: Iterable[tuple[str, str]]) -> CurveProblem:
     return CurveProblem("\n".join([f"--prior: none of the {len(reasons)} given runs can be used:", *reasons]))
 
 
-def _earlier(
-    path: Path,
-    file: CurveFile,
-    spec: RunSpec | None,
-    scale: tuple[float, float],
-    unit: str | None,
-    columns: Columns,
-) -> CurveFile:
+def _earlier(path: Path, file: CurveFile, spec: RunSpec | None, columns: Columns) -> CurveFile:
     """Read an earlier run; raises CurveProblem with the reason if it cannot be used."""
     if (path / "curve.csv" if path.is_dir() else path).resolve() == file.path.resolve():
         raise CurveProblem("the run itself")
-    earlier = read_curve(path, scale, unit, None, columns)
+    earlier = read_curve(path, replace(columns, device_hours=None))
     if (earlier.segment.start > 0) != (file.segment.start > 0):
         raise CurveProblem("compute counts from a change of recipe in only one of the two runs")
     if earlier.named_unit and file.named_unit and earlier.unit != file.unit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scalerl_cli.exits import Refused
 
-class CurveProblem(Exception):
+
+class CurveProblem(Refused):
     """The input is invalid. The message has the file, the line or column if known, and what to do. Nothing was written."""

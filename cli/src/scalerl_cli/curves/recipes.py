@@ -6,18 +6,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.analysis import Analysis, State
-from scalerl_cli.curves.comparison import SETTLED
+from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
-from scalerl_curvefit import Better, Estimate, SeedComparison, compare_seeds, draws
+from scalerl_curvefit import Better, CurveError, Estimate, SeedComparison, compare_seeds, draws
 from scalerl_curvefit.compare import A_MARGIN
 from scalerl_curvefit.sampling import interval
+
+SETTLED: Final = 0.9
+"""Probability from which on two recipes are distinguished: a one-sided 90 % bound then excludes equality."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,29 +126,70 @@ def _interpolated(file: CurveFile, compute: float) -> tuple[float, float] | None
 
 
 @dataclass(frozen=True, eq=False)
+class Rule:
+    """The paper's rule for two recipes that have fits."""
+
+    recipes: tuple[Recipe, Recipe]
+    ruled: SeedComparison
+    """Its result, also for runs that are BROKEN."""
+
+    @classmethod
+    def of(cls, first: Recipe, second: Recipe) -> Rule:
+        """Raises CurveProblem: the refit at the common asymptote is not possible."""
+        curves, others = ([made.fitted.curve for made in side.made] for side in (first, second))
+        try:
+            return cls((first, second), compare_seeds(curves, others))
+        except CurveError as error:
+            raise CurveProblem(f"{first.label} against {second.label}: {error}") from error
+
+    @property
+    def studies(self) -> tuple[Analysis, ...]:
+        """The fits of both."""
+        return (*self.recipes[0].made, *self.recipes[1].made)
+
+    @property
+    def better(self) -> Better:
+        """The better recipe; UNDECIDED if a run is BROKEN, because its curve has ended."""
+        broken = any(made.state is State.BROKEN for made in self.studies)
+        return Better.UNDECIDED if broken else self.ruled.better
+
+    @property
+    def why_undecided(self) -> str:
+        return "a run is below its own midpoint" if self.better is self.ruled.better else "a run is BROKEN"
+
+    @property
+    def probability(self) -> float | None:
+        """Probability that a run of the better recipe has the larger A or B; None if undecided."""
+        return None if self.better is Better.UNDECIDED else self.ruled.probability
+
+    @property
+    def separates(self) -> bool:
+        """Whether it decides with a probability of at least ``SETTLED``, and the fits of both have no doubts."""
+        decided = self.better in (Better.FIRST, Better.SECOND)
+        doubted = any(made.doubts for made in self.studies)
+        return decided and self.ruled.probability >= SETTLED and not doubted
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """The compared least-squares A or B of both, each a mean over its runs."""
+        one, two = (
+            float(np.mean([getattr(fitted.point, self.ruled.by) for fitted in fits]))
+            for fits in (self.ruled.first, self.ruled.second)
+        )
+        return one, two
+
+
+@dataclass(frozen=True, eq=False)
 class Against:
     """Comparison of a recipe with the first one."""
 
     base: Recipe
     """The first recipe."""
     recipe: Recipe
-    ruled: SeedComparison | None
-    """Result of the paper's rule; None if either recipe has no fit."""
+    rule: Rule | None
+    """None if either recipe has no fit."""
     apart: Estimate | None
     """Difference of the rewards at equal compute; None if unknown."""
-
-    @property
-    def better(self) -> Better:
-        """The better recipe by the paper's rule; UNDECIDED if a run is BROKEN, because its curve has ended."""
-        broken = any(made.state is State.BROKEN for made in (*self.base.made, *self.recipe.made))
-        return Better.UNDECIDED if self.ruled is None or broken else self.ruled.better
-
-    @property
-    def separates(self) -> bool:
-        """Whether the rule decides with a probability of at least ``SETTLED``, and the fits of both have no doubts."""
-        decided = self.better in (Better.FIRST, Better.SECOND)
-        doubted = self.base.doubts or self.recipe.doubts
-        return decided and self.ruled is not None and self.ruled.probability >= SETTLED and not doubted
 
     @property
     def beyond_noise(self) -> bool:
@@ -156,16 +200,6 @@ class Against:
     def separates_at_equal_compute(self) -> bool:
         """Whether the difference is beyond noise and each side has at least two runs, which show the spread between seeds."""
         return self.beyond_noise and min(len(self.base.files), len(self.recipe.files)) > 1
-
-    def values(self) -> tuple[float, float] | None:
-        """The compared least-squares A or B of base and recipe, each a mean over its runs; None without a comparison."""
-        if self.ruled is None:
-            return None
-        one, two = (
-            float(np.mean([getattr(fitted.point, self.ruled.by) for fitted in fits]))
-            for fits in (self.ruled.first, self.ruled.second)
-        )
-        return one, two
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,12 +225,9 @@ class Table:
         return tuple(self._against(base, recipe) for recipe in self.recipes[1:])
 
     def _against(self, base: Recipe, recipe: Recipe) -> Against:
-        ruled = None
-        if base.made and recipe.made:
-            one_side, other = ([made.fitted.curve for made in side.made] for side in (base, recipe))
-            ruled = compare_seeds(one_side, other)
+        rule = Rule.of(base, recipe) if base.made and recipe.made else None
         one, two = self.reward(base), self.reward(recipe)
-        return Against(base, recipe, ruled, two.minus(one) if one and two else None)
+        return Against(base, recipe, rule, two.minus(one) if one and two else None)
 
     def reward(self, recipe: Recipe) -> EqualCompute | None:
         """Mean reward of a recipe at the common compute."""
@@ -229,7 +260,7 @@ class Table:
     def findings(self) -> Iterator[str]:
         """Result of each comparison, then failures, problems and doubts of each recipe, as lines."""
         for both in self.against:
-            yield f"{both.recipe.label} against {both.base.label}: {self._rule(both)}"
+            yield f"{both.recipe.label} against {both.base.label}: {self._rule(both.rule)}"
             if both.apart is not None:
                 seeds = both.beyond_noise and not both.separates_at_equal_compute
                 how = (
@@ -245,30 +276,27 @@ class Table:
                 f"{recipe.label}: {why}" for why in (*recipe.failures, *recipe.problems, *recipe.doubts)
             )
 
-    def _rule(self, both: Against) -> str:
+    def _rule(self, rule: Rule | None) -> str:
         """Result of the paper's rule as text."""
-        values = both.values()
-        if both.ruled is None or values is None:
+        if rule is None:
             return "nothing to fit on one side"
-        by_a = both.ruled.by == "A"
-        one, two = (self.scale.reward(v, 3) if by_a else formatting.significant(v) for v in values)
-        what = f"A {two} against {one}" if by_a else f"B {two} against {one} at A = {self._shared(both)}"
-        if both.better is Better.UNDECIDED:
-            broken = both.ruled.better is not Better.UNDECIDED
-            why = "a run is BROKEN" if broken else "a run is below its own midpoint"
-            return f"undecided, {why} ({what})"
-        if both.better is Better.TIE:
+        ruled = rule.ruled
+        if ruled.shared_a is None:
+            one, two = (self.scale.reward(v, 3) for v in rule.values)
+            what = f"A {two} against {one}"
+        else:
+            one, two = (formatting.significant(v) for v in rule.values)
+            what = f"B {two} against {one} at A = {self.scale.reward(ruled.shared_a, 3)}"
+        if rule.better is Better.UNDECIDED:
+            return f"undecided, {rule.why_undecided} ({what})"
+        if rule.better is Better.TIE:
             return f"no difference ({what})"
-        word = "better" if both.better is Better.SECOND else "worse"
-        probability = formatting.probability(both.ruled.probability)
-        if both.separates:
+        word = "better" if rule.better is Better.SECOND else "worse"
+        probability = formatting.probability(ruled.probability)
+        if rule.separates:
             return f"separates: {word}, {what}, with probability {probability}"
-        why = "the fits are in doubt" if both.ruled.probability >= SETTLED else "not settled"
+        why = "the fits are in doubt" if ruled.probability >= SETTLED else "not settled"
         return f"does not separate, {why} ({word}, {what}, with probability {probability})"
-
-    def _shared(self, both: Against) -> str:
-        shared = None if both.ruled is None else both.ruled.shared_a
-        return "–" if shared is None else self.scale.reward(shared, 3)
 
     def notes(self) -> Iterator[str]:
         """Explanations of the numbers, for below the table."""
@@ -308,14 +336,17 @@ class Table:
             row["reward"] = None if reached is None else self.scale.level(reached.mean)
             both = against.get(id(recipe))
             row |= _columns("difference", both.apart and self.scale.changes(both.apart) if both else None)
-            ruled = None if both is None else both.ruled
+            rule = None if both is None else both.rule
+            better = (
+                {Better.FIRST: "base", Better.SECOND: "this"}.get(rule.better, str(rule.better))
+                if rule
+                else None
+            )
             row |= {
-                "by": ruled and ruled.by,
-                "better": {Better.FIRST: "base", Better.SECOND: "this"}.get(both.better, str(both.better))
-                if both
-                else None,
-                "probability": ruled and ruled.probability,
-                "separates": both and both.separates,
+                "by": rule and rule.ruled.by,
+                "better": better if rule or both is None else str(Better.UNDECIDED),
+                "probability": rule and rule.ruled.probability,
+                "separates": both and bool(rule and rule.separates),
                 "separates_at_equal_compute": both and both.separates_at_equal_compute,
             }
             yield row

@@ -9,7 +9,7 @@ import numpy as np
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.pace import Pace
-from scalerl_curvefit import gain, marginal_gain
+from scalerl_curvefit import Estimate, gain, marginal_gain
 
 MEANINGS = {
     "A": "asymptote",
@@ -71,15 +71,15 @@ def _points(made: Analysis) -> Iterator[str]:
 
 def left_out(made: Analysis) -> Iterator[str]:
     """Lines with the columns, unless they are named compute and reward, and with the numbers of rows left out."""
-    file = made.file
-    if file.named:
-        yield f"  compute is column {file.x}, reward is column {file.y}"
-    if file.skipped:
-        yield f"  {formatting.count(file.skipped, 'row')} skipped, empty in {file.x} or {file.y}"
-    if file.replaced:
-        yield f"  {formatting.count(file.replaced, 'row')} left out, which a resumed run passed again"
-    if file.mixed:
-        yield f"  {formatting.count(file.mixed, 'evaluation')} left out, because the weights changed meanwhile (mixed_versions)"
+    chosen, mixed = made.file.chosen, made.file.mixed
+    if chosen.named:
+        yield f"  compute is column {chosen.x}, reward is column {chosen.y}"
+    if chosen.skipped:
+        yield f"  {formatting.count(chosen.skipped, 'row')} skipped, empty in {chosen.x} or {chosen.y}"
+    if chosen.replaced:
+        yield f"  {formatting.count(chosen.replaced, 'row')} left out, which a resumed run passed again"
+    if mixed:
+        yield f"  {formatting.count(mixed, 'evaluation')} left out, because the weights changed meanwhile (mixed_versions)"
 
 
 def prior(made: Analysis) -> Iterator[str]:
@@ -148,18 +148,14 @@ def _ahead(made: Analysis, pace: Pace, target: float | None, budget: float | Non
         ["by the next doubling of compute", made.scale.gains(gain(fitted, 2.0 * fitted.now))],
         ["up to the asymptote", made.scale.gains(made.left_to_asymptote())],
     ]
-    if pace.rate is not None:
-        per = Scaled(margin.median, margin.low, margin.high, pace.rate)
-        rows.append(["at the margin, per device-hour", f"+{formatting.amounts(made.scale.changes(per))}"])
-    else:
-        rows.append(
-            ["at the margin, per unit of compute", f"+{formatting.amounts(made.scale.changes(margin))}"]
-        )
+    unit, rate = ("unit of compute", 1.0) if pace.rate is None else ("device-hour", pace.rate)
+    per = made.scale.changes(Estimate(margin.median * rate, margin.low * rate, margin.high * rate))
+    rows.append([f"at the margin, per {unit}", f"+{formatting.amounts(per)}"])
     yield "still to be gained"
     yield from formatting.table(rows)
     if pace.rate is not None:
-        rate = f"{formatting.amount(pace.rate)} {made.file.unit}".rstrip()
-        yield f"  compute per device-hour: {rate} ({pace.how})"
+        shown = f"{formatting.amount(pace.rate)} {made.file.unit}".rstrip()
+        yield f"  compute per device-hour: {shown} ({pace.how})"
     if reach is not None:
         yield ""
         yield (
@@ -169,13 +165,6 @@ def _ahead(made: Analysis, pace: Pace, target: float | None, budget: float | Non
     if spent is not None:
         yield ""
         yield f"reward at the budget of {formatting.amount(spent.compute)}: {made.scale.rewards(spent)}"
-
-
-class Scaled:
-    """An interval times a positive factor."""
-
-    def __init__(self, median: float, low: float, high: float, factor: float) -> None:
-        self.median, self.low, self.high = median * factor, low * factor, high * factor
 
 
 def _alternatives(made: Analysis) -> Iterator[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from scalerl_cli.curves.columns import Columns, choose
+from scalerl_cli.curves.columns import Chosen, Columns, choose
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.tables import Table, is_number, number, read_table
 from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment, UnsortedComputeError
@@ -41,16 +42,8 @@ class CurveFile:
     """Line of the file at which the last segment begins."""
     mixed: int
     """Number of evaluations left out because the weights changed during them, as in the autoscaler."""
-    x: str
-    """Column of the compute."""
-    y: str
-    """Column of the reward."""
-    named: bool
-    """Whether the columns have other names than compute and reward."""
-    skipped: int
-    """Number of rows left out because compute or reward is empty."""
-    replaced: int
-    """Number of rows left out because a resumed run passed their compute again."""
+    chosen: Chosen
+    """The columns, and the rows with a point."""
     unit: str
     """Unit of compute; empty if unknown."""
     named_unit: bool
@@ -65,13 +58,7 @@ class CurveFile:
     """(n,) weight versions."""
 
 
-def read_curve(
-    path: Path,
-    scale: tuple[float, float] = (0.0, 1.0),
-    unit: str | None = None,
-    device_hours_column: str | None = None,
-    columns: Columns | None = None,
-) -> CurveFile:
+def read_curve(path: Path, columns: Columns | None = None) -> CurveFile:
     """Read the file ``path``, or ``curve.csv`` in the directory ``path``.
 
     Raises:
@@ -79,26 +66,29 @@ def read_curve(
     """
     if path.is_dir():
         path = path / "curve.csv"
-    chosen = choose(read_table(path), columns or Columns())
+    columns = columns or Columns()
+    chosen = choose(read_table(path), columns)
     every = chosen.table
     table, mixed = _whole(every)
     compute, reward = numbers(table, chosen.x), numbers(table, chosen.y)
-    samples = _samples(table, columns.samples if columns else None)
+    samples = _samples(table, columns.samples)
     pass_at = _PASS_AT.fullmatch(chosen.y)
-    if pass_at and samples is not None and not (columns and columns.samples):
+    if pass_at and samples is not None and not columns.samples:
         samples = samples // int(pass_at[1])  # the number of tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
 
     def head(n: int) -> Curve:
         kept = {name: None if label is None else label[:n] for name, label in labels.items()}
-        return Curve(compute[:n], reward[:n], None if samples is None else samples[:n], scale=scale, **kept)
+        return Curve(
+            compute[:n], reward[:n], None if samples is None else samples[:n], scale=columns.scale, **kept
+        )
 
-    curve = _checked(table, head, chosen.y, reward, scale)
+    curve = _checked(table, head, chosen.y, reward, columns.scale)
     segments = curve.segments()
     last = segments[-1]
     device_hours = (
-        _so_far(table, device_hours_column)
-        if device_hours_column is not None
+        _so_far(table, columns.device_hours)
+        if columns.device_hours is not None
         else _seconds(table, "device_seconds")
     )
     own = not chosen.named and all(table.names(name) for name in RUN_COLUMNS)
@@ -109,13 +99,9 @@ def read_curve(
         segments=len(segments),
         first_line=table.lines[len(curve) - len(last.curve)],
         mixed=mixed,
-        x=chosen.x,
-        y=chosen.y,
-        named=chosen.named,
-        skipped=chosen.skipped,
-        replaced=chosen.replaced,
-        unit=unit or (RUN_UNIT if own else _unit(chosen.x)),
-        named_unit=bool(unit or own or _unit(chosen.x)),
+        chosen=chosen,
+        unit=columns.unit or (RUN_UNIT if own else _unit(chosen.x)),
+        named_unit=bool(columns.unit or own or _unit(chosen.x)),
         truncation=_rates(every, "truncated_fraction"),
         device_hours=device_hours,
         wall_hours=_seconds(table, "wall_seconds"),
@@ -164,13 +150,18 @@ def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
     hours = numbers(table, name)
     bad = ~np.isfinite(hours) | (hours < 0)
     bad[1:] |= ~bad[1:] & ~bad[:-1] & (np.diff(hours) < 0)
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise CurveProblem(
-            f"{table.where(i)}, column {name}: {hours[i]:g} is not a cumulative amount; "
-            "the column must be finite, not negative and never decrease: correct or rename it"
-        )
+    _refuse(
+        *(table, name, hours, bad),
+        " is not a cumulative amount; the column must be finite, not negative and never decrease: correct or rename it",
+    )
     return hours / per_hour
+
+
+def _refuse(table: Table, name: str, values: FloatArray, bad: NDArray[np.bool_], what: str) -> None:
+    """Raise CurveProblem with the first bad value (n,) of a column, if there is one."""
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise CurveProblem(f"{table.where(row)}, column {name}: {values[row]:g}{what}")
 
 
 def _seconds(table: Table, name: str) -> FloatArray | None:
@@ -207,12 +198,7 @@ def _samples(table: Table, wanted: str | None) -> FloatArray | None:
             return np.full(len(table.lines), float(wanted))
     counts = numbers(table, name)
     bad = np.isfinite(counts) & (counts != np.floor(counts))
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise CurveProblem(
-            f"{table.where(i)}, column {name}: {counts[i]:g} is not a count; "
-            "give whole numbers, or leave the column out"
-        )
+    _refuse(table, name, counts, bad, " is not a count; give whole numbers, or leave the column out")
     return counts
 
 
@@ -221,12 +207,7 @@ def _rates(table: Table, name: str) -> FloatArray | None:
         return None
     rates = numbers(table, name)
     bad = ~((rates >= 0) & (rates <= 1))
-    if bad.any():
-        i = int(np.argmax(bad))
-        raise CurveProblem(
-            f"{table.where(i)}, column {name}: {rates[i]:g}; rates lie between 0 and 1: "
-            "correct or rename the column"
-        )
+    _refuse(table, name, rates, bad, "; rates lie between 0 and 1: correct or rename the column")
     return rates
 
 

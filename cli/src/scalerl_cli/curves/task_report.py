@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,37 +87,17 @@ def _reward(steps: list[dict[str, dict[str, float]]], task: str) -> float | None
 
 def task_table(rows: Sequence[TaskRow]) -> list[list[str]]:
     """The header and a line per row, without the run if there is only one."""
-    runs = len({row.run for row in rows}) > 1
-    head = [
-        *(["run"] if runs else []),
-        "task",
-        "groups",
-        "share",
-        "filtered",
-        "reward, first",
-        "reward, last",
-    ]
-    return [
-        [*head, "tokens", "truncated"],
-        *(
-            [
-                *([row.run] if runs else []),
-                *(row.task, str(row.groups), f"{row.share:.1%}", str(row.filtered)),
-                *("" if value is None else formatting.reward(value, 3) for value in (row.first, row.last)),
-                *(f"{row.mean_tokens:.1f}", f"{row.truncated_fraction:.1%}"),
-            ]
-            for row in rows
-        ),
-    ]
-
-
-def task_csv(rows: Sequence[TaskRow]) -> str:
-    """The rows as CSV with all digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    fields = list(TaskRow.__dataclass_fields__)
-    writer.writerow(fields)
-    writer.writerows(
-        ["" if (value := getattr(row, name)) is None else value for name in fields] for row in rows
+    return formatting.tabulated(
+        rows,
+        [
+            ("run", lambda row: row.run) if len({row.run for row in rows}) > 1 else None,
+            ("task", lambda row: row.task),
+            ("groups", lambda row: str(row.groups)),
+            ("share", lambda row: f"{row.share:.1%}"),
+            ("filtered", lambda row: str(row.filtered)),
+            ("reward, first", lambda row: formatting.known(row.first)),
+            ("reward, last", lambda row: formatting.known(row.last)),
+            ("tokens", lambda row: f"{row.mean_tokens:.1f}"),
+            ("truncated", lambda row: f"{row.truncated_fraction:.1%}"),
+        ],
     )
-    return text.getvalue()

@@ -15,7 +15,7 @@ from typing import Final
 from aiohttp import web
 
 from scalerl_cli.clusters.session import Trouble, explained
-from scalerl_cli.exits import BAD_INPUT, DONE
+from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import replace_text, say
 from scalerl_cli.page.runs import NotARun, Run
 from scalerl_cli.page.server import Server, bound
@@ -26,18 +26,14 @@ FIRST_PORT: Final = 8660
 
 def run_view(arguments: argparse.Namespace) -> int:
     """Run the command until it is interrupted; returns its exit code."""
-    try:
-        with contextlib.ExitStack() as stack:
-            runs = [_opened(where, arguments, stack) for where in arguments.dirs]
-            names = Counter(run.name for run in runs)
-            for run in runs:
-                run.name += f" ({run.directory})" if names[run.name] > 1 else ""
-            if arguments.perfetto is not None:
-                return _export(runs, arguments)
-            return _listen(runs, arguments)
-    except NotARun as problem:
-        say(str(problem), error=True)
-        return BAD_INPUT
+    with contextlib.ExitStack() as stack:
+        runs = [_opened(where, arguments, stack) for where in arguments.dirs]
+        names = Counter(run.name for run in runs)
+        for run in runs:
+            run.name += f" ({run.directory})" if names[run.name] > 1 else ""
+        if arguments.perfetto is not None:
+            return _export(runs, arguments)
+        return _listen(runs, arguments)
 
 
 def _opened(where: Path, arguments: argparse.Namespace, stack: contextlib.ExitStack) -> Run:
@@ -58,25 +54,21 @@ def _listen(runs: list[Run], arguments: argparse.Namespace) -> int:
         listening = bound(arguments.port, FIRST_PORT)
     except OSError as error:
         where = f"port {arguments.port}" if arguments.port is not None else f"ports from {FIRST_PORT} on"
-        say(f"{where}: {error.strerror}; choose another with --port", error=True)
-        return BAD_INPUT
+        raise Refused(f"{where}: {error.strerror}; choose another with --port") from error
     asyncio.run(_serve(runs, listening))
     return DONE
 
 
 def _export(runs: list[Run], arguments: argparse.Namespace) -> int:
     if len(runs) > 1:
-        say("--perfetto is for one run: give one directory", error=True)
-        return BAD_INPUT
+        raise Refused("--perfetto is for one run: give one directory")
     content = runs[0].perfetto()
     if not any(event["ph"] == "X" for event in content["traceEvents"]):
-        say(f"{runs[0].directory} has no trained steps yet", error=True)
-        return BAD_INPUT
+        raise Refused(f"{runs[0].directory} has no trained steps yet")
     try:
         replace_text(arguments.perfetto, json.dumps(content, separators=(",", ":")))
     except OSError as error:
-        say(f"{arguments.perfetto}: {error.strerror}", error=True)
-        return BAD_INPUT
+        raise Refused(f"{arguments.perfetto}: {error.strerror}") from error
     say(f"{arguments.perfetto}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
     return DONE
 

@@ -42,9 +42,7 @@ def _local(problem: CurveProblem, path: Path) -> str:
 
 def _fitted(made: Analysis) -> dict[str, Any]:
     broken = made.state is State.BROKEN
-    trained = made.file.segment.curve.compute > 0
-    first = float(made.file.segment.curve.compute[trained][0]) + made.start
-    grid = np.linspace(first, made.now if broken else made.twice, _GRID)
+    grid = np.linspace(made.first, made.now if broken else made.twice, _GRID)
     found = {
         "state": str(made.state),
         "grid": grid.tolist(),

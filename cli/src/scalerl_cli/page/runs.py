@@ -14,7 +14,9 @@ from typing import Any, Final
 
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
-from scalerl_cli import rollouts
+from scalerl_cli import argument_types, rollouts
+from scalerl_cli.exits import Refused
+from scalerl_cli.output import shown
 from scalerl_cli.page.appended import Appended
 from scalerl_cli.page.curve import curve
 from scalerl_cli.page.series import Series
@@ -30,7 +32,7 @@ _PROMPT_COLUMNS: Final = ("step", "split", "task", "sample", "reward", "tokens")
 _MAX_PROMPT_ROWS: Final = 20_000
 
 
-class NotARun(Exception):
+class NotARun(Refused):
     """The directory cannot be shown; the message has the reason."""
 
 
@@ -153,7 +155,7 @@ class Run:
         notes: list[str] = []
         arguments, full = self._arguments(query), query.get("full") == "1"
         arguments.limit = min(arguments.limit, _MAX_FULL_ROWS if full else MAX_ROWS)
-        offset = _parsed("offset", rollouts.count, query) or 0
+        offset = _parsed("offset", argument_types.whole, query) or 0
         rows, matching, total = _select(arguments, offset=offset, report=notes.append)
         shown = [_shown(row, full) for row in rows]
         return {"rows": shown, "matching": matching, "total": total, "offset": offset, "notes": notes}
@@ -183,23 +185,23 @@ class Run:
             return value
 
         def texts(name: str) -> list[str]:
-            value = _parsed(name, rollouts.text_argument, query)
+            value = _parsed(name, argument_types.text_argument, query)
             return [] if value is None else [value]
 
-        limit = _parsed("limit", rollouts.count, query)
+        limit = _parsed("limit", argument_types.whole, query)
         return argparse.Namespace(
             dir=self.directory,
-            step=_parsed("step", rollouts.step_interval, query),
+            step=_parsed("step", argument_types.step_interval, query),
             split=choice("split", ("train", "held-out")),
-            task=_parsed("task", rollouts.text_argument, query),
-            prompt=_parsed("prompt", rollouts.text_argument, query),
-            sample=_parsed("sample", rollouts.count, query),
+            task=_parsed("task", argument_types.text_argument, query),
+            prompt=_parsed("prompt", argument_types.text_argument, query),
+            sample=_parsed("sample", argument_types.whole, query),
             label=texts("label"),
-            reward=_parsed("reward", rollouts.interval, query),
+            reward=_parsed("reward", argument_types.interval, query),
             truncated=query.get("truncated") == "1",
-            excluded=_parsed("excluded", rollouts.text_argument, query),
+            excluded=_parsed("excluded", argument_types.text_argument, query),
             contains=texts("contains"),
-            sort=choice("sort", rollouts.SORTS, "step"),
+            sort=choice("sort", argument_types.SORTS, "step"),
             descending=query.get("descending") == "1",
             limit=limit or MAX_ROWS,
         )
@@ -250,16 +252,16 @@ def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
     for name in ("labels", "parts"):
         one = found[name] or {}
         found[name] = {
-            rollouts.shown(key): rollouts.shown(value) if isinstance(value, str) else value
+            shown(key): shown(value) if isinstance(value, str) else value
             for key, value in one.items()
         }
     for name in ("prompt", "completion", "reference", "error"):
         if (text := found[name]) is not None:
             cut = not full and len(text) > _HEAD + _TAIL
-            found[name] = rollouts.shown(text[:_HEAD] if cut else text)
+            found[name] = shown(text[:_HEAD] if cut else text)
             if cut:
                 found[f"{name}_cut"] = len(text) - _HEAD - _TAIL
-                found[f"{name}_tail"] = rollouts.shown(text[-_TAIL:])
+                found[f"{name}_tail"] = shown(text[-_TAIL:])
     return found
 
 

@@ -86,6 +86,7 @@ def decimated(x: Any, y: Any) -> tuple[list[float], list[float]]:
     ([0, 1, 2], [0.0, 1.0, 2.0])
     """
     if len(x) > MAX_POINTS:
+        # The smallest values alone would hide peaks, the largest pauses.
         parts: Sequence[Any] = np.array_split(np.arange(len(x)), MAX_POINTS // 2)
         kept = [at for part in parts for at in sorted({part[np.argmin(y[part])], part[np.argmax(y[part])]})]
         x, y = x[kept], y[kept]

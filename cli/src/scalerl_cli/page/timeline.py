@@ -18,7 +18,7 @@ import numpy as np
 
 from scalerl_api import trace
 from scalerl_cli.page.appended import Appended
-from scalerl_cli.page.series import MAX_POINTS, Series
+from scalerl_cli.page.series import Series, decimated
 
 _AFTER: Final = {
     "publish": "publish_seconds",
@@ -253,19 +253,13 @@ def _in_flight(name: str, groups: list[Group], begin: float, end: float) -> dict
     times, counts = times[order], np.cumsum(np.repeat([1, -1], len(own))[order])
     ends = np.append(times[1:], end)
     idle = (times[0] - begin) + float(np.sum((ends - times)[counts == 0]))
-    if len(times) > MAX_POINTS:
-        # The largest count of each interval would hide pauses, the smallest peaks: alternate.
-        parts = np.array_split(np.arange(len(times)), MAX_POINTS // 2)
-        kept = [
-            at for part in parts for at in sorted({part[counts[part].argmin()], part[counts[part].argmax()]})
-        ]
-        times, counts = times[kept], counts[kept]
+    shown_times, shown_counts = decimated(times, counts)
     return {
         "name": name,
         "groups": len(own),
         "idle": idle / (end - begin) if end > begin else 0.0,
-        "times": times.tolist(),
-        "counts": counts.tolist(),
+        "times": shown_times,
+        "counts": shown_counts,
     }
 
 

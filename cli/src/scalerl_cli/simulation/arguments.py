@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scalerl_cli.curves.arguments import not_negative
+from scalerl_cli.argument_types import not_negative, positive_whole
 
 POLICIES = {
     "leastLoaded": "the coordinator's default",
@@ -34,23 +34,29 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="schedule; may be repeated (default: the trace's)",
     )
     command.add_argument(
-        "--generators", type=_positive, metavar="N", help="number of generators (default: the trace's)"
+        "--generators", type=positive_whole, metavar="N", help="number of generators (default: the trace's)"
     )
     command.add_argument(
         "--trainers",
-        type=_positive,
+        type=positive_whole,
         metavar="N",
         help="speed of the trainer, in multiples of the trace's (default: 1)",
     )
     command.add_argument(
         "--concurrency",
-        type=_positive,
+        type=positive_whole,
         metavar="N",
         help="sequences that a generator samples at once (default: the trace's)",
     )
     command.add_argument(
         "--max-staleness-steps", type=int, metavar="K", help="k of PipelineRL-k (default: the trace's scheme)"
     )
+    _add_speeds(command)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_speeds(command: argparse.ArgumentParser) -> None:
+    """Add what replaces a value of the trace."""
     command.add_argument(
         "--drafts",
         action="append",
@@ -61,7 +67,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument(
         "--max-draft-tokens",
-        type=_positive,
+        type=positive_whole,
         metavar="N",
         help="longest draft (default: the run's maxDraftTokens, or 16 if the trace has none)",
     )
@@ -94,13 +100,6 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SECONDS",
         help="duration of a publish (default: the trace's median)",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 def _drafts(text: str) -> str | tuple[float, float]:

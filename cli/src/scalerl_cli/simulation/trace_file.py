@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 
 from scalerl_api import trace
+from scalerl_cli.exits import Refused
 from scalerl_cli.simulation.workload import Drafts, Group, Workload
 
 _SHOWN = 5
 _LONGEST_DRAFT = 64
 
 
-class TraceProblem(Exception):
+class TraceProblem(Refused):
     """The file is not a trace, or has no complete step; the message names lines."""
 
 
