@@ -80,7 +80,7 @@ def context(
     made.accepted, made.coordinator = run, coordinator
     if coordinator is not None:
         trouble = update_trouble(made.before.trouble, coordinator, unix_seconds)
-        made.before = made.before.model_copy(update={"trouble": trouble})
+        made.trouble = trouble
     for name, value in found.items():
         assert hasattr(made, name), name
         setattr(made, name, value)

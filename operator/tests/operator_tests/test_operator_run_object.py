@@ -83,7 +83,8 @@ async def test_fields_dropped_by_an_older_crd_are_reported_once(
 async def test_same_reason_gets_no_second_event(before: str | None, now: str, events: list[str]) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
     old = RunStatus(conditions=[] if before is None else [said("Suspended", before)])
-    context = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, old, Memory())
+    obj = {"kind": KIND, "metadata": metadata, "status": old.to_object()}
+    context = RunContext(obj, {}, 100.0, old, Memory())
     server = OlderServer()
     run = RunObject(cast(KubeApi, server), Cache(lambda key: None))
     await run.write(

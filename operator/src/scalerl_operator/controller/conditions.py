@@ -218,7 +218,7 @@ def _degraded(context: RunContext) -> Value:
         problem = (
             _service_problem(context.coordinator)
             or _checkpoint_problem(context.coordinator)
-            or _fault(context.before.trouble, context.unix_seconds)
+            or _fault(context.trouble or context.before.trouble, context.unix_seconds)
             or _learning_problem(context.coordinator)
             or _copy_or_tracker_problem(context.coordinator)
         )

@@ -294,8 +294,7 @@ async def ask_coordinator(api: KubeApi, pollers: CoordinatorPollers, context: Ru
     )
     context.coordinator, context.coordinator_refusal = answer.status, answer.refusal
     if answer.status is not None:
-        trouble = update_trouble(context.before.trouble, answer.status, context.unix_seconds)
-        context.before = context.before.model_copy(update={"trouble": trouble})
+        context.trouble = update_trouble(context.before.trouble, answer.status, context.unix_seconds)
     return answer.known
 
 

@@ -121,7 +121,8 @@ class Reconciler:
             await self._run.release(context)
             await self._known.forget(context.key)
             return None
-        await self._check(context)
+        if await self._check(context):
+            return await self.reconcile(key)
         await self._execute(context)
         if context.autoscaler.event:
             kind: EventType = "Warning" if context.autoscaler.alarming else "Normal"
@@ -158,11 +159,12 @@ class Reconciler:
         status = RunStatus.read(obj.get("status"))
         return RunContext(obj, self._cache.owned(*key), self._clock(), status, remembered(status), state)
 
-    async def _check(self, context: RunContext) -> None:
-        """Checks that the decision can be executed; otherwise, nothing is applied."""
+    async def _check(self, context: RunContext) -> bool:
+        """Checks that the decision can be executed; otherwise, nothing is applied. True: the run is to be reconciled anew."""
         if context.accepted is None:
-            return
-        await check_volume(self._api, self._run, context)
+            return False
+        if await check_volume(self._api, self._run, context):
+            return True
         context.not_started = (
             context.not_started
             or await find_source(self._api, context)
@@ -171,6 +173,7 @@ class Reconciler:
         if context.not_started is not None:
             context.decision = LifecycleDecision(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
         context.queue_missing = await queue_problem(self._api, context)
+        return False
 
     async def _execute(self, context: RunContext) -> None:
         """Writes new state of the lifecycle to the status, and then executes the decision."""
@@ -181,8 +184,6 @@ class Reconciler:
             recorded = (context.memory, before.accepted_spec, before.accepted_spec_hash, before.model)
             if recorded != (context.decision.memory, context.spec_text, context.long_spec, context.model):
                 await self._report(context)
-                context.before = RunStatus.read(context.obj.get("status"))
-                context.memory = context.decision.memory
             await self._applier.apply(context)
         await request_stop(self._api, self.coordinators, context)
 

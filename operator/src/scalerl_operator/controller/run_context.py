@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import ModelStatus, RunStatus
+from scalerl_api.status import ModelStatus, RunStatus, TroubleStatus
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.report import AutoscalerReport
@@ -210,6 +210,8 @@ class RunContext:
     """The coordinator's last status; None while it does not respond."""
     coordinator_refusal: str = ""
     """Message of a coordinator that refuses the operator's requests."""
+    trouble: TroubleStatus | None = None
+    """Faults of the run, by that status; None: as before."""
     autoscaler: AutoscalerReport = field(default_factory=AutoscalerReport)
 
     # decide, check

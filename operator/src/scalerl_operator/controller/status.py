@@ -79,6 +79,7 @@ def report(context: RunContext) -> RunStatus:
         "source": _source(context),
         "trainer": _trainer(memory),
         "model": context.model,
+        "trouble": context.trouble or before.trouble,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
     }
     scaling = context.autoscaler
@@ -285,7 +286,8 @@ class RunObject:
         new, old = status.to_object(), context.obj.get("status") or {}
         if new == old or (new, old) == context.state.pruned:
             return None
-        if not at_once and context.before.conditions and waits_for_progress_only(context.before, status):
+        before = RunStatus.read(old)
+        if not at_once and before.conditions and waits_for_progress_only(before, status):
             due = context.state.status_written + PROGRESS_SECONDS - context.unix_seconds
             if 0 < due <= PROGRESS_SECONDS:
                 return due
@@ -298,7 +300,7 @@ class RunObject:
             self._dropped |= dropped
             text = "the CRD %s is of an older release and does not keep all of %s: update the CRDs, then restart the operator"
             log.warning(text, KIND, ", ".join(sorted(dropped)))
-        await _write_events(self._api, context.obj, context.before, status)
+        await _write_events(self._api, context.obj, before, status)
         return None
 
     async def hold(self, context: RunContext) -> None:
@@ -325,9 +327,7 @@ class RunObject:
         ttl = context.run.spec.ttl_seconds_after_finished
         if ttl is None or context.deleted:
             return None
-        if context.before.completion_time is None:
-            return 0.0  # this reconcile has written it, and the operator's own writes wake no run
-        left = seconds(context.before.completion_time) + ttl - context.unix_seconds
+        left = seconds(context.obj["status"]["completionTime"]) + ttl - context.unix_seconds
         if left > 0:
             return left
         await self._api.delete(KIND, context.namespace, context.name, uid=context.uid)

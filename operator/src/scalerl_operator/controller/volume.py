@@ -11,7 +11,6 @@ refusal does not keep the run's other objects from being applied.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
@@ -45,9 +44,9 @@ _RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
 """Conditions of a claim whose storage could not be enlarged."""
 
 
-async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> None:
-    """Sets in ``context`` the claim's problem, and whether pods may start on it. Removes steps that a user has abandoned from
-    the run's status."""
+async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> bool:
+    """Sets in ``context`` the claim's problem, and whether pods may start on it. True: a user has abandoned the run's steps, and
+    they have been removed from its status; it is to be reconciled anew."""
     context.trained = context.steps > 0
     mounted = may_have_mounted(context.observed)
     # The coordinator has reported that the volume holds none of the run's steps.
@@ -55,22 +54,21 @@ async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> No
     # A trainer that fails for an empty volume does not end the run.
     outcome = context.memory.outcome if empty else context.decision.memory.outcome
     if context.deleted or outcome is not None:
-        return
+        return False
     problem, gone = await _claim_problem(api, context, mounted=mounted, empty=empty)
     abandoned = context.annotation(ABANDON) == str(context.steps)
     if gone and abandoned and (empty or not mounted):
         text = f"{context.steps} steps are abandoned: {ABANDON}"
         await runs.write(context, without_steps(context.before), at_once=True)
         await api.event(context.obj, "Warning", Reason.STEPS_ABANDONED, text)
-        context.before, context.trained = RunStatus.read(context.obj.get("status")), False
-        _forget_steps(context)
-        problem, gone = await _claim_problem(api, context, mounted=False, empty=False)
+        return True
     context.volume, context.claim_gone = problem, gone
     decision = context.decision
     starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
     # Pods that drain still save to the volume.
     if gone and starts and ((empty and not decision.frozen) or not mounted):
         context.not_started = problem
+    return False
 
 
 def may_have_mounted(observed: RunObservation) -> bool:
@@ -134,19 +132,6 @@ async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bo
 def without_steps(status: RunStatus) -> RunStatus:
     """The status of a run that restarts at step 0."""
     return status.model_copy(update={name: RunStatus.model_fields[name].get_default() for name in OF_STEPS})
-
-
-def _forget_steps(context: RunContext) -> None:
-    """The same for the lifecycle's memory, before and after this decision: both are written, or compared."""
-    none: dict[str, Any] = {
-        "has_trained": False,
-        "unproven_since": None,
-        "holding": None,
-        "awaited_since": None,
-    }
-    context.memory = replace(context.memory, **none)
-    context.decision = replace(context.decision, memory=replace(context.decision.memory, **none))
-    context.unproven = ()
 
 
 # --- size ---------------------------------------------------------------------------------------
