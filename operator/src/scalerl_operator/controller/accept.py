@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, accepted_run, run_from_object
-from scalerl_api.spec import API_VERSION, KIND
-from scalerl_api.status import MAX_ACCEPTED_SPEC
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_api.spec import API_VERSION, KIND, ScaleRLRun
+from scalerl_api.status import MAX_ACCEPTED_SPEC, RunStatus
+from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.kube.types import Object
 from scalerl_operator.policy.edits_of_run import (
     UNKNOWN_FIELDS,
@@ -25,46 +25,43 @@ from scalerl_operator.policy.edits_of_run import (
     hash_of,
 )
 from scalerl_operator.policy.problems import Problem
-from scalerl_operator.workloads import Role
-
-log = logging.getLogger(__name__)
-
-_ROLES: Final = (Role.PREPARE, Role.TRAINER)
 
 
-def accept(context: RunContext) -> None:
-    """Sets the run's accepted spec in ``context``; pure."""
+def accept(run: Run) -> Accepted:
+    """The run's accepted spec, and what has been edited since the last reconcile, and since the last steps that were trained. Pure."""
+    found: ScaleRLRun | None = None
+    invalid: Problem | None = None
+    text, long_hash = run.before.accepted_spec, run.before.accepted_spec_hash
     try:
-        context.accepted = run_from_object(context.obj)
-        text = json.dumps(context.obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        if len(text) <= MAX_ACCEPTED_SPEC:
-            context.spec_text = text
-        else:
-            context.long_spec = hash_of(context.obj["spec"])
+        found = run_from_object(run.obj)
+        written = json.dumps(run.obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        short = len(written) <= MAX_ACCEPTED_SPEC
+        text, long_hash = (written, None) if short else (None, hash_of(run.obj["spec"]))
     except SpecError as error:
         message = "; ".join(str(problem) for problem in error.problems)
-        context.spec_text = context.before.accepted_spec
-        context.long_spec = context.before.accepted_spec_hash
-        if context.spec_text is not None:
+        if text is not None:
             message += "; the run continues with the spec accepted before"
-            context.accepted = accepted_run(with_spec(context.obj, context.spec_text))
-        context.invalid = Problem(Reason.SPEC_INVALID, message)
-    _compare(context)
+            found = accepted_run(with_spec(run.obj, text))
+        invalid = Problem(Reason.SPEC_INVALID, message)
+    accepted = Accepted(found, text, long_hash, invalid)
+    if found is None:
+        return accepted
+    return replace(accepted, edit=_edit(run, accepted), unproven=_unproven(run.before, text))
 
 
-def _compare(context: RunContext) -> None:
-    """Sets in ``context`` what has been edited since the last reconcile, and since the last steps that were trained."""
-    before, accepted = context.before, context.accepted
-    last, proven = before.accepted_spec, before.trained_spec or before.accepted_spec
-    if accepted is None:
-        return
-    if last is not None and last != context.spec_text:
-        earlier = accepted_run({**context.obj, "spec": json.loads(last)}).spec
-        context.edit = edit_between(earlier, accepted.spec, before)
-    elif last is None and before.accepted_spec_hash not in (None, hash_of(context.obj["spec"])):
-        context.edit = SpecEdit((UNKNOWN_FIELDS,))
-    if proven is not None and context.spec_text not in (None, proven):
-        context.unproven = _differences(proven, context.spec_text)
+def _edit(run: Run, accepted: Accepted) -> SpecEdit:
+    last, last_hash = run.before.accepted_spec, run.before.accepted_spec_hash
+    if last is not None and last != accepted.text:
+        earlier = accepted_run({**run.obj, "spec": json.loads(last)}).spec
+        return edit_between(earlier, accepted.spec, run.before)
+    if last is None and last_hash not in (None, hash_of(run.obj["spec"])):
+        return SpecEdit((UNKNOWN_FIELDS,))
+    return SpecEdit()
+
+
+def _unproven(before: RunStatus, text: str | None) -> tuple[str, ...]:
+    proven = before.trained_spec or before.accepted_spec
+    return () if proven is None or text in (None, proven) else _differences(proven, text)
 
 
 @functools.lru_cache(maxsize=8)
