@@ -34,10 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def autoscaler_report(
-    run: Run,
-    accepted: Accepted,
-    observed: Observed,
-    make: Callable[[ScaleRLRun, str], Autoscaler] | None,
+    run: Run, accepted: Accepted, observed: Observed, make: Callable[[ScaleRLRun, str], Autoscaler] | None
 ) -> AutoscalerReport:
     """The report of the run's autoscaler, created by ``make``; while the coordinator does not respond, the last report."""
     state, status = run.state, observed.coordinator

@@ -116,15 +116,8 @@ def observed_in_queue(run: Run, observed: Observed) -> Observed:
     if not waits or ended or memory.attempt == 0 or memory.attempt == memory.last_recorded_attempt:
         return observed
     ending = trainer.state is JobState.LEAVING or any(_is_active(p, (Role.TRAINER,)) for p in observed.pods)
-    held = Job(
-        JobState.ACTIVE,
-        attempt=memory.attempt,
-        stale=trainer.stale,
-        held=True,
-        ending=ending,
-        abandoned=trainer.abandoned,
-    )
-    return replace(observed, trainer=held)
+    gated = Job(JobState.ACTIVE, memory.attempt, stale=trainer.stale, held=True, ending=ending)
+    return replace(observed, trainer=replace(gated, abandoned=trainer.abandoned))
 
 
 def is_wanted(decision: LifecycleDecision, prepare: Job) -> bool:

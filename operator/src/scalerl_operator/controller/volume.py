@@ -65,8 +65,7 @@ async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Che
     starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
     # Pods that drain still save to the volume.
     held_back = gone and starts and ((empty and not decision.frozen) or not mounted)
-    not_started = problem if held_back else None
-    return Checks(not_started=not_started, volume=problem, claim_gone=gone)
+    return Checks(not_started=problem if held_back else None, volume=problem, claim_gone=gone)
 
 
 def may_have_mounted(observed: Observed) -> bool:
