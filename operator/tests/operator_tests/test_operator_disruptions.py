@@ -12,9 +12,9 @@ from operator_tests.manifests import UID, context
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller.observe import LOST_SECONDS, RunObservation, observe, pod_view, rfc3339
+from scalerl_operator.controller.observe import LOST_SECONDS, RunObservation, observe, pod_view
 from scalerl_operator.controller.run_context import RunState
-from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.controller.status import report
 from scalerl_operator.names import ATTEMPT
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
@@ -25,6 +25,7 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     Memory,
 )
+from scalerl_operator.policy.memory_status import remembered, rfc3339
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 

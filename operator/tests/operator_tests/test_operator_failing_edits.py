@@ -24,9 +24,10 @@ from scalerl_operator.build.scope import Desired
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.run_context import RunContext, decide
-from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, SPEC_HASH
+from scalerl_operator.policy.memory_status import remembered
 from scalerl_operator.workloads import Role
 
 STEPS = 120

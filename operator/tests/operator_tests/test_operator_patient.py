@@ -6,8 +6,9 @@ from typing import Any
 
 from operator_tests.manifests import UID
 from scalerl_api.conditions import Reason
-from scalerl_operator.controller.observe import RunObservation, observe, patient, rfc3339
+from scalerl_operator.controller.observe import RunObservation, observe, patient
 from scalerl_operator.names import COMPONENT, RUN_UID
+from scalerl_operator.policy.memory_status import rfc3339
 from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0

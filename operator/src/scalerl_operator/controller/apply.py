@@ -21,7 +21,7 @@ from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang import is_wanted
-from scalerl_operator.controller.observe import JOB_NAME, is_abandoned, is_settled, label, seconds
+from scalerl_operator.controller.observe import JOB_NAME, is_abandoned, is_settled, label
 from scalerl_operator.controller.refusals import name_taken, preflight, refused
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
@@ -34,6 +34,7 @@ from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
 from scalerl_operator.policy.lifecycle_types import Suspension
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

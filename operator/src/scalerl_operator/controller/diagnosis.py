@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
-from scalerl_operator.controller.observe import label, seconds
+from scalerl_operator.controller.observe import label
 from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import JobState
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 

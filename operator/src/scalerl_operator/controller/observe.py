@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Final
 
@@ -23,6 +22,7 @@ from scalerl_api.status import ModelStatus
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
 from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, Service
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, creation_problem, last_log_line, placing_problem
 from scalerl_operator.workloads import Role
 
@@ -205,20 +205,6 @@ def label(obj: Object, name: str) -> str:
     """A label's value; empty without it."""
     labels = obj["metadata"].get("labels") or {}
     return str(labels.get(name, ""))
-
-
-def seconds(time: str | None) -> float:
-    """Unix seconds of an RFC 3339 time; 0 without one."""
-    return datetime.fromisoformat(time).timestamp() if time else 0.0
-
-
-def rfc3339(unix_seconds: float) -> str:
-    """The time in Kubernetes' format.
-
-    >>> rfc3339(0.4)
-    '1970-01-01T00:00:00Z'
-    """
-    return datetime.fromtimestamp(int(unix_seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float | None]:

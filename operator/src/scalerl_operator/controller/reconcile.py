@@ -28,7 +28,7 @@ from scalerl_operator.controller.observe import observe, patient
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
 from scalerl_operator.controller.source import find_source
-from scalerl_operator.controller.status import RunObject, is_over, remembered, report
+from scalerl_operator.controller.status import RunObject, report
 from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
@@ -36,6 +36,7 @@ from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FINALIZER
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision
+from scalerl_operator.policy.memory_status import is_over, remembered
 
 BLOCKED_SECONDS: Final = 30.0
 """Between two reconciles of a run of which an object was refused."""

@@ -12,7 +12,6 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_operator.build.scope import SECTION
-from scalerl_operator.controller.observe import seconds
 from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -20,6 +19,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import COMPONENT, Names
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, creation_problem
 
 _TEMPLATE: Final = "spec.template."
