@@ -16,13 +16,10 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Observed
-from scalerl_operator.controller.status import (
-    merge_patch,
-    remembered,
-    report,
-)
+from scalerl_operator.controller.status import merge_patch, report
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.policy.lifecycle_types import End, Job, LifecycleDecision, Memory, Outcome, Suspension
+from scalerl_operator.policy.memory_status import remembered
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role

@@ -20,9 +20,9 @@ from scalerl_operator.controller.diagnosis import (
 )
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import rfc3339
 from scalerl_operator.names import COMPONENT, RUN_UID, Names
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.memory_status import rfc3339
 from scalerl_operator.workloads import Role
 
 NOW = 2e9

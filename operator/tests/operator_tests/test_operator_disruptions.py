@@ -15,8 +15,7 @@ from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.controller.observe import LOST_SECONDS, observe, pod_view
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.controller.status import remembered, report
-from scalerl_operator.kube.objects import rfc3339
+from scalerl_operator.controller.status import report
 from scalerl_operator.names import ATTEMPT
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
@@ -27,6 +26,7 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     Memory,
 )
+from scalerl_operator.policy.memory_status import remembered, rfc3339
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 

@@ -26,9 +26,10 @@ from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Findings, Run
-from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, SPEC_HASH
+from scalerl_operator.policy.memory_status import remembered
 from scalerl_operator.workloads import Role
 
 STEPS = 120

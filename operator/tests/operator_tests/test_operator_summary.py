@@ -16,11 +16,12 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.status import Condition, RunStatus, UsageStatus
 from scalerl_api.wire import Status
-from scalerl_operator.controller.status import report, waits_for_progress_only
+from scalerl_operator.controller.status import report
 from scalerl_operator.controller.summary import RunFigures, figures, shown_reason
 from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.eta import Rates, coarse, eta_seconds, recent_rates
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.memory_status import waits_for_progress_only
 from scalerl_operator.policy.problems import Problem
 
 TRUE, FALSE = "True", "False"

@@ -5,25 +5,17 @@ While the current spec is invalid, the run continues with the spec accepted befo
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
 
 from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, accepted_run, run_from_object
-from scalerl_api.spec import API_VERSION, KIND, ScaleRLRun
-from scalerl_api.status import MAX_ACCEPTED_SPEC, RunStatus
+from scalerl_api.spec import ScaleRLRun
+from scalerl_api.status import MAX_ACCEPTED_SPEC
 from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.edits_of_run import (
-    UNKNOWN_FIELDS,
-    SpecEdit,
-    changed_fields,
-    differing_paths,
-    edit_between,
-    hash_of,
-)
+from scalerl_operator.policy.edits_of_run import edits_since, hash_of
 from scalerl_operator.policy.problems import Problem
 
 
@@ -46,33 +38,8 @@ def accept(run: Run) -> Accepted:
     accepted = Accepted(found, text, long_hash, invalid)
     if found is None:
         return accepted
-    return replace(accepted, edit=_edit(run, accepted), unproven=_unproven(run.before, text))
-
-
-def _edit(run: Run, accepted: Accepted) -> SpecEdit:
-    last, last_hash = run.before.accepted_spec, run.before.accepted_spec_hash
-    if last is not None and last != accepted.text:
-        earlier = accepted_run({**run.obj, "spec": json.loads(last)}).spec
-        return edit_between(earlier, accepted.spec, run.before)
-    if last is None and last_hash not in (None, hash_of(run.obj["spec"])):
-        return SpecEdit((UNKNOWN_FIELDS,))
-    return SpecEdit()
-
-
-def _unproven(before: RunStatus, text: str | None) -> tuple[str, ...]:
-    proven = before.trained_spec or before.accepted_spec
-    return () if proven is None or text in (None, proven) else _differences(proven, text)
-
-
-@functools.lru_cache(maxsize=8)
-def _differences(before: str, after: str) -> tuple[str, ...]:
-    """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles. Few are: a spec
-    may have 256 KiB."""
-    nameless: Object = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "run"}}
-    old, new = json.loads(before), json.loads(after)
-    changed = changed_fields(*(accepted_run(nameless | {"spec": spec}).spec for spec in (old, new)))
-    # As they were written: a preset or an alternative has many values that nobody wrote.
-    return changed and (differing_paths(old, new) or changed)
+    edit, unproven = edits_since(run.before, found.spec, run.obj["spec"], text)
+    return replace(accepted, edit=edit, unproven=unproven)
 
 
 def with_spec(run: Object, text: str) -> Object:

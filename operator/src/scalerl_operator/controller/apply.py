@@ -36,13 +36,13 @@ from scalerl_operator.kube.objects import (
     is_untouched,
     label,
     rendered_hash,
-    seconds,
 )
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import ATTEMPT, COMPONENT, IMAGE, RUN, Names, label_value
 from scalerl_operator.names import labels as labels_of_run
 from scalerl_operator.policy.lifecycle_types import Suspension
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 

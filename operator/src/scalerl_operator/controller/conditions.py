@@ -15,17 +15,17 @@ from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
 from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition, TroubleStatus
-from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_api.wire import Status
 from scalerl_operator.build.pods import memory_warnings
 from scalerl_operator.build.scope import Images, Scope
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
-from scalerl_operator.kube.objects import rfc3339, seconds
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import End, JobState
+from scalerl_operator.policy.lifecycle_types import JobState
+from scalerl_operator.policy.memory_status import DECIDED, end_of, phase_problem, rfc3339, seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import MAX_POD_RESTARTS
 from scalerl_operator.workloads import Role
@@ -37,9 +37,6 @@ QUIET_SECONDS: Final = 600.0
 _MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
-_SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
-_DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
-"""Reasons of a suspension by a user or the autoscaler; any other is a failure, after which the run is held."""
 _OF_PREPARATION: Final = (Reason.PREPARE_FAILED, Reason.BAD_INPUT, Reason.EDIT_FAILED)
 
 Value = tuple[bool, Problem]
@@ -236,21 +233,8 @@ def _training_healthy(findings: Findings) -> Value:
     return not problem, Problem(Reason.HEALTH_RULE, problem) if problem else Problem(Reason.HEALTHY, "")
 
 
-def _suspended(findings: Findings) -> Value:
-    outcome = findings.decision.memory.outcome
-    if outcome is not None and outcome.end is End.HELD:
-        return True, Problem(outcome.reason, outcome.message)
-    if findings.decision.phase is not Phase.SUSPENDED:
-        return False, _phase(findings)
-    by = _SUSPENDED_BY.get(findings.run.before.stop_reason or "", Reason.SUSPENDED_BY_SPEC)
-    return True, Problem(by, "")
-
-
-def _ended(end: End, findings: Findings) -> Value:
-    outcome = findings.decision.memory.outcome
-    if outcome is not None and outcome.end is end:
-        return True, Problem(outcome.reason, outcome.message)
-    return False, _phase(findings)
+def _ended(type_: ConditionType, findings: Findings) -> Value:
+    return end_of(type_, findings.decision, findings.run.before.stop_reason or "")
 
 
 @dataclass(frozen=True)
@@ -282,12 +266,14 @@ CONDITIONS: Final[Mapping[str, Row]] = {
     ConditionType.FORECAST_READY: Row(_forecast_ready),
     ConditionType.DEGRADED: Row(_degraded, problem="True", events={"True": "Warning"}),
     ConditionType.TRAINING_HEALTHY: Row(_training_healthy, events={"False": "Warning"}, of_pods=True),
-    ConditionType.SUSPENDED: Row(_suspended, problem=None, events={"True": "Normal"}, always=True),
+    ConditionType.SUSPENDED: Row(
+        partial(_ended, ConditionType.SUSPENDED), problem=None, events={"True": "Normal"}, always=True
+    ),
     ConditionType.COMPLETED: Row(
-        partial(_ended, End.COMPLETED), problem=None, events={"True": "Normal"}, always=True
+        partial(_ended, ConditionType.COMPLETED), problem=None, events={"True": "Normal"}, always=True
     ),
     ConditionType.FAILED: Row(
-        partial(_ended, End.FAILED), problem="True", events={"True": "Warning"}, always=True
+        partial(_ended, ConditionType.FAILED), problem="True", events={"True": "Warning"}, always=True
     ),
 }
 
@@ -327,7 +313,7 @@ def is_problem(condition: Condition) -> bool:
 def _is_held(condition: Condition) -> bool:
     """Whether the condition is that of a run that is held after a failure."""
     suspended = condition.type == ConditionType.SUSPENDED and condition.status == "True"
-    return suspended and condition.reason not in _DECIDED
+    return suspended and condition.reason not in DECIDED
 
 
 def _was_true(findings: Findings, type_: ConditionType) -> bool:
@@ -336,9 +322,7 @@ def _was_true(findings: Findings, type_: ConditionType) -> bool:
 
 
 def _phase(findings: Findings) -> Problem:
-    """The reason of a condition that is False only because of the run's phase."""
-    note = findings.decision.note
-    return Problem(findings.decision.phase, f"Waiting for {note}" if note else "")
+    return phase_problem(findings.decision)
 
 
 def _with_claim_problem(problem: Problem | None, blocked: Problem | None) -> Problem | None:

@@ -9,10 +9,11 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_operator.controller.parts import CLAIM, Findings, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import is_deleted, label, seconds
+from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import JobState
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 

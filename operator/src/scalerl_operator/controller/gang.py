@@ -16,10 +16,11 @@ from scalerl_operator.build.gang import ROLES, WORKLOAD, Gang, minimum
 from scalerl_operator.controller.parts import WORKLOADS, Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import is_deleted, label, rfc3339, true_condition
+from scalerl_operator.kube.objects import is_deleted, label, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision
+from scalerl_operator.policy.memory_status import rfc3339
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)

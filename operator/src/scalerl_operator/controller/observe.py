@@ -20,10 +20,11 @@ from scalerl_api.process import (
 )
 from scalerl_api.status import ModelStatus
 from scalerl_operator.controller.parts import Observed, PodView
-from scalerl_operator.kube.objects import belongs, label, seconds, true_condition
+from scalerl_operator.kube.objects import belongs, label, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, SPEC_HASH
 from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, last_log_line, placing_problem
 from scalerl_operator.workloads import Role
 

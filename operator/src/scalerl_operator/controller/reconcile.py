@@ -38,7 +38,7 @@ from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observ
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_state import KnownRuns
 from scalerl_operator.controller.source import find_source
-from scalerl_operator.controller.status import RunObject, is_over, remembered, report
+from scalerl_operator.controller.status import RunObject, report
 from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
@@ -46,6 +46,7 @@ from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FINALIZER
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision
+from scalerl_operator.policy.memory_status import is_over, remembered
 
 BLOCKED_SECONDS: Final = 30.0
 """Between two reconciles of a run of which an object was refused."""

@@ -17,10 +17,11 @@ from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import is_deleted, seconds
+from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import COMPONENT, Names
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, creation_problem
 
 _TEMPLATE: Final = "spec.template."

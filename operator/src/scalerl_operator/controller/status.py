@@ -8,52 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
-from scalerl_api.exports import ExportedModel, Exports
+from scalerl_api.conditions import Phase
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
 from scalerl_api.status import (
-    MAX_MESSAGE,
-    ExportsStatus,
-    ExportStatus,
     GeneratorsStatus,
-    HoldingStatus,
     RecipeValue,
     RunStatus,
     SourceStatus,
-    TrainerStatus,
-    UsageStatus,
 )
-from scalerl_api.wire import Status
 from scalerl_operator.controller.conditions import conditions, event_type
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.summary import columns
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import rfc3339, seconds
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
-from scalerl_operator.policy import restarts
-from scalerl_operator.policy.budget import elapsed_seconds
-from scalerl_operator.policy.lifecycle_types import End, Memory, Outcome, Suspension
+from scalerl_operator.policy.memory_status import (
+    PROGRESS_SECONDS,
+    is_over,
+    memory_fields,
+    progress_fields,
+    rfc3339,
+    seconds,
+    trained_spec,
+    waits_for_progress_only,
+)
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
-
-PROGRESS: Final = frozenset(
-    {
-        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "trouble"),
-        *("exports", "forecast", "outlook", "stopVotes", "decisions"),
-    }
-)
-"""Fields of the status that change continuously while a run trains."""
-PROGRESS_SECONDS: Final = 15.0
-"""Between two writes of a status in which only those fields have changed."""
 
 
 def report(findings: Findings) -> RunStatus:
@@ -67,19 +54,12 @@ def report(findings: Findings) -> RunStatus:
         "observed_generation": run.generation,
         "accepted_spec": accepted.text if startable else before.accepted_spec,
         "accepted_spec_hash": accepted.long_hash if startable else before.accepted_spec_hash,
-        "trained_spec": _trained_spec(findings),
+        "trained_spec": trained_spec(before, memory, accepted.text) if startable else before.trained_spec,
         "conditions": conditions(findings),
         "start_time": before.start_time or (now if decision.prepare else None),
         "completion_time": (before.completion_time or now) if is_over(memory) else None,
-        "drain_start_time": _time(memory.drain_since),
-        "coordinator_unreachable_time": _time(memory.unreachable_since),
-        "rest": memory.rest.value,
-        "resumed": memory.resumed,
-        "has_trained": memory.has_trained,
-        "unproven_since": memory.unproven_since,
-        "holding": _holding(memory.holding),
         "source": _source(findings),
-        "trainer": _trainer(memory),
+        **memory_fields(memory),
         "model": findings.model,
         "trouble": findings.observed.trouble,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
@@ -102,54 +82,9 @@ def report(findings: Findings) -> RunStatus:
         ready = sum(pod.ready for pod in pods)
         update |= {"replicas": len(pods), "generators": GeneratorsStatus(replicas=len(pods), ready=ready)}
     if coordinator is not None:
-        update |= _progress(coordinator, before, now)
+        update |= progress_fields(coordinator, before, now)
     status = before.model_copy(update=update)
     return status.model_copy(update=columns(findings, status))
-
-
-def remembered(status: RunStatus) -> Memory:
-    """The lifecycle's memory, from the last status."""
-    trainer = status.trainer
-    return Memory(
-        attempt=trainer.attempt,
-        last_recorded_attempt=trainer.last_recorded_attempt,
-        record=restarts.Record(
-            consecutive_failures=trainer.consecutive_failures,
-            failed_starts=trainer.failed_starts,
-            diverged=trainer.diverged,
-            publish_refused=trainer.publish_refused,
-            has_been_ready=trainer.has_been_ready,
-            disruptions=trainer.disruptions,
-        ),
-        restarts=trainer.restarts,
-        ready_since=seconds(trainer.ready_time) or None,
-        next_at=seconds(trainer.next_attempt_time),
-        held_since=seconds(trainer.held_time) or None,
-        drain_since=seconds(status.drain_start_time) or None,
-        unreachable_since=seconds(status.coordinator_unreachable_time) or None,
-        rest=Suspension(status.rest),
-        resumed=status.resumed,
-        has_trained=status.has_trained,
-        unproven_since=status.unproven_since,
-        holding=_held(status.holding),
-        awaited_since=seconds(trainer.awaited_time) or None,
-        outcome=_outcome(status),
-    )
-
-
-def is_over(memory: Memory) -> bool:
-    """Whether the run has ended; a run that is held has not."""
-    return memory.outcome is not None and memory.outcome.end is not End.HELD
-
-
-def _trained_spec(findings: Findings) -> str | None:
-    """The spec of the last steps that were trained, while the accepted one has not been proven."""
-    before, text = findings.run.before, findings.accepted.text
-    if findings.checks.not_started is not None:
-        return before.trained_spec
-    proven = before.trained_spec or before.accepted_spec
-    unproven = findings.decision.memory.unproven_since is not None and proven != text
-    return proven if unproven else None
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,23 +102,6 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return patch | {name: None for name in before if name not in after}
 
 
-def waits_for_progress_only(before: RunStatus, now: RunStatus) -> bool:
-    """Whether only the fields of :data:`PROGRESS` differ."""
-    one, other = before.to_object(), now.to_object()
-    return all(one.get(name) == other.get(name) for name in (one.keys() | other.keys()) - PROGRESS)
-
-
-def _outcome(status: RunStatus) -> Outcome | None:
-    for type_, end in ((ConditionType.COMPLETED, End.COMPLETED), (ConditionType.FAILED, End.FAILED)):
-        condition = status.condition(type_)
-        if condition is not None and condition.status == "True":
-            return Outcome(end, *Reason.understood(condition.reason, condition.message))
-    suspended = status.condition(ConditionType.SUSPENDED)
-    if suspended is not None and suspended.status == "True" and not status.rest:
-        return Outcome(End.HELD, *Reason.understood(suspended.reason, suspended.message))
-    return None
-
-
 def _source(findings: Findings) -> SourceStatus | None:
     """Of a fork, its source: as found at its preparation, with the step as the coordinator reports it."""
     accepted, before = findings.accepted.found, findings.run.before
@@ -197,79 +115,6 @@ def _source(findings: Findings) -> SourceStatus | None:
     if coordinator is not None and coordinator.forked_step >= 0:
         found = found.model_copy(update={"step": coordinator.forked_step})
     return found
-
-
-def _holding(failure: Outcome | None) -> HoldingStatus | None:
-    return (
-        None
-        if failure is None
-        else HoldingStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE])
-    )
-
-
-def _held(holding: HoldingStatus | None) -> Outcome | None:
-    return None if holding is None else Outcome(End.HELD, *Reason.understood(holding.reason, holding.message))
-
-
-def _time(unix_seconds: float | None) -> str | None:
-    return None if not unix_seconds else rfc3339(unix_seconds)
-
-
-def _trainer(memory: Memory) -> TrainerStatus:
-    awaited = memory.last_recorded_attempt == memory.attempt and memory.next_at
-    return TrainerStatus(
-        attempt=memory.attempt,
-        last_recorded_attempt=memory.last_recorded_attempt,
-        restarts=memory.restarts,
-        consecutive_failures=memory.record.consecutive_failures,
-        failed_starts=memory.record.failed_starts,
-        disruptions=memory.record.disruptions,
-        diverged=memory.record.diverged,
-        publish_refused=memory.record.publish_refused,
-        has_been_ready=memory.record.has_been_ready,
-        ready_time=_time(memory.ready_since),
-        held_time=_time(memory.held_since),
-        awaited_time=_time(memory.awaited_since),
-        next_attempt_time=rfc3339(memory.next_at + 0.999)
-        if awaited
-        else None,  # in whole seconds, rounded up
-    )
-
-
-def _progress(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any]:
-    """Fields from the coordinator's status."""
-    return {
-        "step": coordinator.step,
-        "last_step_time": now if coordinator.step > (before.step or 0) else before.last_step_time,
-        "reward": f"{coordinator.points[-1].reward:.4f}" if coordinator.points else before.reward,
-        "points": len(coordinator.points),
-        "stop_reason": coordinator.stop_reason or None,
-        "usage": UsageStatus(
-            seconds=f"{coordinator.own_seconds:.0f}"[:32],
-            elapsed_seconds=f"{elapsed_seconds(coordinator):.0f}"[:32],
-            device_hours=f"{coordinator.own_device_seconds / 3600:.4f}"[:32],
-            tokens_generated=coordinator.tokens_generated,
-            tokens_trained=coordinator.tokens_trained,
-            compute_tokens=_count(coordinator.compute_tokens),
-        ),
-        "exports": before.exports if coordinator.exports is None else _exports(coordinator.exports),
-    }
-
-
-def _count(value: float) -> int:
-    """A count of a coordinator as the API server accepts it."""
-    return int(min(max(value, 0.0), 1e18)) if math.isfinite(value) else 0
-
-
-def _exports(found: Exports) -> ExportsStatus:
-    return ExportsStatus(best=_export(found.best), last=_export(found.last), problem=found.problem[:1024])
-
-
-def _export(model: ExportedModel | None) -> ExportStatus | None:
-    if model is None:
-        return None
-    reward = f"{model.reward:.4f}"
-    return ExportStatus(version=model.version, reward=reward, path=model.path, uri=model.uri, time=model.time)
 
 
 # --- writes -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ Apply entries, as client-go's ``csaupgrade`` does for ``kubectl``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -38,20 +37,6 @@ def label(obj: Object, name: str) -> str:
 def is_deleted(obj: Object) -> bool:
     """Whether an object is being deleted."""
     return "deletionTimestamp" in obj["metadata"]
-
-
-def seconds(time: str | None) -> float:
-    """Unix seconds of an RFC 3339 time; 0 without one."""
-    return datetime.fromisoformat(time).timestamp() if time else 0.0
-
-
-def rfc3339(unix_seconds: float) -> str:
-    """The time in Kubernetes' format.
-
-    >>> rfc3339(0.4)
-    '1970-01-01T00:00:00Z'
-    """
-    return datetime.fromtimestamp(int(unix_seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def true_condition(obj: Object, type_: str) -> Object:
