@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition, TroubleStatus
@@ -25,7 +25,7 @@ from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.memory_status import DECIDED, end_of, phase_problem, rfc3339, seconds
+from scalerl_operator.policy.memory_status import DECIDED, condition, end_of, phase_problem, rfc3339, seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import MAX_POD_RESTARTS
 from scalerl_operator.workloads import Role
@@ -34,7 +34,6 @@ STALLED_SECONDS: Final = 1800.0
 """Time without a step after which Progressing is False."""
 QUIET_SECONDS: Final = 600.0
 """Time without another skipped step, ungraded completion or slot given up after which a run is no longer degraded by them."""
-_MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
 _OF_PREPARATION: Final = (Reason.PREPARE_FAILED, Reason.BAD_INPUT, Reason.EDIT_FAILED)
@@ -62,19 +61,8 @@ def conditions(findings: Findings) -> list[Condition]:
 
 
 def _condition(findings: Findings, type_: ConditionType, value: bool, why: Problem) -> Condition:
-    old, time = findings.run.before.condition(type_), rfc3339(findings.run.unix_seconds)
-    if old is not None and old.status == str(value):
-        time = old.last_transition_time
-    # Never empty, so that `kubectl describe` shows the meaning, or what to do.
-    meaning = type_.text if value and why.reason.text == NOTHING_TO_DO else why.reason.text
-    return Condition(
-        type=type_.value,
-        status="True" if value else "False",
-        observed_generation=findings.run.generation,
-        last_transition_time=time,
-        reason=why.reason.value,
-        message=(why.message or meaning)[:_MESSAGE_CHARACTERS],
-    )
+    run = findings.run
+    return condition(run.before, type_, value, why, rfc3339(run.unix_seconds), run.generation)
 
 
 def _accepted(findings: Findings) -> Value:

@@ -9,10 +9,11 @@ import math
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import (
     MAX_MESSAGE,
+    Condition,
     ExportsStatus,
     ExportStatus,
     HoldingStatus,
@@ -36,6 +37,7 @@ PROGRESS: Final = frozenset(
 PROGRESS_SECONDS: Final = 15.0
 """Between two writes of a status in which only those fields have changed."""
 
+_MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
 DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
 """Reasons of a suspension by a user or the autoscaler; any other is a failure, after which the run is held."""
@@ -104,6 +106,25 @@ def end_of(type_: ConditionType, decision: LifecycleDecision, stop_reason: str) 
     if end is not End.HELD or decision.phase is not Phase.SUSPENDED:
         return False, phase_problem(decision)
     return True, Problem(_SUSPENDED_BY.get(stop_reason, Reason.SUSPENDED_BY_SPEC), "")
+
+
+def condition(
+    before: RunStatus, type_: ConditionType, value: bool, why: Problem, time: str, generation: int = 0
+) -> Condition:
+    """A condition of the run, with the time of its last change. Its message is never empty, so that ``kubectl describe`` shows the
+    meaning, or what to do."""
+    old = before.condition(type_)
+    if old is not None and old.status == str(value):
+        time = old.last_transition_time
+    meaning = type_.text if value and why.reason.text == NOTHING_TO_DO else why.reason.text
+    return Condition(
+        type=type_.value,
+        status="True" if value else "False",
+        observed_generation=generation,
+        last_transition_time=time,
+        reason=why.reason.value,
+        message=(why.message or meaning)[:_MESSAGE_CHARACTERS],
+    )
 
 
 def phase_problem(decision: LifecycleDecision) -> Problem:
