@@ -20,7 +20,7 @@ from stage import Stage, condition, stage_in, tiny
 from testcluster import Cluster
 
 from scalerl_api import wire
-from scalerl_operator.controller.run_context import WORKLOADS
+from scalerl_operator.controller.parts import WORKLOADS
 from scalerl_operator.kube import errors
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -17,7 +17,7 @@ from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_context import LONGEST_REPAIR_SECONDS
+from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 

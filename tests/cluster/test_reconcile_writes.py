@@ -12,12 +12,8 @@ from stage import Stage, condition, tiny
 
 from scalerl_api import wire
 from scalerl_operator.controller import refusals
-from scalerl_operator.controller.run_context import (
-    LONGEST_REPAIR_SECONDS,
-    REPAIR_SECONDS,
-    WORKLOADS,
-    RunState,
-)
+from scalerl_operator.controller.parts import WORKLOADS
+from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS, RunState
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.objects import first_difference
 from scalerl_operator.names import QUEUE, RENDERED_HASH

@@ -139,6 +139,11 @@ class RunPaths:
         return self.root / "curve.png"
 
     @property
+    def status(self) -> Path:
+        """Phase, attempts and use of the run, as a cluster has them in its object; written by ``scalerl run``."""
+        return self.root / "status.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

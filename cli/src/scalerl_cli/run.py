@@ -25,7 +25,7 @@ from scalerl_cli.output import say
 from scalerl_cli.view import LateView
 from scalerl_operator.autoscaling.decision_log import RecordError
 from scalerl_operator.coordinator_client import CoordinatorRefused
-from scalerl_operator.local.run import LocalRun, RunResult
+from scalerl_operator.local.run import LocalRun
 from scalerl_operator.local.run_directory import (
     DirectoryProblem,
     RunDirectory,
@@ -33,7 +33,8 @@ from scalerl_operator.local.run_directory import (
     next_directory,
 )
 from scalerl_operator.local.supervisor import LocalSettings
-from scalerl_operator.local.unit import Event, Failure
+from scalerl_operator.policy.lifecycle_types import End
+from scalerl_operator.run_view import Event, Failure, RunResult
 from scalerl_operator.workloads import Plan, Role
 
 RUNS = Path("runs")
@@ -68,6 +69,9 @@ def run_spec(
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
+    except DirectoryProblem as problem:
+        say(str(problem), error=True)
+        return BAD_INPUT
     except RecordError as problem:
         raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
     except CoordinatorRefused as refused:
@@ -200,6 +204,9 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
     from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths
+    if outcome.status is None and outcome.outcome is not None and outcome.outcome.end is End.COMPLETED:
+        say(f"the run is complete ({outcome.outcome.message}); it continues with a higher limit in its file")
+        return
     if outcome.status is None:
         say(f"nothing was generated or trained; see {_shown(paths.logs)}")
         return

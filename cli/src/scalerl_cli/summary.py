@@ -14,7 +14,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli.output import replace_text
 from scalerl_cli.view import labels
-from scalerl_operator.local.run import RunResult
+from scalerl_operator.run_view import RunResult
 
 _FILE_WIDTH = 140
 """Columns of the table where standard output is no terminal."""

@@ -21,10 +21,8 @@ from scalerl_cli.summary import rows, summarize, write
 from scalerl_cli.view import labels
 from scalerl_cli.view.live import LiveView, render
 from scalerl_cli.view.plain import PlainView
-from scalerl_operator.local.run import RunResult, Startup
-from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import Event, Failure, UnitState, UnitStatus
 from scalerl_operator.policy.eta import Rates
+from scalerl_operator.run_view import Event, Failure, RunResult, Snapshot, Startup, UnitState, UnitStatus
 from scalerl_operator.workloads import Role
 
 RUN = parse_run(

@@ -3,16 +3,15 @@
 A reconcile, on a cluster::
 
     watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.refresh() ◀ coordinator
-    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step fills in a RunContext
+    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step returns its part, frozen         controller/parts
                                         │
-                                        ├ accept()            the accepted spec                       controller/accept
-                                        ├ observe()           Jobs, pods → RunObservation             controller/observe
-       coordinator's status ──────────▶ ├ ask_coordinator()                                           controller/coordinator_poller
-       forecast, by the autoscaler ───▶ ├ lifecycle.decide()  which objects exist, phase              policy/lifecycle
-                                        ├ check_volume(), Applier.preflight()   why it cannot be executed
-                                        ├ RunObject.write()   the decision, before its execution      controller/status
+                                        ├ accept()            the accepted spec → Accepted            controller/accept
+       coordinator's status ──────────▶ ├ observe()           Jobs, pods, queue, forecast → Observed  controller/observe
+                                        ├ decide()            which objects exist, phase              controller/decide, policy/lifecycle
+                                        ├ check               why it cannot be applied → Checks       controller/volume, source, refusals
                                         ├ Applier.apply()     plan() ▶ render(); create, apply, remove  controller/apply, build
-                                        └ report()            conditions(), events                    controller/status
+                                        ├ report()            conditions(), events → RunStatus        controller/status
+                                        └ answer              the queue, spec, the next reconcile     controller/reconcile
 
 On one machine :mod:`.local` does the same with processes: ``plan()`` ▶ supervisor, the same policies.
 

@@ -36,9 +36,7 @@ from scalerl_operator.autoscaling.decision_log import DecisionRecord
 from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
-from scalerl_operator.controller.observe import label
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_context import is_deleted
 from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -47,6 +45,7 @@ from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.leader_election import Leader
 from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
+from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.run_stream import Resync, Watches
 from scalerl_operator.kube.scrape_access import ScrapeAccess
 from scalerl_operator.kube.types import Key

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from operator_tests.children import run_spec
+from scalerl_api.conditions import Phase
 from scalerl_api.load import load_run
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
@@ -14,8 +16,11 @@ from scalerl_api.wire import Status
 from scalerl_operator.build import render
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.conditions import update_trouble
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
+from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.problems import Problem
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"
@@ -65,23 +70,28 @@ def environment(container: Object) -> dict[str, Any]:
     return {e["name"]: e.get("value") or e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
 
 
-def context(
+def findings(
     run: ScaleRLRun | None,
     before: RunStatus | None = None,
     *,
     coordinator: Status | None = None,
     unix_seconds: float = 1e9,
     objects: dict[tuple[str, str], Object] | None = None,
-    **found: Any,
-) -> RunContext:
-    """A run at one reconcile. ``found``: further fields of :class:`RunContext`, as its steps have filled them in."""
+    observed: Observed | None = None,
+    decision: LifecycleDecision | None = None,
+    invalid: Problem | None = None,
+    blocked: Problem | None = None,
+    memory: Memory | None = None,
+    state: RunState | None = None,
+    **checks: Any,
+) -> Findings:
+    """A run at one reconcile. ``checks``: fields of :class:`Checks`."""
     metadata = {"uid": UID, "generation": 1, "namespace": "ml", "name": "math"}
-    made = RunContext({"metadata": metadata}, objects or {}, unix_seconds, before or RunStatus())
-    made.accepted, made.coordinator = run, coordinator
+    status, decided = before or RunStatus(), decision or LifecycleDecision(Phase.PENDING, Memory())
+    made = Run(
+        {"metadata": metadata}, objects or {}, unix_seconds, status, memory or Memory(), state or RunState()
+    )
+    found = replace(observed or Observed(), coordinator=coordinator, trouble=status.trouble)
     if coordinator is not None:
-        trouble = update_trouble(made.before.trouble, coordinator, unix_seconds)
-        made.before = made.before.model_copy(update={"trouble": trouble})
-    for name, value in found.items():
-        assert hasattr(made, name), name
-        setattr(made, name, value)
-    return made
+        found = replace(found, trouble=update_trouble(status.trouble, coordinator, unix_seconds))
+    return Findings(made, Accepted(run, invalid=invalid), found, decided, Checks(**checks), blocked)

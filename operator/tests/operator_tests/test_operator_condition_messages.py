@@ -9,15 +9,15 @@ import pytest
 
 from operator_tests import builders
 from operator_tests.builders import Object
-from operator_tests.manifests import UID, cluster_run, context
+from operator_tests.manifests import UID, cluster_run, findings
 from operator_tests.test_operator_degraded import QUIET
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.controller.conditions import event_type
-from scalerl_operator.controller.observe import RunObservation, observe
-from scalerl_operator.controller.run_context import RunState
+from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import End, LifecycleDecision, Memory, Outcome
@@ -35,7 +35,7 @@ def pod(name: str, role: Role, state: Object, *, ready: bool = False, **status: 
     return builders.pod(name, role, only, conditions=conditions)
 
 
-def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> RunObservation:
+def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> Observed:
     objects = {("Pod", p["metadata"]["name"]): p for p in pods} | {
         ("Job", str(r)): builders.job(r) for r in jobs
     }
@@ -44,7 +44,7 @@ def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> RunObservation:
 
 def conditions(
     phase: Phase,
-    found: RunObservation | None = None,
+    found: Observed | None = None,
     *,
     coordinator_report: Status | None = None,
     outcome: Outcome | None = None,
@@ -54,10 +54,10 @@ def conditions(
     queue_missing: str = "",
 ) -> dict[str, Condition]:
     decision = LifecycleDecision(phase, Memory(attempt=1, outcome=outcome))
-    found_now = context(
+    found_now = findings(
         run,
         before,
-        state=RunState(blocked=blocked),
+        blocked=blocked,
         observed=found or observed(),
         decision=decision,
         coordinator=coordinator_report,
@@ -90,7 +90,7 @@ def test_conditions_of_a_suspended_run() -> None:
 
 def test_phase_reason_names_what_a_drain_waits_for() -> None:
     decision = LifecycleDecision(Phase.PREPARING, Memory(attempt=1), note="the checkpoint")
-    found = {c.type: c for c in report(context(RUN, observed=observed(), decision=decision)).conditions}
+    found = {c.type: c for c in report(findings(RUN, observed=observed(), decision=decision)).conditions}
     for type_ in ROLES:
         assert (found[type_].reason, found[type_].message) == ("Preparing", "Waiting for the checkpoint")
 

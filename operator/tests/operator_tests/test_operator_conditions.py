@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,18 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operator_tests.manifests import UID, context
+from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.observe import RunObservation, observe
-from scalerl_operator.controller.status import (
-    merge_patch,
-    remembered,
-    report,
-)
+from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.status import merge_patch, report
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.policy.lifecycle_types import End, Job, LifecycleDecision, Memory, Outcome, Suspension
+from scalerl_operator.policy.memory_status import remembered
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
@@ -97,7 +96,7 @@ def test_reconcile_state_round_trips_over_any_earlier_state(first: Memory, secon
     for memory in (first, second):
         before = RunStatus.model_validate(stored)
         new = report(
-            context(None, before, decision=LifecycleDecision(Phase.RUNNING, memory), invalid=INVALID)
+            findings(None, before, decision=LifecycleDecision(Phase.RUNNING, memory), invalid=INVALID)
         ).to_object()
         stored = merged(stored, merge_patch(stored, new))
         assert stored == new
@@ -114,15 +113,15 @@ def test_outcome_is_read_also_from_a_later_release(end: End) -> None:
         memory = remembered(before)
         assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
         decision = LifecycleDecision(Phase(end.value), memory)
-        stored = report(context(None, before, decision=decision, invalid=INVALID)).to_object()
+        stored = report(findings(None, before, decision=decision, invalid=INVALID)).to_object()
 
 
 @pytest.mark.parametrize("phase", Phase)
 def test_every_condition_has_a_message(phase: Phase) -> None:
     coordinator_report = msgspec.structs.replace(QUIET, step=0, waiting_for="the trainer to say hello")
-    trainer = RunObservation(trainer=Job(ready=True))
+    trainer = Observed(trainer=Job(ready=True))
     status = report(
-        context(
+        findings(
             RUN,
             decision=LifecycleDecision(phase, Memory()),
             coordinator=coordinator_report,
@@ -146,7 +145,7 @@ def test_refused_connection_is_distinguished_from_unreachable(refused: str, reas
     pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
     pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
     observed = observe({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
-    status = report(context(RUN, observed=observed, decision=decision, coordinator_refusal=refused))
+    status = report(findings(RUN, observed=replace(observed, refusal=refused), decision=decision))
     for type_ in (ConditionType.COORDINATOR_READY, ConditionType.PROGRESSING):
         condition = status.condition(type_)
         assert condition is not None

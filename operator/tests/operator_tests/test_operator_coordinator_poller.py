@@ -25,7 +25,7 @@ from scalerl_operator.controller.coordinator_poller import (
     CoordinatorPollers,
     _Poller,
 )
-from scalerl_operator.controller.observe import PodView
+from scalerl_operator.controller.parts import PodView
 from scalerl_operator.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.kube.errors import Fenced
 from scalerl_operator.kube.types import Key
@@ -86,8 +86,8 @@ def a_pod(ip: str, *, ready: bool = True) -> PodView:
         job="",
         ip=ip,
         created=0.0,
-        leaving=False,
-        over=False,
+        terminating=False,
+        finished=False,
         ready=ready,
         creating=False,
         restarts=0,

@@ -7,15 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from operator_tests.manifests import cluster_run, context
+from operator_tests.manifests import cluster_run, findings
 from scalerl_api import wire
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker, Uploads
 from scalerl_operator.controller.conditions import QUIET_SECONDS, event_type
-from scalerl_operator.controller.status import report, waits_for_progress_only
+from scalerl_operator.controller.status import report
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.memory_status import waits_for_progress_only
 
 _COUNTS = dict.fromkeys(
     [
@@ -62,7 +63,7 @@ class Reconciles:
         decision = LifecycleDecision(phase, Memory(attempt=1))
         word = None if silent else self.coordinator_report
         before = RunStatus.model_validate(self.stored)
-        self.after = report(context(RUN, before, unix_seconds=1e9 + at, decision=decision, coordinator=word))
+        self.after = report(findings(RUN, before, unix_seconds=1e9 + at, decision=decision, coordinator=word))
         self.quiet = waits_for_progress_only(before, self.after)
         self.stored = self.after.to_object()
         said = self.after.condition(ConditionType.DEGRADED)

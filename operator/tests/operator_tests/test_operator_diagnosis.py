@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from operator_tests.builders import pod
-from operator_tests.manifests import UID, cluster_run, context
+from operator_tests.manifests import UID, cluster_run, findings
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.diagnosis import (
@@ -17,10 +18,11 @@ from scalerl_operator.controller.diagnosis import (
     diagnose,
     next_start_check,
 )
-from scalerl_operator.controller.observe import observe, rfc3339
+from scalerl_operator.controller.observe import observe
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.names import COMPONENT, RUN_UID, Names
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.memory_status import rfc3339
 from scalerl_operator.workloads import Role
 
 NOW = 2e9
@@ -38,9 +40,13 @@ class Events:
 
 async def reason(events: Events, **objects: Any) -> Reason | None:
     there = {(kind, kind): obj | {"kind": kind} for kind, obj in objects.items()}
-    found = context(cluster_run(), unix_seconds=NOW, objects=there)
-    found.decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1), coordinator=True)
-    found.observed = observe(there, UID, dict.fromkeys(Role, ""))
+    found = findings(
+        cluster_run(),
+        unix_seconds=NOW,
+        objects=there,
+        decision=LifecycleDecision(Phase.RUNNING, Memory(attempt=1), coordinator=True),
+        observed=observe(there, UID, dict.fromkeys(Role, "")),
+    )
     problem = await diagnose(cast(KubeApi, events), found)
     return None if problem is None else problem.reason
 
@@ -74,14 +80,18 @@ def test_events_are_read_soon_after_each_start_of_a_run_that_has_trained_for_day
     age: float, wait: float
 ) -> None:
     started = RunStatus(start_time=rfc3339(NOW - 500_000))
-    found = context(cluster_run(), unix_seconds=NOW, before=started)
-    found.decision = LifecycleDecision(Phase.PREPARING, Memory(attempt=1), prepare=True)
+    decision = LifecycleDecision(Phase.PREPARING, Memory(attempt=1), prepare=True)
+    found = findings(cluster_run(), unix_seconds=NOW, before=started, decision=decision)
     metadata = {"name": "a", "uid": "u", "creationTimestamp": rfc3339(NOW - age), "labels": {RUN_UID: UID}}
-    found.objects["Job", Names(found.name).prepare] = {"kind": "Job", "metadata": metadata, "spec": {}}
+    found.run.objects["Job", Names(found.run.name).prepare] = {
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {},
+    }
     assert next_start_check(found) == wait
-    found.objects.clear()
+    found.run.objects.clear()
     waiting = {"name": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
     starting = pod("a", Role.PREPARE, waiting, phase="Pending")
     starting["metadata"]["creationTimestamp"] = rfc3339(NOW - age)
-    found.observed = observe({("Pod", "a"): starting}, UID, dict.fromkeys(Role, ""))
-    assert next_start_check(found) == wait
+    observed = observe({("Pod", "a"): starting}, UID, dict.fromkeys(Role, ""))
+    assert next_start_check(replace(found, observed=observed)) == wait

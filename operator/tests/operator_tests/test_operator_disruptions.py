@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from operator_tests import builders
-from operator_tests.manifests import UID, context
+from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller.observe import LOST_SECONDS, RunObservation, observe, pod_view, rfc3339
-from scalerl_operator.controller.run_context import RunState
-from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.controller.observe import LOST_SECONDS, observe, pod_view
+from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.run_state import RunState
+from scalerl_operator.controller.status import report
 from scalerl_operator.names import ATTEMPT
 from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
@@ -25,6 +26,7 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     Memory,
 )
+from scalerl_operator.policy.memory_status import remembered, rfc3339
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 
@@ -57,9 +59,7 @@ def a_pod(
     )
 
 
-def seen(
-    *pods: dict[str, Any], role: Role = Role.TRAINER, why: str = "BackoffLimitExceeded"
-) -> RunObservation:
+def seen(*pods: dict[str, Any], role: Role = Role.TRAINER, why: str = "BackoffLimitExceeded") -> Observed:
     """With a Job that has failed."""
     failed = {"type": "Failed", "status": "True", "reason": why, "lastTransitionTime": rfc3339(NOW)}
     failed["message"] = BY_RULE if why == "PodFailurePolicy" else "limit"
@@ -190,7 +190,7 @@ def test_job_failure_waits_for_pod_termination_reason(
 def stored(memory: Memory, now: float) -> Memory:
     """As the next reconcile finds it."""
     decision = LifecycleDecision(Phase.RUNNING, memory)
-    return remembered(report(context(RUN, unix_seconds=now, decision=decision)))
+    return remembered(report(findings(RUN, unix_seconds=now, decision=decision)))
 
 
 def tries(memory: Memory, failed: Job, seconds: float, **trainer: Any) -> tuple[Memory, int]:
@@ -303,7 +303,7 @@ def test_on_what_the_next_attempt_waits_is_said() -> None:
     ):
         memory = replace(FIRST, last_recorded_attempt=1, next_at=next_at)
         decision = LifecycleDecision(Phase.RUNNING, memory)
-        found = context(RUN, unix_seconds=NOW, observed=seen(leaving), decision=decision)
+        found = findings(RUN, unix_seconds=NOW, observed=seen(leaving), decision=decision)
         condition = report(found).condition("TrainerReady")
         assert condition is not None
         assert (condition.reason, condition.message) == (Reason.BACK_OFF, said)
@@ -351,7 +351,7 @@ def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
     state, objects = RunState(), {("Pod", "a"): pod}
 
     def lost(now: float) -> bool:
-        leaving = state.leaving_seconds(objects.values(), NOW + skew + now)
+        leaving = state.terminating_seconds(objects.values(), NOW + skew + now)
         (seen,) = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, leaving).pods
         return seen.lost
 
@@ -363,11 +363,11 @@ def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
     assert not lost(-3600), "a clock that was set back begins anew"
     assert lost(-3600 + 66)
     objects.clear()
-    assert state.leaving_seconds((), NOW) == {}
-    assert state.leaving == {}, "pods that are gone are forgotten"
+    assert state.terminating_seconds((), NOW) == {}
+    assert state.terminating == {}, "pods that are gone are forgotten"
 
 
-def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False) -> RunObservation:
+def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False) -> Observed:
     jobs = {"j": builders.job(Role.TRAINER, name="j", parallelism=2)}
     if later:
         jobs["k"] = builders.job(Role.TRAINER, name="k", parallelism=2)

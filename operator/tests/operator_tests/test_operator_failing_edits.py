@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,11 +23,13 @@ from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.build import render
 from scalerl_operator.build.scope import Desired
 from scalerl_operator.controller.accept import accept
+from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.observe import observe
-from scalerl_operator.controller.run_context import RunContext, decide
-from scalerl_operator.controller.status import remembered, report
+from scalerl_operator.controller.parts import Findings, Run
+from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, SPEC_HASH
+from scalerl_operator.policy.memory_status import remembered
 from scalerl_operator.workloads import Role
 
 STEPS = 120
@@ -58,14 +61,15 @@ class World:
     def reconcile(self) -> RunStatus:
         self.now += 5.0
         before = RunStatus.read(json.loads(json.dumps(self.obj["status"])))
-        context = RunContext(self.obj, dict(self.objects), self.now, before, remembered(before))
-        accept(context)
-        assert context.invalid is None, context.invalid
-        context.observed = observe(context.objects, UID, context.spec_hashes())
-        if context.observed.service(Role.COORDINATOR).ready:
-            context.coordinator = self.coordinator
-        decision = context.decision = decide(context)
-        written = report(context)
+        run = Run(self.obj, dict(self.objects), self.now, before, remembered(before))
+        accepted = accept(run)
+        assert accepted.invalid is None, accepted.invalid
+        observed = observe(run.objects, UID, accepted.spec_hashes())
+        if observed.service(Role.COORDINATOR).ready:
+            observed = replace(observed, coordinator=self.coordinator)
+        decision = decide(run, accepted, observed)
+        findings = Findings(run, accepted, observed, decision)
+        written = report(findings)
         self.obj["status"] = written.to_object()
         if decision.request_stop is not None:
             phase = CoordinatorPhase.FINISHED if decision.request_stop else CoordinatorPhase.RUNNING
@@ -75,14 +79,14 @@ class World:
             if decision.request_stop:  # the trainer saves, and ends
                 self._end(Role.TRAINER, None)
         self._apply(
-            context, Desired(decision.prepare, decision.coordinator, decision.generators, decision.trainer)
+            findings, Desired(decision.prepare, decision.coordinator, decision.generators, decision.trainer)
         )
         return written
 
-    def _apply(self, context: RunContext, desired: Desired) -> None:
+    def _apply(self, findings: Findings, desired: Desired) -> None:
         wanted = {
             (o["kind"], o["metadata"]["name"]): o
-            for o in render(context.run, UID, desired, IMAGES, operator_namespace="scalerl-system")
+            for o in render(findings.accepted.run, UID, desired, IMAGES, operator_namespace="scalerl-system")
             if o["kind"] in ("Job", "StatefulSet", "Deployment")
         }
         for key in self.objects.keys() - wanted.keys():
@@ -91,7 +95,7 @@ class World:
         for key, obj in wanted.items():
             hashed = obj["spec"]["template"]["metadata"]["annotations"][SPEC_HASH]
             pod = self.objects.get(("Pod", f"{key[1]}-pod"))
-            replaced = key[0] != "Job" and not context.decision.frozen
+            replaced = key[0] != "Job" and not findings.decision.frozen
             if key not in self.objects or (replaced and pod is not None and _hash(pod) != hashed):
                 self._delete(key)
                 self.objects[key] = obj

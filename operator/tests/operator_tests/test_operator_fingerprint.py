@@ -14,8 +14,8 @@ from operator_tests.manifests import UID, cluster_run
 from scalerl_api.conditions import Phase
 from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.apply import fingerprint
-from scalerl_operator.controller.observe import PodView, RunObservation, pod_view
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.observe import pod_view
+from scalerl_operator.controller.parts import Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 
 RUN = cluster_run()
@@ -26,7 +26,7 @@ Object = dict[str, Any]
 Objects = dict[tuple[str, str], Object]
 
 
-def place(*changes: Callable[[Objects], object]) -> RunContext:
+def place(*changes: Callable[[Objects], object]) -> Findings:
     objects: Objects = {}
     for kind in ("Deployment", "ConfigMap", "Job", "Pod"):
         metadata = {"name": "a", "uid": kind, "labels": {"l": "1"}, "annotations": {"scalerl.dev/n": "1"}}
@@ -41,14 +41,15 @@ def place(*changes: Callable[[Objects], object]) -> RunContext:
     for change in changes:
         change(objects)
     run = {"metadata": {"uid": UID, "generation": 1, "name": "r", "namespace": "n"}}
-    return RunContext(run, objects, 0.0, accepted=RUN)
+    decision = LifecycleDecision(Phase.RUNNING, Memory())
+    return Findings(Run(run, objects, 0.0), Accepted(RUN), Observed(), decision)
 
 
 def said(
-    at: RunContext, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
+    at: Findings, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
 ) -> int | None:
-    at.decision = LifecycleDecision(Phase.RUNNING, Memory(), frozen=frozen)
-    return fingerprint(at, desired, images)
+    decision = replace(at.decision, frozen=frozen)
+    return fingerprint(replace(at, decision=decision), desired, images)
 
 
 def put(kind: str, part: str, **values: Any) -> Callable[[Objects], object]:
@@ -111,9 +112,7 @@ def test_job_that_a_lost_node_keeps_disables_nothing() -> None:
     deleted = put("Job", "metadata", deletionTimestamp="2026-01-01T00:00:00Z")
 
     def kept(*pods: PodView) -> int | None:
-        made = place(deleted)
-        made.observed = RunObservation(pods=pods)
-        return said(made)
+        return said(replace(place(deleted), observed=Observed(pods=pods)))
 
     running = pod_view(builders.pod(job="a"), 0.0)
     lost = replace(running, lost=True)
@@ -128,5 +127,5 @@ def test_fingerprint_changes_with_its_inputs() -> None:
     assert said(place(), Desired(prepare=True)) != now
     assert said(place(), images=Images("t2", "g", "c")) != now
     assert said(place(), frozen=True) != now
-    run.obj["metadata"]["generation"] = 2
+    run.run.obj["metadata"]["generation"] = 2
     assert said(run) != now

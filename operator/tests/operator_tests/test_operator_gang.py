@@ -12,7 +12,7 @@ import pytest
 from kubernetes.aio.client.configuration import Configuration
 
 from operator_tests.builders import container, pod
-from operator_tests.manifests import EVERYTHING, UID, cluster_run, context, pod_spec, rendered
+from operator_tests.manifests import EVERYTHING, UID, cluster_run, findings, pod_spec, rendered
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase, Reason
@@ -20,9 +20,9 @@ from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.diagnosis import queue_problem
-from scalerl_operator.controller.observe import RunObservation, observe
+from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.informer import Informer
@@ -113,16 +113,29 @@ def rendered_workload(generators: int) -> Object:
     return workload
 
 
-def seen(workload: Object | None, *pods: Object, run: Any = None, memory: Memory = FIRST) -> RunContext:
+def seen(
+    workload: Object | None,
+    *pods: Object,
+    run: Any = None,
+    memory: Memory = FIRST,
+    gang: Gang | None = None,
+    trainer: Job | None = None,
+) -> Findings:
     objects: dict[tuple[str, str], Object] = {
         ("Pod", p["metadata"]["name"]): {"kind": "Pod", **p} for p in pods
     }
     if workload is not None:
         objects["Workload", workload["metadata"]["name"]] = workload
-    made = context(run or queued(), objects=objects, memory=memory)
-    made.obj["metadata"]["labels"] = LABELS
-    made.observed = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    observed = replace(observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}), gang=gang)
+    if trainer is not None:
+        observed = replace(observed, trainer=trainer)
+    made = findings(run or queued(), objects=objects, memory=memory, observed=observed)
+    made.run.obj["metadata"]["labels"] = LABELS
     return made
+
+
+async def find(api: Any, made: Findings, *, served: bool) -> Gang | None:
+    return await gang.find(api, made.run, made.accepted, served=served)
 
 
 def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
@@ -219,12 +232,12 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     api = Api({"spot": SPOT, "cpus": {}})
     workload = live("QuotaReserved", "Admitted", admission=ADMISSION)
     made = seen(workload)
-    found = await gang.find(api, made, served=True)  # type: ignore[arg-type]
+    found = await find(api, made, served=True)
     assert found is not None
     assert found.admitted
     assert found.generators == 3
     assert api.reads == 2
-    await gang.find(api, made, served=True)  # type: ignore[arg-type]
+    await find(api, made, served=True)
     assert api.reads == 2, "flavors are read once for an admission"
     objects = rendered(queued(podTemplate={"nodeSelector": {"a": "b"}}), replace(EVERYTHING, gang=found))
     trainer, generator = objects["Job/trainer"], objects["Deployment/generator"]
@@ -238,19 +251,18 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert metadata["annotations"]["kueue.x-k8s.io/podset-unconstrained-topology"] == "true"
     assert "schedulingGates" not in pod_spec(generator)
     assert pod_spec(objects["StatefulSet/coordinator"])["nodeSelector"] == {"a": "b"}
-    assert made.state.unread_flavors == ""
+    assert made.run.state.unread_flavors == ""
 
 
 async def test_flavors_that_the_operator_may_not_read_are_said(caplog: pytest.LogCaptureFixture) -> None:
     """As by an operator of a few namespaces: the pods of the gang may land on nodes of another quota."""
     api, made = Api(), seen(live("QuotaReserved", "Admitted", admission=ADMISSION))
     for _ in range(2):
-        made.gang = await gang.find(api, made, served=True)  # type: ignore[arg-type]
-    assert made.gang is not None
-    assert made.gang.admitted
+        found = await find(api, made, served=True)
+    assert found is not None
+    assert found.admitted
     assert caplog.text.count("may not get the ResourceFlavor cpus, spot,") == 1, "once for an admission"
-    made.observed = RunObservation(trainer=Job(JobState.ACTIVE))
-    holds, why = _admitted(made)
+    holds, why = _admitted(replace(made, observed=Observed(trainer=Job(JobState.ACTIVE), gang=found)))
     assert holds is True
     assert why.reason is Reason.QUEUE_ADMITTED
     assert "ClusterRole that may get resourceflavors.kueue.x-k8s.io" in why.message
@@ -259,9 +271,9 @@ async def test_flavors_that_the_operator_may_not_read_are_said(caplog: pytest.Lo
 async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
     """Other templates would replace the coordinator, which writes the checkpoint."""
     api: Any = Api({"spot": SPOT, "cpus": SPOT})
-    before = await gang.find(api, seen(live("QuotaReserved", "Admitted", admission=ADMISSION)), served=True)
+    before = await find(api, seen(live("QuotaReserved", "Admitted", admission=ADMISSION)), served=True)
     evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
-    after = await gang.find(api, seen(evicted), served=True)
+    after = await find(api, seen(evicted), served=True)
     first, second = (rendered(queued(), replace(EVERYTHING, gang=each)) for each in (before, after))
     for key in ("StatefulSet/coordinator", "Deployment/generator"):
         assert pod_spec(first[key])["nodeSelector"] == {"pool": "spot"}
@@ -272,34 +284,32 @@ async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
 
 async def test_who_has_a_gang() -> None:
     api: Any = Api(classes={"urgent": 7})
-    assert await gang.find(api, seen(None), served=True) == Gang(4, priority=7)
-    assert await gang.find(api, seen(None), served=False) is None
-    assert await gang.find(api, seen(live()), served=False) == Gang(3, priority=7), "it has begun as one"
+    assert await find(api, seen(None), served=True) == Gang(4, priority=7)
+    assert await find(api, seen(None), served=False) is None
+    assert await find(api, seen(live()), served=False) == Gang(3, priority=7), "it has begun as one"
     unqueued = seen(None)
-    unqueued.obj["metadata"]["labels"] = {}
-    assert await gang.find(api, unqueued, served=True) is None
-    assert await gang.find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(
+    unqueued.run.obj["metadata"]["labels"] = {}
+    assert await find(api, unqueued, served=True) is None
+    assert await find(api, seen(live("QuotaReserved", admission=ADMISSION)), served=True) == Gang(
         3, priority=7
     )
     started = seen(None)
-    started.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
-    assert await gang.find(api, started, served=True) is None, "its parts were queued one by one"
+    started.run.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
+    assert await find(api, started, served=True) is None, "its parts were queued one by one"
 
 
 async def test_class_of_a_priority() -> None:
-    assert await gang.find(Api(), seen(None), served=True) is None, "it may not be read: part by part"  # type: ignore[arg-type]
+    assert await find(Api(), seen(None), served=True) is None, "it may not be read: part by part"
     without = seen(None)
-    without.obj["metadata"]["labels"] = {QUEUE: "team"}
-    assert await gang.find(Api(), without, served=True) == Gang(4)  # type: ignore[arg-type]
+    without.run.obj["metadata"]["labels"] = {QUEUE: "team"}
+    assert await find(Api(), without, served=True) == Gang(4)
     missing: Any = Api(classes={})
-    made = seen(None)
-    made.gang = await gang.find(missing, made, served=True)
-    assert made.gang == Gang(4)
-    said = await queue_problem(ExistingQueue(), made)  # type: ignore[arg-type]
+    assert await find(missing, seen(None), served=True) == Gang(4)
+    made = seen(None, gang=Gang(4))
+    said = await queue_problem(ExistingQueue(), made, Phase.PENDING)  # type: ignore[arg-type]
     assert said.startswith("no WorkloadPriorityClass urgent"), said
-    made.state.queue_read = (0.0, "")
-    made.gang = Gang(4, priority=0)
-    assert await queue_problem(ExistingQueue(), made) == ""  # type: ignore[arg-type]
+    made = seen(None, gang=Gang(4, priority=0))
+    assert await queue_problem(ExistingQueue(), made, Phase.PENDING) == ""  # type: ignore[arg-type]
 
 
 class ExistingQueue:
@@ -328,11 +338,10 @@ TRAINER = pod("t", Role.TRAINER, container({"running": {}}))
 def test_trainer_of_a_gang_is_seen_as_a_held_job(
     workload: Object | None, pods: list[Object], memory: Memory, expected: Job
 ) -> None:
-    made = seen(workload, *pods, memory=memory)
-    made.gang = Gang(3)
-    assert gang.observed_in_queue(made, made.observed).trainer == expected
-    made.gang = Gang(3, "{}", admitted=True)
-    assert gang.observed_in_queue(made, made.observed) == made.observed
+    made = seen(workload, *pods, memory=memory, gang=Gang(3))
+    assert gang.observed_in_queue(made.run, made.observed).trainer == expected
+    admitted = replace(made.observed, gang=Gang(3, "{}", admitted=True))
+    assert gang.observed_in_queue(made.run, admitted) == admitted
 
 
 def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
@@ -378,11 +387,9 @@ async def answered(
     workload: Object, *pods: Object, admitted: bool = False, generators: int = 4
 ) -> Object | None:
     api: Any = Api()
-    made = seen(workload, *pods)
-    made.gang = Gang(3, "{}", admitted=admitted)
-    made.decision = replace(made.decision, generators=generators)
-    made.observed = replace(made.observed, trainer=Job(JobState.ACTIVE, 1, ready=admitted))
-    await gang.answer(api, made)
+    trainer = Job(JobState.ACTIVE, 1, ready=admitted)
+    made = seen(workload, *pods, gang=Gang(3, "{}", admitted=admitted), trainer=trainer)
+    await gang.answer(api, replace(made, decision=replace(made.decision, generators=generators)))
     if not api.patches:
         return None
     ((kind, _, name, patch, subresource), options) = api.patches[0]
@@ -430,10 +437,8 @@ async def test_quota_is_given_back_though_a_node_is_lost() -> None:
     evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
     pods = [lost(f"p-{role}", role) for role in (Role.TRAINER, Role.GENERATOR, Role.COORDINATOR)]
     assert await answered(evicted, *pods) is not None
-    made = seen(evicted, *pods)
-    made.gang = Gang(3, "{}")
-    made.observed = replace(made.observed, trainer=Job(abandoned=FIRST.attempt))
-    held = gang.observed_in_queue(made, made.observed).trainer
+    made = seen(evicted, *pods, gang=Gang(3, "{}"), trainer=Job(abandoned=FIRST.attempt))
+    held = gang.observed_in_queue(made.run, made.observed).trainer
     assert held == Job(JobState.ACTIVE, FIRST.attempt, held=True, abandoned=FIRST.attempt)
     decision = decide(SPEC, replace(RUNNING, queued=True, serving=True, unadmitted=True, trainer=held), FIRST)
     assert exists(decision)[1:3] == (False, 0)
@@ -463,12 +468,11 @@ async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
 
 @pytest.mark.parametrize("refusal", [errors.Forbidden, errors.Invalid, errors.NotFound])
 async def test_refused_answer_is_said_and_fails_no_reconcile(refusal: type[errors.ApiError]) -> None:
-    made = seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION))
-    made.gang = Gang(3)
+    made = seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION), gang=Gang(3))
     await gang.answer(Api(refusal=refusal), made)  # type: ignore[arg-type]
-    assert "the role has no such right" in gang.why_waiting(made)
+    assert "the role has no such right" in gang.why_waiting(made.run)
     await gang.answer(Api(), made)  # type: ignore[arg-type]
-    assert "no such right" not in gang.why_waiting(made)
+    assert "no such right" not in gang.why_waiting(made.run)
     with pytest.raises(errors.Conflict):
         await gang.answer(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
 
@@ -506,7 +510,7 @@ async def test_workloads_that_cannot_be_listed_hold_only_runs_of_queues(
 
     monkeypatch.setattr(Reconciler, "reconcile", noted)
     monkeypatch.setattr(NamespaceClaims, "mine", mine)
-    run = seen(None).obj
+    run = seen(None).run.obj
     monkeypatch.setattr(operator.cache, "run", lambda *key: run)
     parts = Parts(
         *(operator._settings, operator.api, operator.cache, operator.metrics, lambda key: None),
@@ -531,8 +535,8 @@ def test_waiting_run_says_what_kueue_says() -> None:
     workload = live()
     message = "insufficient unused quota for nvidia.com/gpu in flavor default, 2 more needed"
     workload["status"]["conditions"] = [{"type": "QuotaReserved", "status": "False", "message": message}]
-    assert gang.why_waiting(seen(workload)) == message
-    assert "Kueue" in gang.why_waiting(seen(None))
+    assert gang.why_waiting(seen(workload).run) == message
+    assert "Kueue" in gang.why_waiting(seen(None).run)
 
 
 class Unserved:

@@ -13,7 +13,6 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.status import RunStatus, UsageStatus
 from scalerl_api.wire import FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.controller.status import _held, _holding
 from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, PROVEN_STEPS, decide
 from scalerl_operator.policy.lifecycle_types import (
@@ -28,6 +27,7 @@ from scalerl_operator.policy.lifecycle_types import (
     Service,
     Suspension,
 )
+from scalerl_operator.policy.memory_status import memory_fields, remembered
 from scalerl_operator.policy.restarts import Record
 
 FIELDS = ("recipe.loss.cispo.ratioCap", "podTemplate.volumeMounts.0.mountPath")
@@ -244,7 +244,7 @@ def test_drain_of_a_held_run_goes_on_until_a_user_ends_it(bad: str) -> None:
     ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
     memory = decide(SPEC, replace(ready, **failed), EDITED).memory
     assert memory.holding is not None
-    assert _held(_holding(memory.holding)) == memory.holding
+    assert remembered(RunStatus().model_copy(update=memory_fields(memory))).holding == memory.holding
     later = replace(ready, unix_seconds=160.0)
     for change in ({"status": None, **failed}, {bad: Service(starting=1)}):
         decision = decide(SPEC, replace(later, **change), memory)

@@ -9,7 +9,7 @@ from scalerl_operator.build import render, spec_hash
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.apply import pinned
 from scalerl_operator.controller.observe import observe
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.parts import Run
 from scalerl_operator.kube.types import Object
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.lifecycle_types import LifecycleInput, Memory
@@ -36,7 +36,7 @@ class Cluster:
         """The image of each workload after a reconcile."""
         run = cluster_run(images=named)
         metadata = {"uid": UID, "namespace": "ml", "name": "math"}
-        images = pinned(RunContext({"metadata": metadata}, self.objects, 0.0), operator)
+        images = pinned(Run({"metadata": metadata}, self.objects, 0.0), operator)
         for obj in render(run, UID, EVERYTHING, images, operator_namespace="o"):
             key = (obj["kind"], obj["metadata"]["name"])
             if obj["kind"] in KINDS and (

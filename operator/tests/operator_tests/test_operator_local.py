@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from small_processes import eventually, script
 
-from operator_tests.children import Harness, workload
+from operator_tests.local_runs import Harness, workload
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
-from scalerl_operator.local.unit import UnitState
+from scalerl_operator.run_view import UnitState
 from scalerl_operator.workloads import Container, Lifetime, Probe, Resources, Role, Workload
 
 SLEEP = ("-c", "import time; time.sleep(600)")
@@ -46,7 +46,7 @@ async def test_prepare_completes_before_anything_else_starts(tmp_path: Path) -> 
         workload(Role.TRAINER, Lifetime.GANG, "-c", check),
         workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
     )
-    assert await asyncio.wait_for(harness.runtime.run(), 120) is None
+    assert await asyncio.wait_for(harness.run(), 120) is None
     assert harness.events == []
     assert [u.state for u in harness.runtime.statuses()] == [UnitState.DONE] * 3
 
@@ -111,13 +111,11 @@ async def test_gang_restarts_as_a_whole_with_a_new_master_port(tmp_path: Path) -
 
 async def test_gang_restarts_if_a_rank_exited_early(tmp_path: Path) -> None:
     path, answers = tmp_path / "notes", [False, True]
-
-    async def may_exit(lifetime: Lifetime) -> bool:
-        return answers.pop(0)
-
     argv = (script(tmp_path, "note", NOTE), str(path), "time.sleep(.3 * int(os.environ['RANK']))")
-    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2), may_exit=may_exit)
-    assert await asyncio.wait_for(harness.runtime.run(), 120) is None
+    harness = Harness(
+        tmp_path, workload(Role.TRAINER, Lifetime.GANG, *argv, replicas=2), is_complete=lambda: answers.pop(0)
+    )
+    assert await asyncio.wait_for(harness.run(), 120) is None
     assert len(notes(path)) == 4
     assert answers == []
 
@@ -162,7 +160,7 @@ async def test_role_that_fails_for_good_ends_the_run(
         workload(Role.PREPARE, Lifetime.ONCE, *argv),
         workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
     )
-    failure = await asyncio.wait_for(harness.runtime.run(), 120)
+    failure = await asyncio.wait_for(harness.run(), 120)
     assert failure is not None
     assert (failure.role, failure.bad_input) == (Role.PREPARE, bad_input)
     assert words in failure.reason
@@ -179,16 +177,18 @@ async def test_role_that_fails_before_it_is_needed_does_not_end_the_run(tmp_path
         tmp_path,
         workload(Role.GENERATOR, Lifetime.SERVICE, *argv),
         workload(Role.TRAINER, Lifetime.GANG, *SLEEP),
+        spec={"warmStart": {"steps": 1}},
     )
-    harness.needed = False
-    task = asyncio.create_task(harness.runtime.run())
+    harness.coordinator.changes = {"published_version": -1, "checkpoint_version": -1}
+    task = asyncio.create_task(harness.run())
     await eventually(lambda: harness.events)
-    assert "the run does not need it before mid-training ends" in harness.events[0].text
+    assert "its input is wrong" in harness.events[0].text
+    await asyncio.sleep(0.5)
     assert (len(notes(path)), task.done()) == (1, False)
-    harness.needed = True
+    harness.coordinator.changes = {"published_version": -1, "checkpoint_version": 0}
     failure = await asyncio.wait_for(task, 120)
     assert failure is not None
-    assert (failure.role, failure.bad_input, len(notes(path))) == (Role.GENERATOR, True, 2)
+    assert (failure.role, failure.bad_input, len(notes(path))) == (Role.GENERATOR, True, 1)
 
 
 async def test_full_volume_of_logs_ends_no_role(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ async def test_full_volume_of_logs_ends_no_role(tmp_path: Path) -> None:
         with contextlib.suppress(OSError), (logs / "ballast").open("ab", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        assert await asyncio.wait_for(harness.runtime.run(), 120) is None
+        assert await asyncio.wait_for(harness.run(), 120) is None
         assert not [event for event in harness.events if event.is_problem]
     finally:
         subprocess.run(["umount", "--lazy", str(logs)], check=True)
@@ -259,7 +259,7 @@ async def test_failing_startup_probe_ends_the_run(tmp_path: Path) -> None:
     harness = Harness(
         tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP, ports=("http",), startup=never)
     )
-    failure = await asyncio.wait_for(harness.runtime.run(), 120)
+    failure = await asyncio.wait_for(harness.run(), 120)
     assert failure is not None
     assert "startup probe before it was ready" in failure.reason
 
@@ -307,34 +307,18 @@ async def test_kill_ends_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
     up = tmp_path / "up"
     code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(up)!r}, 'w'); time.sleep(600)"
     harness = Harness(tmp_path, workload(Role.COORDINATOR, Lifetime.SERVICE, "-c", code), grace_seconds=600.0)
-    task = asyncio.create_task(harness.runtime.run())
+    task = asyncio.create_task(harness.run())
     await eventually(up.exists)
-    harness.runtime.stop()
+    harness.stop()
     await asyncio.sleep(0.3)
     assert not task.done()
-    harness.runtime.kill()
+    harness.kill()
     await asyncio.wait_for(task, 120)
-
-
-@pytest.mark.parametrize("how", ["stop", "kill"])
-async def test_stop_does_not_wait_for_may_exit(tmp_path: Path, how: str) -> None:
-    asked = asyncio.Event()
-
-    async def may_exit(lifetime: Lifetime) -> bool:
-        asked.set()
-        await asyncio.sleep(600)  # a coordinator that does not answer
-        return True
-
-    harness = Harness(tmp_path, workload(Role.TRAINER, Lifetime.GANG, "-c", ""), may_exit=may_exit)
-    task = asyncio.create_task(harness.runtime.run())
-    await asyncio.wait_for(asked.wait(), 120)
-    getattr(harness.runtime, how)()
-    assert await asyncio.wait_for(task, 120) is None
 
 
 async def test_start_failure_names_the_log(tmp_path: Path) -> None:
     harness = Harness(tmp_path, workload(Role.PREPARE, Lifetime.ONCE, *SLEEP))
     harness.directory.paths.logs.rmdir()
-    failure = await asyncio.wait_for(harness.runtime.run(), 120)
+    failure = await asyncio.wait_for(harness.run(), 120)
     assert failure is not None
     assert "prepare.log" in failure.reason

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from small_processes import eventually
 
-from operator_tests.children import Harness, run_spec, workload
+from operator_tests.children import run_spec
 from operator_tests.decision_service import DecisionService, opened
+from operator_tests.local_runs import Harness, workload
 from operator_tests.scaling import evaluations, run, spec, status
 from scalerl_api.wire import BROKEN, FORECAST
 from scalerl_operator.autoscaling.autoscaler import Autoscaler, Step
@@ -22,8 +23,8 @@ from scalerl_operator.autoscaling.models import Action, Decision, Generators, Hi
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.local.devices import VISIBLE
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
-from scalerl_operator.local.unit import Event
 from scalerl_operator.role_containers import plan
+from scalerl_operator.run_view import Event
 from scalerl_operator.workloads import Lifetime, Role
 
 CURVE = evaluations([0.2, 0.3])
@@ -115,7 +116,7 @@ async def deciding(
             autoscaler.update(one)
             await asyncio.sleep(0.01)
 
-    runtime = asyncio.create_task(harness.runtime.run())
+    runtime = asyncio.create_task(harness.run())
     task = asyncio.create_task(update())
     try:
         yield autoscaler, harness, events
@@ -124,7 +125,7 @@ async def deciding(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         autoscaler.close()
-        harness.runtime.stop()
+        harness.stop()
         await asyncio.wait_for(runtime, 120)
 
 

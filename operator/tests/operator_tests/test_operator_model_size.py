@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from operator_tests.builders import container as container_status
 from operator_tests.builders import job, pod
-from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, container, context
+from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, container, findings
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.memory import ModelSize, trainer_rank_memory
@@ -18,7 +19,8 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus
 from scalerl_operator.build import render
 from scalerl_operator.controller.apply import fingerprint
-from scalerl_operator.controller.observe import RunObservation, observe, pod_view
+from scalerl_operator.controller.observe import observe, pod_view
+from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.policy.lifecycle_types import JobState, LifecycleDecision, Memory
@@ -177,31 +179,28 @@ def test_preparation_ends_with_its_pod() -> None:
 
 def test_report_is_stored_and_kept_without_its_pod() -> None:
     decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
-    at = context(cluster_run(model=PATH), decision=decision)
+    at = findings(cluster_run(model=PATH), decision=decision)
     assert report(at).model is None
-    at.observed = RunObservation(pods=(pod_view(ended(QWEN_1_5B.model_dump_json(by_alias=True))),))
-    status = report(at)
+    observed = Observed(pods=(pod_view(ended(QWEN_1_5B.model_dump_json(by_alias=True))),))
+    status = report(replace(at, observed=observed))
     assert status.to_object()["model"]["vocabularySize"] == 151_936
-    again = context(cluster_run(model=PATH), decision=decision)
-    again.before = RunStatus.read(status.to_object())
+    again = findings(cluster_run(model=PATH), RunStatus.read(status.to_object()), decision=decision)
     assert report(again).model == QWEN_1_5B
 
 
 def test_new_report_is_rendered() -> None:
-    at = context(cluster_run(model=PATH), decision=LifecycleDecision(Phase.RUNNING, Memory(attempt=1)))
-    before = fingerprint(at, EVERYTHING, IMAGES)
-    at.before = RunStatus(model=QWEN_1_5B)
-    assert fingerprint(at, EVERYTHING, IMAGES) != before
+    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
+    at = findings(cluster_run(model=PATH), decision=decision)
+    then = findings(cluster_run(model=PATH), RunStatus(model=QWEN_1_5B), decision=decision)
+    assert fingerprint(then, EVERYTHING, IMAGES) != fingerprint(at, EVERYTHING, IMAGES)
 
 
 # --- warnings --------------------------------------------------------------------------------------------
 
 
 def accepted(size: ModelStatus | None = QWEN_1_5B, **spec: Any) -> tuple[str, str]:
-    at = context(
-        cluster_run(model=PATH, **spec), decision=LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
-    )
-    at.before = RunStatus(model=size)
+    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
+    at = findings(cluster_run(model=PATH, **spec), RunStatus(model=size), decision=decision)
     condition = next(c for c in report(at).conditions if c.type == ConditionType.ACCEPTED)
     return condition.reason, condition.message
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from operator_tests.manifests import UID
 from scalerl_api.conditions import Reason
-from scalerl_operator.controller.observe import RunObservation, observe, patient, rfc3339
+from scalerl_operator.controller.observe import ignore_young_pods, observe
+from scalerl_operator.controller.parts import Observed
 from scalerl_operator.names import COMPONENT, RUN_UID
+from scalerl_operator.policy.memory_status import rfc3339
 from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0
@@ -15,7 +17,7 @@ VOLUME = "pod has unbound immediate PersistentVolumeClaims"
 NODE = "0/3 nodes are available: 3 Insufficient cpu."
 
 
-def waiting(**of: tuple[float, str]) -> RunObservation:
+def waiting(**of: tuple[float, str]) -> Observed:
     """Pods by name, each with its age and what the scheduler says of it."""
     pods: dict[tuple[str, str], Any] = {}
     for name, (age, message) in of.items():
@@ -26,15 +28,15 @@ def waiting(**of: tuple[float, str]) -> RunObservation:
     return observe(pods, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
-def reasons(observed: RunObservation) -> dict[str, Reason]:
+def reasons(observed: Observed) -> dict[str, Reason]:
     return {pod.name: pod.problem.reason for pod in observed.pods if pod.problem is not None}
 
 
-def test_patient_returns_the_shortest_wait() -> None:
-    observed, left = patient(waiting(node=(4, NODE), volume=(5, VOLUME)), NOW)
-    assert (reasons(observed), left) == ({}, 6.0)
-    observed, left = patient(waiting(node=(10, NODE), volume=(11, VOLUME)), NOW)
-    assert (reasons(observed), left) == ({"node": Reason.UNSCHEDULABLE}, 19.0)
-    observed, left = patient(waiting(node=(29, NODE), volume=(30, VOLUME)), NOW)
+def test_shortest_wait_for_a_young_pod() -> None:
+    observed = ignore_young_pods(waiting(node=(4, NODE), volume=(5, VOLUME)), NOW)
+    assert (reasons(observed), observed.young_seconds) == ({}, 6.0)
+    observed = ignore_young_pods(waiting(node=(10, NODE), volume=(11, VOLUME)), NOW)
+    assert (reasons(observed), observed.young_seconds) == ({"node": Reason.UNSCHEDULABLE}, 19.0)
+    observed = ignore_young_pods(waiting(node=(29, NODE), volume=(30, VOLUME)), NOW)
     assert len(reasons(observed)) == 2
-    assert left is None
+    assert observed.young_seconds is None

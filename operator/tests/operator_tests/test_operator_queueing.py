@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from operator_tests.manifests import UID, cluster_run, context
+from operator_tests.manifests import UID, cluster_run, findings
 from operator_tests.test_operator_degraded import QUIET
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, reported
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.controller.observe import JOB_NAME, RunObservation, observe
+from scalerl_operator.controller.observe import JOB_NAME, observe
+from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import report
 from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
@@ -127,7 +128,7 @@ def test_deletion_while_requeued_saves_first(ending: bool, released: bool) -> No
 # --- what is seen, and what is said of it -------------------------------------------------------------
 
 
-def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> RunObservation:
+def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed:
     """A trainer's Job that has been requeued, or admitted again, and one pod of it that is terminating, or not yet."""
     labels = {RUN_UID: UID, COMPONENT: Role.TRAINER, ATTEMPT: "1"}
     put_back = {"type": "Suspended", "status": str(suspend), "lastTransitionTime": "1970-01-01T00:01:40Z"}
@@ -152,14 +153,14 @@ def test_requeued_job_and_its_ending_pods_are_observed() -> None:
     assert not seen(suspend=False).trainer.held
 
 
-def nothing() -> RunObservation:
+def nothing() -> Observed:
     return observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
-def said(observed: RunObservation, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
+def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
     decision = LifecycleDecision(phase, Memory(attempt=1))
     run = cluster_run(labels={QUEUE: "team"})
-    found = context(run, before, observed=observed, decision=decision, coordinator=QUIET)
+    found = findings(run, before, observed=observed, decision=decision, coordinator=QUIET)
     condition = report(found).condition(type_)
     assert condition is not None
     return condition.status, condition.reason
@@ -177,7 +178,7 @@ def said(observed: RunObservation, phase: Phase, before: RunStatus, type_: Condi
     ],
 )
 def test_admitted_says_what_the_queue_has_done(
-    observed: RunObservation, phase: Phase, before: str, expected: tuple[str, str]
+    observed: Observed, phase: Phase, before: str, expected: tuple[str, str]
 ) -> None:
     old = {"type": "Admitted", "status": before, "reason": "QueueAdmitted", "message": ""}
     status = RunStatus.read({"conditions": [old | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]})

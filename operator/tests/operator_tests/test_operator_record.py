@@ -9,8 +9,8 @@ import pytest
 
 from scalerl_operator.build import run_record as module
 from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY, record
+from scalerl_operator.controller.parts import Run
 from scalerl_operator.controller.record import write_record
-from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.names import ENDED, RUN, RUN_UID, Names
@@ -94,17 +94,17 @@ class Api:
         self.applied.append(obj)
 
 
-def going(curve: dict[str, Any]) -> RunContext:
+def going(curve: dict[str, Any]) -> Run:
     metadata = {"name": "math-curve", "namespace": "team", "labels": {RUN_UID: "0123456789"}}
     curve = {"kind": "ConfigMap", "metadata": metadata, **curve}
-    return RunContext(run(), {("ConfigMap", Names("math").curve): curve}, 1000.0)
+    return Run(run(), {("ConfigMap", Names("math").curve): curve}, 1000.0)
 
 
 @pytest.mark.parametrize("curve", [{}, {"data": None}, {"data": "no table"}])
 async def test_curve_that_cannot_be_read_keeps_no_run(
     curve: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunContext, "owns", lambda *_: True)
+    monkeypatch.setattr(Run, "owns", lambda *_: True)
     api = Api()
     await write_record(cast(KubeApi, api), going(curve))
     assert len(api.applied) == (curve.get("data") is None)

@@ -68,14 +68,6 @@ def test_resume_keeps_the_token_and_applies_a_new_budget(tmp_path: Path) -> None
     again.release()
 
 
-@pytest.mark.parametrize(("steps", "raised"), [(10, False), (9, False), (210, True)])
-def test_resume_knows_a_raised_limit(tmp_path: Path, steps: int, raised: bool) -> None:
-    RunDirectory.create(tmp_path / "run", run_spec(budget={"maxSteps": 10})).release()
-    resumed = RunDirectory.resume(tmp_path / "run", run_spec(budget={"maxSteps": steps}))
-    assert resumed.raises_limit == raised
-    resumed.release()
-
-
 def test_resume_refuses_a_changed_spec_and_names_the_fields(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "run", run_spec()).release()
     before = (tmp_path / "run" / "run.yaml").read_text()

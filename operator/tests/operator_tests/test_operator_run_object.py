@@ -10,7 +10,7 @@ import pytest
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import Condition, ExportsStatus, RunStatus, TrainerStatus
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.controller.status import RunObject
 from scalerl_operator.controller.volume import OF_STEPS, without_steps
 from scalerl_operator.kube.cache import Cache
@@ -54,7 +54,7 @@ async def test_fields_dropped_by_an_older_crd_are_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
-    seen = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), Memory())
+    seen = Run({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), Memory())
     server = OlderServer()
     ours = RunObject(cast(KubeApi, server), Cache(lambda key: None))
     status = RunStatus(
@@ -83,11 +83,12 @@ async def test_fields_dropped_by_an_older_crd_are_reported_once(
 async def test_same_reason_gets_no_second_event(before: str | None, now: str, events: list[str]) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
     old = RunStatus(conditions=[] if before is None else [said("Suspended", before)])
-    context = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, old, Memory())
+    obj = {"kind": KIND, "metadata": metadata, "status": old.to_object()}
+    seen = Run(obj, {}, 100.0, old, Memory())
     server = OlderServer()
     run = RunObject(cast(KubeApi, server), Cache(lambda key: None))
     await run.write(
-        context, RunStatus(trainer=TrainerStatus(), conditions=[said("Suspended", now)]), at_once=True
+        seen, RunStatus(trainer=TrainerStatus(), conditions=[said("Suspended", now)]), at_once=True
     )
     assert server.events == events
 
@@ -149,17 +150,16 @@ def test_edit_of_a_spec_that_is_too_long_to_store(
     }
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
 
-    def accepted(spec: dict[str, Any], before: RunStatus) -> RunContext:
+    def accepted(spec: dict[str, Any], before: RunStatus) -> Accepted:
         obj = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
-        context = RunContext(obj, {}, 100.0, before, Memory())
-        accept(context)
-        assert context.invalid is None
-        return context
+        found = accept(Run(obj, {}, 100.0, before))
+        assert found.invalid is None
+        return found
 
     first = accepted(spec, RunStatus())
-    assert (first.spec_text, first.edit.fields) == (None, ())
-    edited = accepted(spec | change, RunStatus(accepted_spec_hash=first.long_spec))
+    assert (first.text, first.edit.fields) == (None, ())
+    edited = accepted(spec | change, RunStatus(accepted_spec_hash=first.long_hash))
     assert edited.edit.mends == mends
     monkeypatch.undo()
     short = {name: value for name, value in spec.items() if name != "podTemplate"}
-    assert accepted(short, RunStatus(accepted_spec_hash=first.long_spec)).edit.mends
+    assert accepted(short, RunStatus(accepted_spec_hash=first.long_hash)).edit.mends

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from scalerl_operator.controller.run_context import LONGEST_REPAIR_SECONDS, RunState
+from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, RunState
 
 WHAT = ("Deployment", "r-generator")
 

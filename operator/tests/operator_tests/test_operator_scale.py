@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_processes import eventually, is_running, script
 
-from operator_tests.children import Harness, workload
+from operator_tests.local_runs import Harness, workload
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
 from scalerl_operator.local.ports import Ports
 from scalerl_operator.workloads import Container, Lifetime, Resources, Role, Workload
@@ -146,9 +146,10 @@ async def test_scale_refuses_a_gang(tmp_path: Path) -> None:
     await harness.while_running(scenario)
 
 
-async def test_replica_that_cannot_be_started_ends_the_run(
+async def test_replica_that_cannot_be_started_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As on a cluster: the others go on."""
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
     start = ChildProcess.start
@@ -159,13 +160,16 @@ async def test_replica_that_cannot_be_started_ends_the_run(
         return start(command)
 
     monkeypatch.setattr(ChildProcess, "start", full)
-    running = asyncio.create_task(harness.runtime.run())
-    await replicas.are("generator-0")
-    harness.runtime.scale(Role.GENERATOR, 2)
-    failed = await asyncio.wait_for(running, 120)
-    assert failed is not None
-    assert failed.unit == "generator-1"
-    assert "No space left" in failed.reason
+
+    async def scenario() -> None:
+        await replicas.are("generator-0")
+        harness.runtime.scale(Role.GENERATOR, 2)
+        await eventually(lambda: any("No space left" in event.text for event in harness.events))
+        await asyncio.sleep(0.3)
+        await replicas.are("generator-0")
+        assert harness.runtime.observed().generators.given_up is not None
+
+    await harness.while_running(scenario)
     assert replicas.live() == {}
 
 
@@ -193,9 +197,9 @@ async def test_scale_without_free_ports_changes_nothing(
 async def test_scale_does_nothing_once_the_run_is_ending(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path)
     harness = Harness(tmp_path, generators(replicas), trainer())
-    running = asyncio.create_task(harness.runtime.run())
+    running = asyncio.create_task(harness.run())
     await replicas.are("generator-0")
-    harness.runtime.stop()
+    harness.stop()
     await asyncio.sleep(0.1)  # generator-0 takes .2 s to leave: all are being stopped now
     harness.runtime.scale(Role.GENERATOR, 2)
     assert await asyncio.wait_for(running, 120) is None

@@ -10,17 +10,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from operator_tests.manifests import cluster_run, context
+from operator_tests.manifests import cluster_run, findings
 from operator_tests.scaling import EVERY, TOKENS, evaluations, status
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.status import Condition, RunStatus, UsageStatus
 from scalerl_api.wire import Status
-from scalerl_operator.controller.status import report, waits_for_progress_only
+from scalerl_operator.controller.status import report
 from scalerl_operator.controller.summary import RunFigures, figures, shown_reason
 from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.eta import Rates, coarse, eta_seconds, recent_rates
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.memory_status import waits_for_progress_only
 from scalerl_operator.policy.problems import Problem
 
 TRUE, FALSE = "True", "False"
@@ -89,7 +90,7 @@ def of(
     **spec: Any,
 ) -> RunStatus:
     decision = LifecycleDecision(phase, Memory(attempt=1))
-    return report(context(cluster_run(**spec), before, coordinator=coordinator, decision=decision))
+    return report(findings(cluster_run(**spec), before, coordinator=coordinator, decision=decision))
 
 
 def test_columns_of_a_run_that_trains():
@@ -110,13 +111,13 @@ def test_columns_of_a_run_that_trains():
 def test_columns_of_a_run_that_never_started():
     found = of(Phase.PENDING, budget={"maxSteps": 160})
     assert (found.progress, found.eta, found.budget) == ("0/160", None, "0% of maxSteps")
-    rejected = report(context(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, Memory())))
+    rejected = report(findings(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, Memory())))
     assert (rejected.progress, rejected.budget) == (None, None)
 
 
 def test_figures_are_of_the_accepted_spec():
     points = evaluations([0.2, 0.3, 0.4])
-    made = context(
+    made = findings(
         cluster_run(
             budget={"maxSteps": 160},
             autoscaling={"mode": "Advisory", "stopAfter": 4, "deadline": "2001-09-09T01:46:41Z"},
@@ -131,7 +132,7 @@ def test_figures_are_of_the_accepted_spec():
         deadline=1e9 + 1,
         stop_after=4,
     )
-    rejected = context(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, Memory()))
+    rejected = findings(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, Memory()))
     assert figures(rejected, report(rejected)) == RunFigures()
 
 

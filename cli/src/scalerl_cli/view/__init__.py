@@ -11,8 +11,7 @@ from typing import Protocol
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.output import mute
-from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import Event
+from scalerl_operator.run_view import Event, Snapshot
 
 
 class View(Protocol):

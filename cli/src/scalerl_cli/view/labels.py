@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.autoscaling.models import Decision
-from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import UnitState, UnitStatus
+from scalerl_operator.run_view import Snapshot, UnitState, UnitStatus
 from scalerl_operator.workloads import Role
 
 UNKNOWN = "–"

@@ -10,8 +10,7 @@ from rich.text import Text
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import labels
-from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import Event, UnitState
+from scalerl_operator.run_view import Event, Snapshot, UnitState
 
 _STYLES = {
     UnitState.READY: "green",

@@ -7,8 +7,7 @@ from datetime import datetime
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.view import labels
-from scalerl_operator.local.snapshot import Snapshot
-from scalerl_operator.local.unit import Event, UnitState
+from scalerl_operator.run_view import Event, Snapshot, UnitState
 from scalerl_operator.workloads import Role
 
 _QUIET_SECONDS = 5.0

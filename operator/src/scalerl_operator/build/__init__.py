@@ -45,12 +45,7 @@ def render(
     Raises:
         ValueError: the run has no namespace.
     """
-    scope = Scope(
-        *(run, uid, images, operator_namespace, size),
-        gang=desired.gang,
-        source_claim=desired.source_claim,
-        created=created,
-    )
+    scope = Scope(run, uid, images, operator_namespace, size, desired, created)
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]
@@ -71,7 +66,7 @@ def render(
 
 def _workload(scope: Scope, of: Gang) -> Object:
     """As it is before it is admitted."""
-    scope = replace(scope, gang=None)
+    scope = replace(scope, desired=replace(scope.desired, gang=None))
     job = trainer.job(scope, 1)["spec"]
     templates = {
         Role.COORDINATOR: (1, coordinator.stateful_set(scope)["spec"]["template"]),

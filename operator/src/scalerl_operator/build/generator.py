@@ -20,9 +20,9 @@ START_SECONDS: Final = 2100
 
 def deployments(scope: Scope, replicas: int) -> list[Object]:
     """Generators beyond those of a gang are in a Deployment of their own, whose pods Kueue queues one by one."""
-    if scope.gang is None:
+    if scope.desired.gang is None:
         return [deployment(scope, replicas)]
-    first = min(replicas, scope.gang.generators)
+    first = min(replicas, scope.desired.gang.generators)
     made = [deployment(scope, first)]
     if replicas > first:
         made.append(deployment(scope, replicas - first, extra=True))

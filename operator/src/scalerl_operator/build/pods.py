@@ -154,8 +154,8 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         },
         "spec": spec,
     }
-    if scope.gang is not None and not settings.extra_pod:
-        gang.place(template, scope.gang.of(role), role, scope.names.workload)
+    if scope.desired.gang is not None and not settings.extra_pod:
+        gang.place(template, scope.desired.gang.of(role), role, scope.names.workload)
     return template
 
 
@@ -539,15 +539,15 @@ def _compiled(scope: Scope, workload: Workload) -> list[Object]:
 
 def _source(scope: Scope, workload: Workload) -> list[Object]:
     """The claim of the run that this one forks, in the preparation's pod."""
-    if workload.role is not Role.PREPARE or scope.source_claim is None:
+    if workload.role is not Role.PREPARE or scope.desired.source_claim is None:
         return []
-    return [{"name": _SOURCE, "persistentVolumeClaim": {"claimName": scope.source_claim}}]
+    return [{"name": _SOURCE, "persistentVolumeClaim": {"claimName": scope.desired.source_claim}}]
 
 
 def _source_mount(scope: Scope, container: Container) -> list[Object]:
     """The source's directory on its claim, which it may share with other runs."""
     source = scope.spec.source
-    if container.name != "prepare" or scope.source_claim is None or source is None:
+    if container.name != "prepare" or scope.desired.source_claim is None or source is None:
         return []
     return [{"name": _SOURCE, "mountPath": SOURCE_DIR, "subPath": source.run, "readOnly": True}]
 

@@ -32,7 +32,7 @@ def job(scope: Scope) -> Object:
         extra["HF_HOME"] = HUB_CACHE
     if scope.spec.model.cache is not None:
         extra[MODEL_CACHE] = MODELS_DIR
-    if scope.source_claim is not None:
+    if scope.desired.source_claim is not None:
         extra[SOURCE] = SOURCE_DIR
     settings = PodSettings(
         role=Role.PREPARE,

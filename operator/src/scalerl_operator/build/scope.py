@@ -23,7 +23,6 @@ from scalerl_operator.names import Names
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
-"""Of :func:`spec_hash`: raised with every change of its input, since hashes of different inputs cannot be compared."""
 SECTION: Final = {
     Role.PREPARE: "trainer",
     Role.COORDINATOR: "coordinator",
@@ -68,8 +67,6 @@ class Scope:
     """The run to render, and the settings outside of its spec.
 
     size: of the model, as the preparation found it; None before.
-    gang: see :class:`Desired`.
-    source_claim: see :class:`Desired`.
     created: when the run was created, in unix seconds.
     """
 
@@ -78,8 +75,7 @@ class Scope:
     images: Images
     operator_namespace: str
     size: ModelSize | None = None
-    gang: Gang | None = None
-    source_claim: str | None = None
+    desired: Desired = Desired()
     created: int = 0
 
     @property
@@ -115,7 +111,7 @@ class Scope:
     def workload_metadata(self, name: str, role: Role) -> Object:
         """Metadata of a workload, with the operator's default image, which an upgrade does not replace during the run."""
         metadata = self.metadata(name, role)
-        if self.gang is None or role is Role.PREPARE or name == self.names.extra_generators:
+        if self.desired.gang is None or role is Role.PREPARE or name == self.names.extra_generators:
             metadata["labels"] |= self.queue_labels
         metadata["annotations"][names.IMAGE] = getattr(self.images, SECTION[role])
         return metadata
@@ -142,16 +138,8 @@ def metadata_of(
         "annotations": {},
     }
     if owned:
-        metadata["ownerReferences"] = [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": run.metadata.name,
-                "uid": uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ]
+        owner = {"apiVersion": API_VERSION, "kind": KIND, "name": run.metadata.name, "uid": uid}
+        metadata["ownerReferences"] = [owner | {"controller": True, "blockOwnerDeletion": True}]
     return metadata
 
 
@@ -208,16 +196,8 @@ def _excluded(role: Role) -> dict[str, Any]:
 
 _SWITCHES: Final = frozenset(
     [
-        *(
-            "by_length",
-            "code",
-            "compile_cache",
-            "history",
-            "off_policy_mask",
-            "refill",
-            "tensor_board",
-            "wandb",
-        ),
+        *("by_length", "code", "compile_cache", "history", "off_policy_mask", "refill"),
+        *("tensor_board", "wandb"),
         *(to_snake(name) for alternatives in ONE_OF.values() for name in alternatives),
     ]
 )

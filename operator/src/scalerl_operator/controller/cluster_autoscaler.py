@@ -20,9 +20,9 @@ from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.accept import with_spec
-from scalerl_operator.controller.observe import label
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.parts import Accepted, Findings, Observed, Run
 from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.objects import label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import RUN_UID, SCALED_BY, Names
 from scalerl_operator.workloads import Role
@@ -34,15 +34,16 @@ log = logging.getLogger(__name__)
 
 
 def autoscaler_report(
-    context: RunContext, make: Callable[[ScaleRLRun, str], Autoscaler] | None
+    run: Run, accepted: Accepted, observed: Observed, make: Callable[[ScaleRLRun, str], Autoscaler] | None
 ) -> AutoscalerReport:
     """The report of the run's autoscaler, created by ``make``; while the coordinator does not respond, the last report."""
-    state, run, status = context.state, context.accepted, context.coordinator
-    if run is None:
+    state, status = run.state, observed.coordinator
+    if accepted.found is None:
         return AutoscalerReport()
-    off = run.spec.autoscaling.mode == "Off"
-    if status is None or context.memory.outcome is not None:
-        condition = context.before.condition(ConditionType.FORECAST_READY)
+    spec = accepted.spec
+    off = spec.autoscaling.mode == "Off"
+    if status is None or run.memory.outcome is not None:
+        condition = run.before.condition(ConditionType.FORECAST_READY)
         if condition is None or off:
             return AutoscalerReport()
         reason, message = Reason.understood(condition.reason, condition.message)
@@ -50,21 +51,21 @@ def autoscaler_report(
     if make is None or (off and state.autoscaler is None):
         return AutoscalerReport()
     if state.autoscaler is None:
-        state.autoscaler = make(run, context.uid)
-    ready = context.observed.service(Role.GENERATOR).ready
-    wanted, each = run.spec.generator.replicas, max(1, run.spec.generator.devices)
+        state.autoscaler = make(accepted.run, run.uid)
+    ready = observed.service(Role.GENERATOR).ready
+    wanted, each = spec.generator.replicas, max(1, spec.generator.devices)
     generators = Generators(wanted=wanted, ready=ready, devices_each=each)
-    return state.autoscaler.report(run.spec, status, generators, resumed=context.memory.resumed)
+    return state.autoscaler.report(spec, status, generators, resumed=run.memory.resumed)
 
 
-def wanted_generators(context: RunContext) -> int | None:
+def wanted_generators(findings: Findings) -> int | None:
     """The number of generators of the autoscaler's last decision, if the spec does not have it yet."""
-    report = context.autoscaler
-    allowed, number = context.run.spec.autoscaling.generators, report.generators
-    if context.invalid is not None or number is None or allowed is None:
+    report, spec = findings.observed.autoscaler, findings.accepted.spec
+    allowed, number = spec.autoscaling.generators, report.generators
+    if findings.accepted.invalid is not None or number is None or allowed is None:
         return None
-    done = context.annotation(SCALED_BY) == str(report.decision)
-    if done or not allowed.min <= number <= allowed.max or number == context.run.spec.generator.replicas:
+    done = findings.run.annotation(SCALED_BY) == str(report.decision)
+    if done or not allowed.min <= number <= allowed.max or number == spec.generator.replicas:
         return None
     return number
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition, TroubleStatus
-from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_api.wire import Status
 from scalerl_operator.build.pods import memory_warnings
 from scalerl_operator.build.scope import Images, Scope
 from scalerl_operator.controller import gang
-from scalerl_operator.controller.observe import rfc3339, seconds
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import End, JobState
+from scalerl_operator.policy.lifecycle_types import JobState
+from scalerl_operator.policy.memory_status import DECIDED, condition, end_of, phase_problem, rfc3339, seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import MAX_POD_RESTARTS
 from scalerl_operator.workloads import Role
@@ -34,78 +34,64 @@ STALLED_SECONDS: Final = 1800.0
 """Time without a step after which Progressing is False."""
 QUIET_SECONDS: Final = 600.0
 """Time without another skipped step, ungraded completion or slot given up after which a run is no longer degraded by them."""
-_MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
-_SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
-_DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
-"""Reasons of a suspension by a user or the autoscaler; any other is a failure, after which the run is held."""
 _OF_PREPARATION: Final = (Reason.PREPARE_FAILED, Reason.BAD_INPUT, Reason.EDIT_FAILED)
 
 Value = tuple[bool, Problem]
 """Whether a condition is true, and its reason; if the message is empty, the condition has the reason's text."""
 
 
-def conditions(context: RunContext) -> list[Condition]:
+def conditions(findings: Findings) -> list[Condition]:
     """The conditions of the run; without those that need a start if it cannot be started."""
-    not_startable = context.accepted is None or (
-        context.not_started is not None and context.before.start_time is None
+    not_startable = findings.accepted.found is None or (
+        findings.checks.not_started is not None and findings.run.before.start_time is None
     )
-    phase = context.decision.phase
+    phase = findings.decision.phase
     no_pods = phase in _SUSPENDED_OR_ENDED or phase is Phase.PREPARING
     return [
         _condition(
-            context,
+            findings,
             ConditionType(type_),
-            *((False, _phase(context)) if row.of_pods and no_pods else row.check(context)),
+            *((False, _phase(findings)) if row.of_pods and no_pods else row.check(findings)),
         )
         for type_, row in CONDITIONS.items()
         if row.always or not not_startable
     ]
 
 
-def _condition(context: RunContext, type_: ConditionType, value: bool, why: Problem) -> Condition:
-    old, time = context.before.condition(type_), rfc3339(context.unix_seconds)
-    if old is not None and old.status == str(value):
-        time = old.last_transition_time
-    # Never empty, so that `kubectl describe` shows the meaning, or what to do.
-    meaning = type_.text if value and why.reason.text == NOTHING_TO_DO else why.reason.text
-    return Condition(
-        type=type_.value,
-        status="True" if value else "False",
-        observed_generation=context.generation,
-        last_transition_time=time,
-        reason=why.reason.value,
-        message=(why.message or meaning)[:_MESSAGE_CHARACTERS],
-    )
+def _condition(findings: Findings, type_: ConditionType, value: bool, why: Problem) -> Condition:
+    run = findings.run
+    return condition(run.before, type_, value, why, rfc3339(run.unix_seconds), run.generation)
 
 
-def _accepted(context: RunContext) -> Value:
-    if (why := context.not_started or context.invalid) is not None:  # also of a run that has lost its volume
+def _accepted(findings: Findings) -> Value:
+    why = findings.checks.not_started or findings.accepted.invalid
+    if why is not None:  # also of a run that has lost its volume
         return False, why
-    spec = context.run.spec
-    size = None if context.model is None else context.model.size
+    spec = findings.accepted.spec
+    size = None if findings.model is None else findings.model.size
     # Neither images nor the operator's namespace affect the estimates.
-    scope = Scope(context.run, context.uid, Images("", "", ""), "", size)
+    scope = Scope(findings.accepted.run, findings.run.uid, Images("", "", ""), "", size)
     warnings = [*warnings_of(spec), *cluster_warnings_of(spec), *memory_warnings(scope)]
     if not warnings:
         return True, Problem(Reason.ACCEPTED, "")
     return True, Problem(Reason.ACCEPTED_WITH_WARNINGS, "; ".join(str(warning) for warning in warnings))
 
 
-def _admitted(context: RunContext) -> Value:
+def _admitted(findings: Findings) -> Value:
     """Before the next attempt's Job exists, the condition is that of the last attempt."""
-    observed, queue = context.observed, context.run.metadata.labels.get(QUEUE)
+    observed, queue = findings.observed, findings.accepted.run.metadata.labels.get(QUEUE)
     if queue is None:
         return True, Problem(Reason.NO_QUEUE, "")
-    if context.decision.phase is Phase.SUSPENDED:
-        return False, _phase(context)
-    if context.queue_missing:
-        return False, Problem(Reason.REFERENCE_NOT_FOUND, context.queue_missing)
+    if findings.decision.phase is Phase.SUSPENDED:
+        return False, _phase(findings)
+    if findings.checks.queue_missing:
+        return False, Problem(Reason.REFERENCE_NOT_FOUND, findings.checks.queue_missing)
     jobs = {Role.PREPARE: observed.prepare, Role.TRAINER: observed.trainer}
-    if observed.trainer.held and context.gang is not None:
-        text = f"the run as a whole ({context.gang.generators} generators) in the queue {queue}"
-        return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang.why_waiting(context)}")
+    if observed.trainer.held and findings.observed.gang is not None:
+        text = f"the run as a whole ({findings.observed.gang.generators} generators) in the queue {queue}"
+        return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang.why_waiting(findings.run)}")
     waiting = [role for role, job in jobs.items() if job.held]
     for role in (Role.COORDINATOR, Role.GENERATOR):
         problems = (pod.problem for pod in observed.of(role))
@@ -115,141 +101,128 @@ def _admitted(context: RunContext) -> Value:
         text = f"{', '.join(waiting)} in the queue {queue}; {Reason.WAITING_FOR_QUOTA.text}"
         return False, Problem(Reason.WAITING_FOR_QUOTA, text)
     admitted = any(job.state is not JobState.ABSENT for job in jobs.values())
-    if not (admitted or _was_true(context, ConditionType.ADMITTED)):
+    if not (admitted or _was_true(findings, ConditionType.ADMITTED)):
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
-    return True, Problem(Reason.QUEUE_ADMITTED, context.state.unanswered or context.state.unread_flavors)
+    state = findings.run.state
+    return True, Problem(Reason.QUEUE_ADMITTED, state.unanswered or state.unread_flavors)
 
 
-def _prepared(context: RunContext) -> Value:
-    job, outcome = context.observed.prepare, context.decision.memory.outcome
-    was_true = _was_true(context, ConditionType.PREPARED)
+def _prepared(findings: Findings) -> Value:
+    job, outcome = findings.observed.prepare, findings.decision.memory.outcome
+    was_true = _was_true(findings, ConditionType.PREPARED)
     if outcome is not None and outcome.reason in _OF_PREPARATION and not was_true:
         return False, Problem(Reason.PREPARE_FAILED, outcome.message)
     if job.state is JobState.COMPLETE:
         return True, Problem(Reason.PREPARED, "")
     if job.held:
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
-    if context.decision.phase in _SUSPENDED_OR_ENDED:
-        return was_true, Problem(Reason.PREPARED, "") if was_true else _phase(context)
-    problem = _with_claim_problem(context.observed.problem(Role.PREPARE), context.blocked)
+    if findings.decision.phase in _SUSPENDED_OR_ENDED:
+        return was_true, Problem(Reason.PREPARED, "") if was_true else _phase(findings)
+    problem = _with_claim_problem(findings.observed.problem(Role.PREPARE), findings.blocked)
     if problem is None and job.ends and job.state is JobState.ACTIVE:
         last = job.ends[-1]
         problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
-    return False, problem or context.blocked or Problem(Phase.PREPARING, _source(context.run.spec.model))
+    problem = problem or findings.blocked
+    return False, problem or Problem(Phase.PREPARING, _source(findings.accepted.spec.model))
 
 
-def _coordinator_ready(context: RunContext) -> Value:
-    if context.observed.service(Role.COORDINATOR).ready and context.coordinator is None:
-        return False, _coordinator_problem(context)
-    if lost := _lost(context, Role.COORDINATOR):
+def _coordinator_ready(findings: Findings) -> Value:
+    if findings.observed.service(Role.COORDINATOR).ready and findings.observed.coordinator is None:
+        return False, _coordinator_problem(findings.observed)
+    if lost := _lost(findings.observed, Role.COORDINATOR):
         text = f"{lost}: {Reason.NODE_LOST.text}"
         return False, Problem(Reason.NODE_LOST, text)
-    return _role_ready(context, Role.COORDINATOR, 1, _journal_problem(context))
+    return _role_ready(findings, Role.COORDINATOR, 1, _journal_problem(findings.observed.coordinator))
 
 
-def _generators_ready(context: RunContext) -> Value:
-    if context.coordinator is not None and context.coordinator.unsaved_version >= 0:
+def _generators_ready(findings: Findings) -> Value:
+    if findings.observed.coordinator is not None and findings.observed.coordinator.unsaved_version >= 0:
         return True, Problem(Reason.READY, "none is needed: training has ended")
-    return _role_ready(context, Role.GENERATOR, context.run.spec.generator.replicas)
+    return _role_ready(findings, Role.GENERATOR, findings.accepted.spec.generator.replicas)
 
 
-def _trainer_ready(context: RunContext) -> Value:
-    memory, problem = context.decision.memory, None
-    if context.observed.trainer.held:
+def _trainer_ready(findings: Findings) -> Value:
+    memory, problem = findings.decision.memory, None
+    if findings.observed.trainer.held:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
     elif memory.last_recorded_attempt == memory.attempt > 0:
-        problem = Problem(Reason.BACK_OFF, _next_attempt(context))
-        if lost := _lost(context, Role.TRAINER):
+        problem = Problem(Reason.BACK_OFF, _next_attempt(findings))
+        if lost := _lost(findings.observed, Role.TRAINER):
             problem = Problem(Reason.NODE_LOST, f"the node of {lost} does not answer; {problem.message}")
-    return _role_ready(context, Role.TRAINER, context.run.spec.trainer.replicas, problem)
+    return _role_ready(findings, Role.TRAINER, findings.accepted.spec.trainer.replicas, problem)
 
 
-def _role_ready(context: RunContext, role: Role, wanted: int, default: Problem | None = None) -> Value:
+def _role_ready(findings: Findings, role: Role, wanted: int, default: Problem | None = None) -> Value:
     """default: the problem if the pods show none."""
-    pods = context.observed.of(role)
+    pods = findings.observed.of(role)
     ready = sum(pod.ready for pod in pods)
     if ready >= wanted:
         return True, Problem(Reason.READY, "")
-    problem = _with_claim_problem(context.observed.problem(role), context.blocked)
+    problem = _with_claim_problem(findings.observed.problem(role), findings.blocked)
     if problem is None and not pods:
-        problem = context.blocked
+        problem = findings.blocked
     count = Problem(Reason.PARTIALLY_READY if ready else Reason.STARTING, f"{ready} of {wanted} are ready")
     return False, problem or default or count
 
 
-def _progressing(context: RunContext) -> Value:
-    coordinator, memory, now = context.coordinator, context.decision.memory, context.unix_seconds
-    if context.decision.phase not in _TRAINING:
-        return False, _phase(context)
+def _progressing(findings: Findings) -> Value:
+    coordinator, now = findings.observed.coordinator, findings.run.unix_seconds
+    if findings.decision.phase not in _TRAINING:
+        return False, _phase(findings)
     if coordinator is None:
-        return False, _coordinator_problem(context)
-    if (journal_problem := _journal_problem(context)) is not None:
-        return False, journal_problem
-    if (unsaved := _unsaved_problem(coordinator)) is not None:
-        return False, unsaved
+        return False, _coordinator_problem(findings.observed)
+    if (problem := _journal_problem(coordinator) or _unsaved_problem(coordinator)) is not None:
+        return False, problem
     waiting = f"waiting for {coordinator.waiting_for or 'the first lease'}"
-    failing = context.observed.problem(Role.GENERATOR)
+    failing = findings.observed.problem(Role.GENERATOR)
     if failing is not None and coordinator.phase is CoordinatorPhase.WAITING:
         waiting += f"; {Role.GENERATOR}: {failing.message}"
     if coordinator.step == 0:
         return False, Problem(Reason.STALLED, waiting)
     # Time without a trainer, as in a suspension, does not count.
-    since = max(seconds(context.before.last_step_time), memory.ready_since or now)
-    if coordinator.step == context.before.step and now - since > STALLED_SECONDS:
+    since = max(seconds(findings.run.before.last_step_time), findings.decision.memory.ready_since or now)
+    if coordinator.step == findings.run.before.step and now - since > STALLED_SECONDS:
         return False, Problem(Reason.STALLED, f"none since {rfc3339(since)}; {waiting}")
     # In the phase Finishing, the trainer has ended.
-    if context.decision.phase is Phase.RUNNING and not context.observed.trainer.ready:
+    if findings.decision.phase is Phase.RUNNING and not findings.observed.trainer.ready:
         return False, Problem(Reason.STALLED, f"the trainer is not ready, after step {coordinator.step}")
     return True, Problem(Reason.HEALTHY, "")
 
 
-def _forecast_ready(context: RunContext) -> Value:
-    report = context.autoscaler
+def _forecast_ready(findings: Findings) -> Value:
+    report = findings.observed.autoscaler
     return report.ready, Problem(report.reason, report.message)
 
 
-def _degraded(context: RunContext) -> Value:
-    problem = context.volume or size_problem(context) or context.blocked
-    if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
-        problem = _unsaved_problem(context.coordinator)
-    if problem is None and context.decision.phase in _TRAINING:
-        problem = _journal_problem(context) or _role_problem(context)
-    if problem is None and context.decision.phase not in _SUSPENDED_OR_ENDED:
+def _degraded(findings: Findings) -> Value:
+    phase, coordinator = findings.decision.phase, findings.observed.coordinator
+    problem = findings.checks.volume or size_problem(findings.run) or findings.blocked
+    if problem is None and phase not in _SUSPENDED_OR_ENDED:
+        problem = _unsaved_problem(coordinator)
+    if problem is None and phase in _TRAINING:
+        problem = _journal_problem(coordinator) or _role_problem(findings.observed)
+    if problem is None and phase not in _SUSPENDED_OR_ENDED:
         problem = (
-            _service_problem(context.coordinator)
-            or _checkpoint_problem(context.coordinator)
-            or _fault(context.before.trouble, context.unix_seconds)
-            or _learning_problem(context.coordinator)
-            or _copy_or_tracker_problem(context.coordinator)
+            _first(coordinator, _NEEDED)
+            or _fault(findings.observed.trouble, findings.run.unix_seconds)
+            or _first(coordinator, _LEARNING)
+            or _copy_or_tracker_problem(coordinator)
         )
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
 
-def _training_healthy(context: RunContext) -> Value:
+def _training_healthy(findings: Findings) -> Value:
     """While the coordinator does not answer, as it was."""
-    if context.coordinator is not None:
-        problem = context.coordinator.health_problem
+    if findings.observed.coordinator is not None:
+        problem = findings.observed.coordinator.health_problem
     else:
-        before = context.before.condition(ConditionType.TRAINING_HEALTHY)
+        before = findings.run.before.condition(ConditionType.TRAINING_HEALTHY)
         problem = before.message or "" if before is not None and before.reason == Reason.HEALTH_RULE else ""
     return not problem, Problem(Reason.HEALTH_RULE, problem) if problem else Problem(Reason.HEALTHY, "")
 
 
-def _suspended(context: RunContext) -> Value:
-    outcome = context.decision.memory.outcome
-    if outcome is not None and outcome.end is End.HELD:
-        return True, Problem(outcome.reason, outcome.message)
-    if context.decision.phase is not Phase.SUSPENDED:
-        return False, _phase(context)
-    by = _SUSPENDED_BY.get(context.before.stop_reason or "", Reason.SUSPENDED_BY_SPEC)
-    return True, Problem(by, "")
-
-
-def _ended(end: End, context: RunContext) -> Value:
-    outcome = context.decision.memory.outcome
-    if outcome is not None and outcome.end is end:
-        return True, Problem(outcome.reason, outcome.message)
-    return False, _phase(context)
+def _ended(type_: ConditionType, findings: Findings) -> Value:
+    return end_of(type_, findings.decision, findings.run.before.stop_reason or "")
 
 
 @dataclass(frozen=True)
@@ -263,7 +236,7 @@ class Row:
     of_pods: False in phases without pods, with the phase as the reason.
     """
 
-    check: Callable[[RunContext], Value]
+    check: Callable[[Findings], Value]
     problem: Literal["True", "False"] | None = "False"
     events: Mapping[str, EventType] = field(default_factory=dict)
     always: bool = False
@@ -281,12 +254,14 @@ CONDITIONS: Final[Mapping[str, Row]] = {
     ConditionType.FORECAST_READY: Row(_forecast_ready),
     ConditionType.DEGRADED: Row(_degraded, problem="True", events={"True": "Warning"}),
     ConditionType.TRAINING_HEALTHY: Row(_training_healthy, events={"False": "Warning"}, of_pods=True),
-    ConditionType.SUSPENDED: Row(_suspended, problem=None, events={"True": "Normal"}, always=True),
+    ConditionType.SUSPENDED: Row(
+        partial(_ended, ConditionType.SUSPENDED), problem=None, events={"True": "Normal"}, always=True
+    ),
     ConditionType.COMPLETED: Row(
-        partial(_ended, End.COMPLETED), problem=None, events={"True": "Normal"}, always=True
+        partial(_ended, ConditionType.COMPLETED), problem=None, events={"True": "Normal"}, always=True
     ),
     ConditionType.FAILED: Row(
-        partial(_ended, End.FAILED), problem="True", events={"True": "Warning"}, always=True
+        partial(_ended, ConditionType.FAILED), problem="True", events={"True": "Warning"}, always=True
     ),
 }
 
@@ -326,18 +301,16 @@ def is_problem(condition: Condition) -> bool:
 def _is_held(condition: Condition) -> bool:
     """Whether the condition is that of a run that is held after a failure."""
     suspended = condition.type == ConditionType.SUSPENDED and condition.status == "True"
-    return suspended and condition.reason not in _DECIDED
+    return suspended and condition.reason not in DECIDED
 
 
-def _was_true(context: RunContext, type_: ConditionType) -> bool:
-    old = context.before.condition(type_)
+def _was_true(findings: Findings, type_: ConditionType) -> bool:
+    old = findings.run.before.condition(type_)
     return old is not None and old.status == "True"
 
 
-def _phase(context: RunContext) -> Problem:
-    """The reason of a condition that is False only because of the run's phase."""
-    note = context.decision.note
-    return Problem(context.decision.phase, f"Waiting for {note}" if note else "")
+def _phase(findings: Findings) -> Problem:
+    return phase_problem(findings.decision)
 
 
 def _with_claim_problem(problem: Problem | None, blocked: Problem | None) -> Problem | None:
@@ -356,31 +329,31 @@ def _source(model: ModelSpec) -> str:
     return "the model is initialized randomly"
 
 
-def _next_attempt(context: RunContext) -> str:
-    memory = context.decision.memory
+def _next_attempt(findings: Findings) -> str:
+    memory = findings.decision.memory
     text = f"attempt {memory.attempt + 1} follows"
-    if memory.next_at > context.unix_seconds:
+    if memory.next_at > findings.run.unix_seconds:
         return f"{text} at {rfc3339(memory.next_at + 0.999)}"
     # They are named because a pod on a node that is down does not end by itself, and counts as lost only later.
-    pods = [pod for pod in context.observed.pods if pod.role == Role.TRAINER and pod.leaving]
+    pods = [pod for pod in findings.observed.pods if pod.role == Role.TRAINER and pod.terminating]
     ending = [pod.name for pod in pods if not pod.lost]
     return f"{text} when {', '.join(ending)} has ended" if ending else f"{text} shortly"
 
 
-def _lost(context: RunContext, role: Role) -> str:
+def _lost(observed: Observed, role: Role) -> str:
     """Names of a role's pods on lost nodes."""
-    return ", ".join(pod.name for pod in context.observed.pods if pod.role == role and pod.lost)
+    return ", ".join(pod.name for pod in observed.pods if pod.role == role and pod.lost)
 
 
-def _coordinator_problem(context: RunContext) -> Problem:
+def _coordinator_problem(observed: Observed) -> Problem:
     """Why there is no status of the coordinator."""
-    if context.coordinator_refusal:
-        return Problem(Reason.COORDINATOR_REFUSED, context.coordinator_refusal)
+    if observed.refusal:
+        return Problem(Reason.COORDINATOR_REFUSED, observed.refusal)
     return Problem(Reason.COORDINATOR_UNREACHABLE, "")
 
 
-def _journal_problem(context: RunContext) -> Problem | None:
-    error = "" if context.coordinator is None else context.coordinator.journal_error
+def _journal_problem(coordinator: Status | None) -> Problem | None:
+    error = "" if coordinator is None else coordinator.journal_error
     text = f"the run's volume cannot be written: {error}"
     return Problem(Reason.VOLUME_NOT_WRITABLE, text) if error else None
 
@@ -393,43 +366,32 @@ def _unsaved_problem(coordinator: Status | None) -> Problem | None:
     return Problem(Reason.UNSAVED_WEIGHTS, text)
 
 
-def _checkpoint_problem(coordinator: Status | None) -> Problem | None:
-    problem = "" if coordinator is None else coordinator.checkpoint_problem
-    return Problem(Reason.CHECKPOINT_FAILED, problem) if problem else None
-
-
-def _role_problem(context: RunContext) -> Problem | None:
+def _role_problem(observed: Observed) -> Problem | None:
     """The first problem of the pods of a run that trains."""
-    generators = context.observed.service(Role.GENERATOR)
+    generators = observed.service(Role.GENERATOR)
     if generators.restarts > MAX_POD_RESTARTS:
         text = f"{generators.restarted} was restarted {generators.restarts} times"
         return Problem(Reason.GENERATORS_FAILING, text)
     for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
-        problem = context.observed.problem(role)
+        problem = observed.problem(role)
         # The condition Admitted reports the wait in a queue.
         if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
             return replace(problem, message=f"{role}: {problem.message}")
     return None
 
 
-def _service_problem(coordinator: Status | None) -> Problem | None:
-    if coordinator is None:
-        return None
-    if coordinator.reward_problem:
-        return Problem(Reason.REWARD_SERVICE_UNAVAILABLE, coordinator.reward_problem)
-    if coordinator.teacher_problem:
-        return Problem(Reason.TEACHER_UNAVAILABLE, coordinator.teacher_problem)
-    return None
+_NEEDED: Final = {
+    "reward_problem": Reason.REWARD_SERVICE_UNAVAILABLE,
+    "teacher_problem": Reason.TEACHER_UNAVAILABLE,
+    "checkpoint_problem": Reason.CHECKPOINT_FAILED,
+}
+_LEARNING: Final = {"logprob_problem": Reason.LOGPROBS_NOT_FINITE, "learning_problem": Reason.NOT_LEARNING}
+"""Fields of the coordinator's status with a problem, and the reason of each."""
 
 
-def _learning_problem(coordinator: Status | None) -> Problem | None:
-    if coordinator is None:
-        return None
-    if coordinator.logprob_problem:
-        return Problem(Reason.LOGPROBS_NOT_FINITE, coordinator.logprob_problem)
-    if coordinator.learning_problem:
-        return Problem(Reason.NOT_LEARNING, coordinator.learning_problem)
-    return None
+def _first(coordinator: Status | None, fields: Mapping[str, Reason]) -> Problem | None:
+    texts = ((reason, getattr(coordinator, name, "")) for name, reason in fields.items())
+    return next((Problem(reason, text) for reason, text in texts if text), None)
 
 
 def _copy_or_tracker_problem(coordinator: Status | None) -> Problem | None:

@@ -16,16 +16,16 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_api.conditions import Reason
+from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
 from scalerl_operator.build import secret
 from scalerl_operator.controller.conditions import update_trouble
-from scalerl_operator.controller.observe import PodView
+from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
 from scalerl_operator.controller.refusals import refused
-from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
@@ -279,72 +279,71 @@ def _name(run: Key) -> str:
 # --- in a reconcile -----------------------------------------------------------------------------
 
 
-async def ask_coordinator(api: KubeApi, pollers: CoordinatorPollers, context: RunContext) -> bool:
-    """Sets the coordinator's status in ``context``. False: there is no response since the current observation of the pods; the
+async def ask_coordinator(
+    api: KubeApi, pollers: CoordinatorPollers, run: Run, accepted: Accepted, observed: Observed
+) -> Observed | None:
+    """The observation with the coordinator's status. None: there is no response since the current observation of the pods; the
     poller wakes the run after a response or a failure."""
-    if context.memory.outcome is not None or (context.accepted is None and not context.deleted):
-        await pollers.forget(context.key)
-        return True
-    pods = context.observed.of(Role.COORDINATOR)
+    trouble = run.before.trouble
+    if run.memory.outcome is not None or (accepted.found is None and not run.deleted):
+        await pollers.forget(run.key)
+        return replace(observed, trouble=trouble)
+    pods = observed.of(Role.COORDINATOR)
     answer = await pollers.poll(
-        context.key,
-        pods,
-        lambda again: read_token(api, context, again=again),
-        (pods, context.observed.trainer),
+        run.key, pods, lambda again: read_token(api, run, again=again), (pods, observed.trainer)
     )
-    context.coordinator, context.coordinator_refusal = answer.status, answer.refusal
+    if not answer.known:
+        return None
     if answer.status is not None:
-        trouble = update_trouble(context.before.trouble, answer.status, context.unix_seconds)
-        context.before = context.before.model_copy(update={"trouble": trouble})
-    return answer.known
+        trouble = update_trouble(trouble, answer.status, run.unix_seconds)
+    return replace(observed, coordinator=answer.status, refusal=answer.refusal, trouble=trouble)
 
 
-async def request_stop(api: KubeApi, pollers: CoordinatorPollers, context: RunContext) -> None:
+async def request_stop(api: KubeApi, pollers: CoordinatorPollers, run: Run, reason: str | None) -> None:
     """Requests the coordinator to stop, or cancels the request, if decided."""
-    reason = context.decision.request_stop
-    if reason is not None and await pollers.request_stop(context.key, reason):
+    if reason is not None and await pollers.request_stop(run.key, reason):
         text = f"Requested the coordinator to stop: {reason}" if reason else "Cancelled the stop request"
         event = Reason.STOPPING if reason else Reason.STOP_CANCELLED
-        await api.event(context.obj, "Normal", event, text)
+        await api.event(run.obj, "Normal", event, text)
 
 
-async def read_token(api: KubeApi, context: RunContext, *, again: bool = False) -> str:
+async def read_token(api: KubeApi, run: Run, *, again: bool = False) -> str:
     """The run's token; empty while it has none. again: read the Secret though a token is known."""
-    state = context.state
+    state = run.state
     if again or not state.token:
-        live = await api.get("Secret", context.namespace, Names(context.name).token)
-        state.token_checked = context.unix_seconds
-        if live is not None and context.owns(live):
+        live = await api.get("Secret", run.namespace, Names(run.name).token)
+        state.token_checked = run.unix_seconds
+        if live is not None and run.owns(live):
             state.token = _token(live)
         elif live is None and again:
-            state.token_doubted = True
+            state.token_unverified = True
     return state.token
 
 
-async def ensure_token(api: KubeApi, context: RunContext) -> Problem | None:
+async def ensure_token(api: KubeApi, run: Run, accepted: ScaleRLRun) -> Problem | None:
     """Creates the Secret if there is none. Not for a run that is being deleted, whose Secret the garbage collector may have
     deleted."""
-    if context.deleted:
+    if run.deleted:
         return None
-    state, name = context.state, Names(context.name).token
+    state, name = run.state, Names(run.name).token
     # A run without objects has no Secret to read.
-    known = bool(state.token) if not context.objects else bool(await read_token(api, context))
-    if known and not 0 <= context.unix_seconds - state.token_checked < CHECK_SECONDS:
-        state.token_checked = context.unix_seconds
-        state.token_doubted |= await api.get("Secret", context.namespace, name) is None
-    if known and not state.token_doubted:
+    known = bool(state.token) if not run.objects else bool(await read_token(api, run))
+    if known and not 0 <= run.unix_seconds - state.token_checked < CHECK_SECONDS:
+        state.token_checked = run.unix_seconds
+        state.token_unverified |= await api.get("Secret", run.namespace, name) is None
+    if known and not state.token_unverified:
         return None
     # A deleted Secret is restored with the same token, which running pods use.
-    wanted = secret(context.run, context.uid, state.token or secrets.token_urlsafe(32))
+    wanted = secret(accepted, run.uid, state.token or secrets.token_urlsafe(32))
     try:
         live: Object | None = await api.create(wanted)
     except errors.AlreadyExists:
-        live = await api.get("Secret", context.namespace, name)
+        live = await api.get("Secret", run.namespace, name)
     except (errors.Invalid, errors.Forbidden) as error:
-        return refused(error, wanted, context)
-    if live is None or not context.owns(live):
+        return refused(error, wanted, run)
+    if live is None or not run.owns(live):
         return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
-    state.token, state.token_checked, state.token_doubted = _token(live), context.unix_seconds, False
+    state.token, state.token_checked, state.token_unverified = _token(live), run.unix_seconds, False
     return None
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
-from scalerl_operator.controller.observe import label, seconds
-from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
+from scalerl_operator.controller.parts import CLAIM, Findings, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import JobState
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 
@@ -36,36 +37,37 @@ _CLASSIFY: Final = {_CREATION: creation_problem, _START: mount_problem, _BINDING
 _BEFORE_THE_END: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING)
 
 
-async def diagnose(api: KubeApi, context: RunContext) -> Problem | None:
+async def diagnose(api: KubeApi, findings: Findings) -> Problem | None:
     """Why a pod was not created or does not start, from the Events of the first such object: the cause of several is usually
     the same. Reads Events at most every :data:`EVENTS_SECONDS` for one run.
     """
-    read_at, problem = context.state.events_read
-    waiting = _first_waiting(context)
+    run = findings.run
+    read_at, problem = run.state.events_read
+    waiting = _first_waiting(findings)
     if waiting is None:
-        context.state.events_read = (0.0, None)
+        run.state.events_read = (0.0, None)
         return None
-    if 0 <= context.unix_seconds - read_at < EVENTS_SECONDS:
+    if 0 <= run.unix_seconds - read_at < EVENTS_SECONDS:
         return problem
     name, uid, reasons = waiting
-    message = await _last_event(api, context, uid, reasons)
+    message = await _last_event(api, run, uid, reasons)
     problem = None
     if message:
         problem = Problem(_CLASSIFY[reasons](message), f"{name}: {message}")
-        if Names(context.name).token in message:
-            context.state.token_doubted = True
-    context.state.events_read = (context.unix_seconds, problem)
+        if Names(run.name).token in message:
+            run.state.token_unverified = True
+    run.state.events_read = (run.unix_seconds, problem)
     return problem
 
 
-def next_start_check(context: RunContext) -> float | None:
+def next_start_check(findings: Findings) -> float | None:
     """Seconds to the next read of Events, which are not watched, while a pod is missing or starts; longer, the longer that start
     takes, which may be the hundredth of the run."""
-    observed, now = context.observed, context.unix_seconds
-    begun = [pod.created for pod in observed.pods if pod.creating and not pod.leaving]
-    preparing = context.decision.prepare and observed.prepare.state is not JobState.COMPLETE
+    observed, now = findings.observed, findings.run.unix_seconds
+    begun = [pod.created for pod in observed.pods if pod.creating and not pod.terminating]
+    preparing = findings.decision.prepare and observed.prepare.state is not JobState.COMPLETE
     if preparing and not observed.of(Role.PREPARE):
-        job = context.objects.get(("Job", Names(context.name).prepare))
+        job = findings.run.objects.get(("Job", Names(findings.run.name).prepare))
         begun.append(now if job is None else seconds(job["metadata"].get("creationTimestamp")))
     if not begun:
         return None
@@ -73,34 +75,34 @@ def next_start_check(context: RunContext) -> float | None:
     return min(max(first, (now - max(begun)) / 2), longest)
 
 
-def _first_waiting(context: RunContext) -> tuple[str, str, tuple[str, ...]] | None:
+def _first_waiting(findings: Findings) -> tuple[str, str, tuple[str, ...]] | None:
     """The first object without its pods, or pod that does not start: name, uid, and the reasons of Events with the cause."""
-    observed = context.observed
-    for (kind, name), obj in context.objects.items():
+    run, observed = findings.run, findings.observed
+    for (kind, name), obj in run.objects.items():
         role = label(obj, COMPONENT)
-        old = context.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > MIN_AGE_SECONDS
+        old = run.unix_seconds - seconds(obj["metadata"].get("creationTimestamp")) > MIN_AGE_SECONDS
         if not old or is_deleted(obj) or any(p.role == role for p in observed.pods):
             continue
         job = observed.trainer if role == Role.TRAINER else observed.prepare
-        wanted = kind == "StatefulSet" and context.decision.coordinator
+        wanted = kind == "StatefulSet" and findings.decision.coordinator
         if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held):
             return f"{kind} {name}", obj["metadata"]["uid"], _CREATION
     for pod in observed.pods:
-        if pod.creating and not pod.leaving and context.unix_seconds - pod.created > MIN_AGE_SECONDS:
+        if pod.creating and not pod.terminating and run.unix_seconds - pod.created > MIN_AGE_SECONDS:
             return pod.name, pod.uid, _START
-    claim = context.objects.get((CLAIM, Names(context.name).claim))
+    claim = run.objects.get((CLAIM, Names(run.name).claim))
     waits = any(p.problem is not None and p.problem.reason is Reason.VOLUME_NOT_READY for p in observed.pods)
     if waits and claim is not None and (claim.get("status") or {}).get("phase") == "Pending":
         return f"{CLAIM} {claim['metadata']['name']}", claim["metadata"]["uid"], _BINDING
     return None
 
 
-async def _last_event(api: KubeApi, context: RunContext, uid: str, reasons: Sequence[str]) -> str:
+async def _last_event(api: KubeApi, run: Run, uid: str, reasons: Sequence[str]) -> str:
     try:
-        events = await api.list("Event", context.namespace, field_selector=f"involvedObject.uid={uid}")
+        events = await api.list("Event", run.namespace, field_selector=f"involvedObject.uid={uid}")
     except errors.Forbidden:
         return ""
-    oldest = context.unix_seconds - (RECENT_CREATION_SECONDS if reasons == _CREATION else RECENT_SECONDS)
+    oldest = run.unix_seconds - (RECENT_CREATION_SECONDS if reasons == _CREATION else RECENT_SECONDS)
     recent = [e for e in events if e.get("reason") in reasons and _time(e) > oldest]
     return str(max(recent, key=_time).get("message", "")) if recent else ""
 
@@ -109,27 +111,28 @@ def _time(event: Object) -> float:
     return seconds(event.get("lastTimestamp") or event.get("eventTime"))
 
 
-async def queue_problem(api: KubeApi, context: RunContext) -> str:
+async def queue_problem(api: KubeApi, findings: Findings, phase: Phase) -> str:
     """A message if the LocalQueue (Kueue) of the run's label, or the class of its priority, does not exist; empty otherwise, for a run that has been admitted,
     and if the operator may not read it. Reads the queue at most every :data:`QUEUE_SECONDS` for one run.
     """
-    queue, admitted = label(context.obj, QUEUE), context.before.condition(ConditionType.ADMITTED)
+    run, gang = findings.run, findings.observed.gang
+    queue, admitted = label(run.obj, QUEUE), run.before.condition(ConditionType.ADMITTED)
     known = admitted is not None and admitted.status == "True" and admitted.reason != Reason.NO_QUEUE
-    if not queue or known or context.decision.phase not in _BEFORE_THE_END:
+    if not queue or known or phase not in _BEFORE_THE_END:
         return ""
-    read_at, problem = context.state.queue_read
-    if 0 <= context.unix_seconds - read_at < QUEUE_SECONDS:
+    read_at, problem = run.state.queue_read
+    if 0 <= run.unix_seconds - read_at < QUEUE_SECONDS:
         return problem
     try:
-        exists = await api.get("LocalQueue", context.namespace, queue) is not None
+        exists = await api.get("LocalQueue", run.namespace, queue) is not None
     except errors.Forbidden:
         exists = True  # with another role than the chart's, this is not known
     problem = ""
     if not exists:
-        problem = f"no LocalQueue {queue} in the namespace {context.namespace}: with Kueue, the run waits for it; in a cluster "
+        problem = f"no LocalQueue {queue} in the namespace {run.namespace}: with Kueue, the run waits for it; in a cluster "
         problem += f"without Kueue it starts, and counts in no quota. To run without a queue, remove the label {QUEUE}"
-    priority = label(context.obj, PRIORITY)
-    if exists and priority and context.gang is not None and context.gang.priority is None:
+    priority = label(run.obj, PRIORITY)
+    if exists and priority and gang is not None and gang.priority is None:
         problem = f"no WorkloadPriorityClass {priority}: create it, or remove the label {PRIORITY}; until then the run waits"
-    context.state.queue_read = (context.unix_seconds, problem)
+    run.state.queue_read = (run.unix_seconds, problem)
     return problem

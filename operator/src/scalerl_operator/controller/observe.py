@@ -7,8 +7,7 @@ the cluster's message.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -20,10 +19,13 @@ from scalerl_api.process import (
     STEPS_LOST_EXIT_CODE,
 )
 from scalerl_api.status import ModelStatus
+from scalerl_operator.controller.parts import Observed, PodView
+from scalerl_operator.kube.objects import belongs, label, true_condition
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import ATTEMPT, COMPONENT, RUN_UID, SPEC_HASH
-from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, Service
-from scalerl_operator.policy.problems import Problem, creation_problem, last_log_line, placing_problem
+from scalerl_operator.names import ATTEMPT, COMPONENT, SPEC_HASH
+from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState
+from scalerl_operator.policy.memory_status import seconds
+from scalerl_operator.policy.problems import Problem, last_log_line, placing_problem
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
@@ -63,114 +65,22 @@ LOST_SECONDS: Final = 60.0
 """A pod that still exists so long after its grace period, by the operator's clock alone, is on a node that does not answer."""
 
 
-@dataclass(frozen=True)
-class PodView:
-    """One pod.
-
-    leaving: it is being deleted.
-    over: all its containers have ended.
-    creating: scheduled, without containers: only Events say why.
-    restarts: consecutive ones of its worst container.
-    ends: of containers that ended with another exit code than 0.
-    disrupted: evicted, or refused by its node.
-    started: its startup probes have succeeded, so that it responds though it may not be ready.
-    lost: it is being deleted, and its node, which does not answer, cannot confirm that it has ended.
-    steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
-    model: what a preparation that has ended well reports of the model.
-    spec_hash: of the spec that it was created for; empty if unknown.
-    """
-
-    name: str
-    uid: str
-    role: str
-    job: str
-    ip: str
-    created: float
-    leaving: bool
-    over: bool
-    ready: bool
-    creating: bool
-    restarts: int
-    problem: Problem | None
-    ends: tuple[Ended, ...]
-    bad_input: Ended | None
-    disrupted: bool = False
-    lost: bool = False
-    started: bool = False
-    steps_lost: bool = False
-    model: ModelStatus | None = None
-    spec_hash: str = ""
-
-
-@dataclass(frozen=True)
-class RunObservation:
-    """A run's objects.
-
-    serving: workloads of the coordinator or of the generators exist.
-    replica_failures: by role, why a Deployment cannot create its pods.
-    """
-
-    pods: tuple[PodView, ...] = ()
-    prepare: Job = field(default_factory=Job)
-    trainer: Job = field(default_factory=Job)
-    serving: bool = False
-    replica_failures: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def model(self) -> ModelStatus | None:
-        """The model's size, by the newest preparation that reports it."""
-        reports = [(pod.created, pod.model) for pod in self.pods if pod.model is not None]
-        return max(reports, key=lambda report: report[0])[1] if reports else None
-
-    def of(self, role: Role) -> tuple[PodView, ...]:
-        """The pods of a role that are not being deleted."""
-        return tuple(p for p in self.pods if p.role == role and not p.leaving)
-
-    def service(self, role: Role, spec_hash: str = "") -> Service:
-        """The lifecycle's input about a role that runs as a service.
-
-        spec_hash: pods of another spec count as starting; empty: the failures of all pods count.
-        """
-        pods = self.of(role)
-        own = [pod for pod in pods if not spec_hash or pod.spec_hash in ("", spec_hash)]
-        worst = max(own, key=lambda p: p.restarts, default=None)
-        rejecting = [pod for pod in own if pod.bad_input is not None]
-        return Service(
-            ready=sum(p.ready for p in pods),
-            starting=sum(not p.ready and p not in rejecting for p in pods),
-            restarts=worst.restarts if worst is not None else 0,
-            restarted=worst.name if worst is not None else "",
-            bad_input=rejecting[0].bad_input if rejecting else None,
-        )
-
-    def problem(self, role: Role) -> Problem | None:
-        """The first problem of a role's pods, or of their creation."""
-        pods = self.of(role)
-        newest = max((p.created for p in pods if not p.over), default=-1.0)
-        # A pod that was refused or evicted exists beside the pod that replaces it.
-        problems = (p.problem for p in pods if not p.over or p.created > newest)
-        problem = next((p for p in problems if p is not None), None)
-        if problem is None and (message := self.replica_failures.get(role)):
-            return Problem(creation_problem(message), message)
-        return problem
-
-
 def observe(
     objects: Mapping[tuple[str, str], Object],
     uid: str,
     hashes: Mapping[Role, str],
-    leaving_seconds: Mapping[str, float] = MappingProxyType({}),
-) -> RunObservation:
+    terminating_seconds: Mapping[str, float] = MappingProxyType({}),
+) -> Observed:
     """The observation of a run.
 
     objects: by (kind, name).
     uid: the run's; objects of an earlier run of the same name are left out.
     hashes: those of the accepted spec, by role.
-    leaving_seconds: by a pod's uid, see :func:`pod_view`.
+    terminating_seconds: by a pod's uid, see :func:`pod_view`.
     """
     own = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
     views = (
-        pod_view(o, leaving_seconds.get(o["metadata"].get("uid", ""), 0.0))
+        pod_view(o, terminating_seconds.get(o["metadata"].get("uid", ""), 0.0))
         for (kind, _), o in own.items()
         if kind == "Pod"
     )
@@ -186,7 +96,7 @@ def observe(
         found = _job(jobs[-1], pods, hashes[role]) if jobs else Job()
         return replace(found, abandoned=last)
 
-    return RunObservation(
+    return Observed(
         pods=pods,
         prepare=job(Role.PREPARE),
         trainer=job(Role.TRAINER),
@@ -195,34 +105,8 @@ def observe(
     )
 
 
-def belongs(obj: Object, uid: str) -> bool:
-    """Whether an object belongs to the run with that uid: by its label, or by its owner where the label was removed."""
-    owners = obj["metadata"].get("ownerReferences") or ()
-    return label(obj, RUN_UID) == uid or any(owner.get("uid") == uid for owner in owners)
-
-
-def label(obj: Object, name: str) -> str:
-    """A label's value; empty without it."""
-    labels = obj["metadata"].get("labels") or {}
-    return str(labels.get(name, ""))
-
-
-def seconds(time: str | None) -> float:
-    """Unix seconds of an RFC 3339 time; 0 without one."""
-    return datetime.fromisoformat(time).timestamp() if time else 0.0
-
-
-def rfc3339(unix_seconds: float) -> str:
-    """The time in Kubernetes' format.
-
-    >>> rfc3339(0.4)
-    '1970-01-01T00:00:00Z'
-    """
-    return datetime.fromtimestamp(int(unix_seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float | None]:
-    """Removes the problems of new pods for :data:`PLACING_SECONDS`. Also returns the seconds until the first of them counts."""
+def ignore_young_pods(observed: Observed, now: float) -> Observed:
+    """Removes the problems of new pods for :data:`PLACING_SECONDS`, and sets when the first of them counts."""
     left: dict[str, float] = {}
     for pod in observed.pods:
         if pod.problem is not None and pod.problem.reason in PLACING_SECONDS:
@@ -230,14 +114,14 @@ def patient(observed: RunObservation, now: float) -> tuple[RunObservation, float
             if seconds_left > 0 and pod.created <= now:
                 left[pod.uid] = seconds_left
     pods = tuple(replace(pod, problem=None) if pod.uid in left else pod for pod in observed.pods)
-    return replace(observed, pods=pods), min(left.values(), default=None)
+    return replace(observed, pods=pods, young_seconds=min(left.values(), default=None))
 
 
 # --- pods ---------------------------------------------------------------------------------------
 
 
-def pod_view(pod: Object, leaving_seconds: float = 0.0) -> PodView:
-    """The view of a pod. leaving_seconds: for how long it has been seen to be deleted."""
+def pod_view(pod: Object, terminating_seconds: float = 0.0) -> PodView:
+    """The view of a pod. terminating_seconds: for how long it has been seen to be deleted."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     first, own = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
     containers = [*first, *own]
@@ -268,8 +152,8 @@ def pod_view(pod: Object, leaving_seconds: float = 0.0) -> PodView:
         job=label(pod, JOB_NAME),
         ip=status.get("podIP", ""),
         created=seconds(metadata.get("creationTimestamp")),
-        leaving="deletionTimestamp" in metadata,
-        over=status.get("phase") in ("Succeeded", "Failed"),
+        terminating="deletionTimestamp" in metadata,
+        finished=status.get("phase") in ("Succeeded", "Failed"),
         ready=conditions.get("Ready", {}).get("status") == "True",
         creating=bool(waiting)
         and {*waiting} <= {"ContainerCreating", "PodInitializing"}
@@ -279,7 +163,7 @@ def pod_view(pod: Object, leaving_seconds: float = 0.0) -> PodView:
         ends=ends,
         bad_input=next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
-        lost=_is_lost(pod, conditions, leaving_seconds),
+        lost=_is_lost(pod, conditions, terminating_seconds),
         started=bool(own) and all(c.get("started") is True for c in own),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in own),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
@@ -303,23 +187,21 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
     return status.get("phase") == "Failed" and status.get("reason", "") not in own_failures
 
 
-def _is_lost(pod: Object, conditions: Mapping[str, Object], leaving_seconds: float) -> bool:
+def _is_lost(pod: Object, conditions: Mapping[str, Object], terminating_seconds: float) -> bool:
     """Whether the node of a pod that is being deleted does not answer.
 
     The operator may not read nodes. When a node stops answering, Kubernetes sets the condition Ready of its pods to False, and no
     other; a kubelet writes Ready and ContainersReady alike. After the tolerated time it evicts them for the node's taint.
     """
     metadata = pod["metadata"]
-    if "deletionTimestamp" not in metadata or (pod.get("status") or {}).get("phase") in (
-        "Succeeded",
-        "Failed",
-    ):
+    ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    if ended or "deletionTimestamp" not in metadata:
         return False
     disruption = conditions.get(_DISRUPTION, {})
     evicted = disruption.get("status") == "True" and disruption.get("reason") == "DeletionByTaintManager"
     ready, containers = (conditions.get(name, {}).get("status") for name in ("Ready", "ContainersReady"))
     longest = LOST_SECONDS + (metadata.get("deletionGracePeriodSeconds") or 0)
-    return (evicted and ready == "False" and containers == "True") or leaving_seconds > longest
+    return (evicted and ready == "False" and containers == "True") or terminating_seconds > longest
 
 
 def _memory_bound(pod: Object, name: str) -> str:
@@ -435,26 +317,23 @@ def _attempt(job: Object) -> int:
 
 def is_abandoned(job: Object, pods: Iterable[PodView]) -> bool:
     """Whether only pods on lost nodes keep a deleted Job. Its attempt is fenced out by the next one (:mod:`scalerl_trainer.fence`)."""
-    left = [pod for pod in pods if pod.job == job["metadata"]["name"] and not pod.over]
+    left = [pod for pod in pods if pod.job == job["metadata"]["name"] and not pod.finished]
     return _job_state(job) is JobState.LEAVING and bool(left) and all(pod.lost for pod in left)
 
 
 def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
-    metadata, state = job["metadata"], _job_state(job)
+    metadata, state, role = job["metadata"], _job_state(job), label(job, COMPONENT)
     own = sorted((p for p in pods if p.job == metadata["name"]), key=lambda p: p.created)
     wanted = int(job["spec"].get("parallelism", 1))
     ends = tuple(end for pod in own for end in pod.ends)
     evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
     held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
     failed = _failed(job)
-    if (
-        state is JobState.COMPLETE
-        and label(job, COMPONENT) == Role.PREPARE
-        and any(not (p.over or p.leaving) for p in own)
-    ):
+    running = any(not (p.finished or p.terminating) for p in own)
+    if state is JobState.COMPLETE and role == Role.PREPARE and running:
         # The watch of pods is behind that of Jobs, and the pod has the model's size. Its change wakes the run.
         state = JobState.ACTIVE
-    if state is JobState.ACTIVE and label(job, COMPONENT) == Role.TRAINER and any(pod.lost for pod in own):
+    if state is JobState.ACTIVE and role == Role.TRAINER and any(pod.lost for pod in own):
         state = JobState.FAILED  # its controller waits for the end of the lost pod
     return Job(
         state=state,
@@ -464,9 +343,9 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
         held=held,
         # The pods of a requeued Job are deleted shortly after it is suspended.
-        ending=any(p.leaving or held for p in own if not p.over),
+        ending=any(p.terminating or held for p in own if not p.finished),
         disrupted=state is JobState.FAILED
-        and _was_disrupted(failed, own, ends or evicted, gang=label(job, COMPONENT) == Role.TRAINER),
+        and _was_disrupted(failed, own, ends or evicted, gang=role == Role.TRAINER),
         failed_at=seconds(failed.get("lastTransitionTime")),
     )
 
@@ -487,16 +366,8 @@ def _was_disrupted(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended
     if not gang and any((pod.ends or _was_evicted(pod)) and not pod.disrupted for pod in pods):
         return False
     by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
-    gone = not ends and all(pod.over or pod.leaving for pod in pods)
+    gone = not ends and all(pod.finished or pod.terminating for pod in pods)
     return by_rule or gone or any(pod.disrupted or pod.lost for pod in pods)
-
-
-def true_condition(obj: Object, type_: str) -> Object:
-    """The condition if its status is True, else empty."""
-    for condition in (obj.get("status") or {}).get("conditions") or ():
-        if condition["type"] == type_ and condition["status"] == "True":
-            return dict(condition)
-    return {}
 
 
 def _replica_failures(objects: Iterable[Object]) -> dict[str, str]:

@@ -1,6 +1,13 @@
-"""Reconciles one run, in six steps.
+"""Reconciles one run, in eight steps, each of which returns its part (:mod:`.parts`).
 
-``accept (pure) → observe (I/O) → decide (pure) → check (I/O) → apply (I/O) → report (pure, then one status patch)``
+1. read: the run and its objects, from the cache.
+2. accept: its spec, or the one accepted before; adds the finalizer.
+3. observe: Jobs and pods, the queue, the coordinator's last status, the forecast.
+4. decide (pure): which objects are to exist. A run that has drained for its deletion is recorded and released instead of 5 to 8.
+5. check: whether the decision can be applied; otherwise the run waits.
+6. apply: records the lifecycle's new state in the status; then creates, changes and deletes objects, and sends a stop request.
+7. report: writes the status if it has changed.
+8. answer: returns the quota of an evicted run, edits ``spec`` if decided, deletes an expired run; when to reconcile again.
 
 A reconcile covers the whole run, and only writes what differs. The process may end at any line: the next reconcile, in any
 process, continues from the objects. State that the objects do not show (the outcome of a run, its suspension, the attempts
@@ -11,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
@@ -23,12 +31,14 @@ from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
 from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, ask_coordinator, request_stop
+from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
-from scalerl_operator.controller.observe import observe, patient
+from scalerl_operator.controller.observe import ignore_young_pods, observe
+from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.record import write_record
-from scalerl_operator.controller.run_context import KnownRuns, RunContext, decide
+from scalerl_operator.controller.run_state import KnownRuns
 from scalerl_operator.controller.source import find_source
-from scalerl_operator.controller.status import RunObject, is_over, remembered, report
+from scalerl_operator.controller.status import RunObject, report
 from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
@@ -36,6 +46,7 @@ from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FINALIZER
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision
+from scalerl_operator.policy.memory_status import is_over, remembered
 
 BLOCKED_SECONDS: Final = 30.0
 """Between two reconciles of a run of which an object was refused."""
@@ -97,111 +108,123 @@ class Reconciler:
         Raises:
             ApiError: a call failed; the caller retries with back-off.
         """
-        context = await self._context(key)
-        if context is None:
+        run = await self._read(key)
+        if run is None:
             return None
-        if context.deleted and FINALIZER not in context.finalizers:
-            await self._known.forget(context.key)
-            return None  # the garbage collector deletes its objects
-        await self._applier.find_unlabelled(context)
-        accept(context)
-        if context.accepted is not None and not context.deleted and FINALIZER not in context.finalizers:
-            await self._run.hold(context)
-        context.gang = await gang.find(self._api, context, served=self._gangs())
-        leaving = context.state.leaving_seconds(context.objects.values(), context.unix_seconds)
-        observed = observe(context.objects, context.uid, context.spec_hashes(), leaving)
-        observed = gang.observed_in_queue(context, observed)
-        context.observed, placed = patient(observed, context.unix_seconds)
-        if not await ask_coordinator(self._api, self.coordinators, context):
+        accepted = accept(run)
+        if accepted.found is not None and not run.deleted and FINALIZER not in run.finalizers:
+            await self._run.add_finalizer(run)
+        observed = await self._observe(run, accepted)
+        if observed is None:
             return COORDINATOR_SECONDS
-        context.autoscaler = autoscaler_report(context, self._make_autoscaler)
-        context.decision = decide(context)
-        if context.decision.release:
-            await write_record(self._api, context)
-            await self._run.release(context)
-            await self._known.forget(context.key)
+        decision = decide(run, accepted, observed)
+        if decision.release:
+            await write_record(self._api, run)
+            await self._run.remove_finalizer(run)
+            await self._known.forget(key)
             return None
-        await self._check(context)
-        await self._execute(context)
-        if context.autoscaler.event:
-            kind: EventType = "Warning" if context.autoscaler.alarming else "Normal"
-            await self._api.event(context.obj, kind, Reason.AUTOSCALER, context.autoscaler.event)
-        status_due = await self._report(context)
-        if context.accepted is None:
-            return context.decision.again_seconds
-        if context.not_started is None:
-            await gang.answer(self._api, context)
-        if await self._edit_spec(context):
-            return 0.0  # the operator's own write wakes no run
-        repair = context.state.next_repair_seconds(context.unix_seconds)
-        if is_over(context.decision.memory):
-            return _soonest(await self._run.expire(context), repair)
-        return _soonest(
-            context.decision.again_seconds,
-            status_due,
-            placed,
-            repair,
-            RETRY_SECONDS if context.state.size_refused is not None else None,
-            # A restored claim without the run's label is not watched.
-            BLOCKED_SECONDS
-            if context.blocked is not None or context.claim_gone or context.state.unanswered
-            else None,
-            next_start_check(context),
-        )
+        findings = Findings(run, accepted, observed, decision, blocked=run.state.blocked)
+        checks = await self._check(findings)
+        if checks is None:
+            return await self.reconcile(key)
+        if checks.not_started is None:
+            findings = await self._apply(replace(findings, checks=checks))
+        else:
+            waiting = LifecycleDecision(Phase.PENDING, run.memory, again_seconds=BLOCKED_SECONDS)
+            findings = replace(findings, checks=checks, decision=waiting, blocked=None)
+        put_off = await self._report(findings)
+        return _soonest(put_off, await self._answer(findings))
 
-    async def _context(self, key: Key) -> RunContext | None:
+    async def _read(self, key: Key) -> Run | None:
+        """The run; None: it is gone, or its objects are left to the garbage collector."""
         obj = self._cache.run(*key)
         state = await self._known.state(key, None if obj is None else obj["metadata"]["uid"])
         if obj is None or state is None:
             self._on_status(key, None, RunFigures())
             return None
         status = RunStatus.read(obj.get("status"))
-        return RunContext(obj, self._cache.owned(*key), self._clock(), status, remembered(status), state)
+        run = Run(obj, self._cache.owned(*key), self._clock(), status, remembered(status), state)
+        if run.deleted and FINALIZER not in run.finalizers:
+            await self._known.forget(key)
+            return None
+        return run
 
-    async def _check(self, context: RunContext) -> None:
-        """Checks that the decision can be executed; otherwise, nothing is applied."""
-        if context.accepted is None:
-            return
-        await check_volume(self._api, self._run, context)
-        context.not_started = (
-            context.not_started
-            or await find_source(self._api, context)
-            or await self._applier.preflight(context)
-        )
-        if context.not_started is not None:
-            context.decision = LifecycleDecision(Phase.PENDING, context.memory, again_seconds=BLOCKED_SECONDS)
-        context.queue_missing = await queue_problem(self._api, context)
+    async def _observe(self, run: Run, accepted: Accepted) -> Observed | None:
+        """None: the coordinator has not responded since the run's pods changed; its poller wakes the run."""
+        await self._applier.find_unlabelled(run)
+        queued = await gang.find(self._api, run, accepted, served=self._gangs())
+        terminating = run.state.terminating_seconds(run.objects.values(), run.unix_seconds)
+        seen = observe(run.objects, run.uid, accepted.spec_hashes(), terminating)
+        seen = gang.observed_in_queue(run, replace(seen, gang=queued))
+        seen = ignore_young_pods(seen, run.unix_seconds)
+        observed = await ask_coordinator(self._api, self.coordinators, run, accepted, seen)
+        if observed is None:
+            return None
+        forecast = autoscaler_report(run, accepted, observed, self._make_autoscaler)
+        if forecast.event:
+            kind: EventType = "Warning" if forecast.alarming else "Normal"
+            await self._api.event(run.obj, kind, Reason.AUTOSCALER, forecast.event)
+        return replace(observed, autoscaler=forecast)
 
-    async def _execute(self, context: RunContext) -> None:
+    async def _check(self, findings: Findings) -> Checks | None:
+        """None: the run is to be reconciled anew."""
+        if findings.accepted.found is None:
+            return Checks()
+        checks = await check_volume(self._api, self._run, findings)
+        if checks is None:
+            return None
+        if checks.not_started is None:
+            checks = await find_source(self._api, replace(findings, checks=checks))
+        if checks.not_started is None:
+            problem = await self._applier.preflight(replace(findings, checks=checks))
+            checks = replace(checks, not_started=problem)
+        phase = findings.decision.phase if checks.not_started is None else Phase.PENDING
+        return replace(checks, queue_missing=await queue_problem(self._api, findings, phase))
+
+    async def _apply(self, findings: Findings) -> Findings:
         """Writes new state of the lifecycle to the status, and then executes the decision."""
-        if context.not_started is not None:
-            return
-        if context.accepted is not None:
-            before = context.before
-            recorded = (context.memory, before.accepted_spec, before.accepted_spec_hash, before.model)
-            if recorded != (context.decision.memory, context.spec_text, context.long_spec, context.model):
-                await self._report(context)
-                context.before = RunStatus.read(context.obj.get("status"))
-                context.memory = context.decision.memory
-            await self._applier.apply(context)
-        await request_stop(self._api, self.coordinators, context)
+        run, accepted, decision = findings.run, findings.accepted, findings.decision
+        if accepted.found is not None:
+            before = run.before
+            recorded = (run.memory, before.accepted_spec, before.accepted_spec_hash, before.model)
+            if recorded != (decision.memory, accepted.text, accepted.long_hash, findings.model):
+                await self._report(findings)
+            findings = replace(findings, blocked=await self._applier.apply(findings))
+        await request_stop(self._api, self.coordinators, run, decision.request_stop)
+        return findings
 
-    async def _edit_spec(self, context: RunContext) -> bool:
-        """Suspends the run, or sets its number of generators, if decided. True: reconcile the run again at once."""
-        if context.not_started is not None:
-            return False
-        if context.decision.set_suspend:
-            await self._run.suspend(context)
-            return False
-        if (number := wanted_generators(context)) is not None:
-            await self._run.scale(context, number, context.autoscaler.decision)
-        return number is not None
-
-    async def _report(self, context: RunContext) -> float | None:
+    async def _report(self, findings: Findings) -> float | None:
         """Writes the status if it has changed. Returns the seconds until a write that was put off is due."""
-        status = report(context)
-        self._on_status(context.key, status, figures(context, status))
-        return await self._run.write(context, status)
+        status = report(findings)
+        self._on_status(findings.run.key, status, figures(findings, status))
+        return await self._run.write(findings.run, status)
+
+    async def _answer(self, findings: Findings) -> float | None:
+        """Tells others what was decided. Returns the seconds until the next reconcile."""
+        run, decision, state = findings.run, findings.decision, findings.run.state
+        if findings.accepted.found is None:
+            return decision.again_seconds
+        if findings.checks.not_started is None:
+            await gang.answer(self._api, findings)
+            if decision.set_suspend:
+                await self._run.suspend(run)
+            elif (number := wanted_generators(findings)) is not None:
+                await self._run.scale(run, number, findings.observed.autoscaler.decision)
+                return 0.0  # the operator's own write wakes no run
+        repair = state.next_repair_seconds(run.unix_seconds)
+        if is_over(decision.memory):
+            ttl = findings.accepted.spec.ttl_seconds_after_finished
+            return _soonest(await self._run.expire(run, ttl), repair)
+        # A restored claim without the run's label is not watched.
+        unwatched = findings.blocked is not None or findings.checks.claim_gone or state.unanswered
+        return _soonest(
+            decision.again_seconds,
+            findings.observed.young_seconds,
+            repair,
+            RETRY_SECONDS if state.size_refused is not None else None,
+            BLOCKED_SECONDS if unwatched else None,
+            next_start_check(findings),
+        )
 
 
 def _soonest(*waits: float | None) -> float | None:

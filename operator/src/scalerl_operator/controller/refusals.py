@@ -8,18 +8,20 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from scalerl_api.cluster import StorageSpec
 from scalerl_api.conditions import Reason
-from scalerl_api.spec import KIND, ScaleRLRun
+from scalerl_api.spec import KIND, RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_operator.build.scope import SECTION
-from scalerl_operator.controller.observe import seconds
-from scalerl_operator.controller.run_context import CLAIM, WORKLOADS, RunContext, is_deleted
+from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import COMPONENT, Names
+from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, creation_problem
 
 _TEMPLATE: Final = "spec.template."
@@ -40,7 +42,8 @@ async def preflight(
     api: KubeApi,
     cache: Cache,
     unlabelled: UnlabelledNames,
-    context: RunContext,
+    run: Run,
+    accepted: ScaleRLRun,
     render_all: Callable[[], Sequence[Object]],
     *,
     namespaced: bool,
@@ -51,27 +54,26 @@ async def preflight(
     render_all: renders all objects that the run will have. If the run has a podTemplate, its workloads are created as a dry run,
     which also finds that their names are taken: a refusal of the generators would otherwise show only after the preparation.
     """
-    started = any(kind in WORKLOADS and context.owns(obj) for (kind, _), obj in context.objects.items())
-    if context.before.start_time is not None or started:
+    started = any(kind in WORKLOADS and run.owns(obj) for (kind, _), obj in run.objects.items())
+    if run.before.start_time is not None or started:
         return None
-    run, created = context.run, seconds(context.obj["metadata"].get("creationTimestamp"))
-    if (late := past_deadline(run.spec, created)) is not None:
+    created = seconds(run.obj["metadata"].get("creationTimestamp"))
+    if (late := past_deadline(accepted.spec, created)) is not None:
         return Problem(Reason.SPEC_INVALID, str(late))
-    problem = await _check_storage(api, context, namespaced=namespaced)
+    problem = await _check_storage(api, run, accepted.spec.storage, namespaced=namespaced)
     objects = render_all()
-    tried = [obj for obj in objects if obj["kind"] in WORKLOADS] if _has_raw_parts(run) else []
+    tried = [obj for obj in objects if obj["kind"] in WORKLOADS] if _has_raw_parts(accepted.spec) else []
     names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects if obj not in tried]
-    for kind, name in (*names, ("Secret", Names(context.name).token)):
-        if problem is None and await _may_be_taken(cache, unlabelled, kind, name, context):
-            problem = await _check_name(api, kind, name, context)
-    return problem or await _dry_run(api, context, tried)
+    for kind, name in (*names, ("Secret", Names(run.name).token)):
+        if problem is None and await _may_be_taken(cache, unlabelled, kind, name, run):
+            problem = await _check_name(api, kind, name, run)
+    return problem or await _dry_run(api, run, tried)
 
 
-async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool) -> Problem | None:
-    storage = context.run.spec.storage
+async def _check_storage(api: KubeApi, run: Run, storage: StorageSpec, *, namespaced: bool) -> Problem | None:
     claim, storage_class = storage.claim_name, storage.storage_class_name
     if claim is not None:
-        if await api.get(CLAIM, context.namespace, claim) is None:
+        if await api.get(CLAIM, run.namespace, claim) is None:
             return Problem(Reason.REFERENCE_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
     elif storage_class is not None and not namespaced:
         # With another role than the chart's, Events of the claim report a missing class.
@@ -82,62 +84,59 @@ async def _check_storage(api: KubeApi, context: RunContext, *, namespaced: bool)
     return None
 
 
-async def _may_be_taken(
-    cache: Cache, unlabelled: UnlabelledNames, kind: str, name: str, context: RunContext
-) -> bool:
+async def _may_be_taken(cache: Cache, unlabelled: UnlabelledNames, kind: str, name: str, run: Run) -> bool:
     """Whether an object may have the name. One that was created in the last seconds is found by the create."""
-    there = (kind, name) in context.objects or cache.version(kind, context.namespace, name) >= 0
-    return there or await unlabelled.may_have(kind, context.namespace, name)
+    there = (kind, name) in run.objects or cache.version(kind, run.namespace, name) >= 0
+    return there or await unlabelled.may_have(kind, run.namespace, name)
 
 
-async def _check_name(api: KubeApi, kind: str, name: str, context: RunContext) -> Problem | None:
-    live = context.objects.get((kind, name))
+async def _check_name(api: KubeApi, kind: str, name: str, run: Run) -> Problem | None:
+    live = run.objects.get((kind, name))
     if live is None:
-        live = await api.get(kind, context.namespace, name, recent=True)
-        if live is not None and not context.owns(live):
-            live = await api.get(kind, context.namespace, name)  # it may have been deleted since
-    return None if live is None else name_taken(live, context)
+        live = await api.get(kind, run.namespace, name, recent=True)
+        if live is not None and not run.owns(live):
+            live = await api.get(kind, run.namespace, name)  # it may have been deleted since
+    return None if live is None else name_taken(live, run)
 
 
-async def _dry_run(api: KubeApi, context: RunContext, objects: Sequence[Object]) -> Problem | None:
+async def _dry_run(api: KubeApi, run: Run, objects: Sequence[Object]) -> Problem | None:
     """Whether the API server accepts the run's workloads, and their names are free."""
     for obj in objects:
         try:
             await api.create(obj, dry_run=True)
         except errors.AlreadyExists:
-            live = await api.get(obj["kind"], context.namespace, obj["metadata"]["name"])
-            if live is not None and (problem := name_taken(live, context)) is not None:
+            live = await api.get(obj["kind"], run.namespace, obj["metadata"]["name"])
+            if live is not None and (problem := name_taken(live, run)) is not None:
                 return problem
         except (errors.Invalid, errors.Forbidden) as error:
-            return refused(error, obj, context)
+            return refused(error, obj, run)
     return None
 
 
-def _has_raw_parts(run: ScaleRLRun) -> bool:
-    spec = run.spec
+def _has_raw_parts(spec: RunSpec) -> bool:
     templates = [part.pod_template for part in (spec, spec.coordinator, spec.generator, spec.trainer)]
     return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)
 
 
-def name_taken(live: Object, context: RunContext) -> Problem | None:
+def name_taken(live: Object, run: Run) -> Problem | None:
     """The problem of an object that is not the run's but has the name of one; None: it is the run's."""
-    if context.owns(live):
+    if run.owns(live):
         return None
     owners = live["metadata"].get("ownerReferences") or ()
     text = "exists and is not this run's"
     if live["kind"] == CLAIM:
         text = "holds another run's data"
-    elif is_deleted(live) or any(o.get("kind") == KIND and o.get("name") == context.name for o in owners):
+    elif is_deleted(live) or any(o.get("kind") == KIND and o.get("name") == run.name for o in owners):
         text = "is of an earlier run of this name, and still being removed"
     return Problem(Reason.NAME_TAKEN, f"{live['kind']} {live['metadata']['name']} {text}")
 
 
-def refused(error: errors.ApiError, obj: Object, context: RunContext) -> Problem:
+def refused(error: errors.ApiError, obj: Object, run: Run) -> Problem:
     """Why the API server refused ``obj``, with fields of the run's spec."""
     name = f"{obj['kind']} {obj['metadata']['name']}"
     if isinstance(error, errors.QuotaExceeded):
         return Problem(Reason.QUOTA_EXCEEDED, f"{name}: {error.message}")
-    text = in_terms_of_the_spec(error, obj, context.obj)
+    text = in_terms_of_the_spec(error, obj, run.obj)
     return Problem(creation_problem(error.message), f"{name}: {text}")
 
 
@@ -184,9 +183,8 @@ def spec_field(path: str, obj: Object, run: Object) -> str:
             kind = re.split(r"[.\[]", below)[1]
             if (template.get("resources") or {}).get(kind):
                 return f"{base}.{below}"
-        elif template.get(
-            re.split(r"[.\[]", below)[0]
-        ):  # the API server does not name the entry of some lists
+        # The API server does not name the entry of some lists.
+        elif template.get(re.split(r"[.\[]", below)[0]):
             return f"{base}.{below}"
     return path
 

@@ -7,13 +7,15 @@ labels of a run of that name.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Reason
 from scalerl_operator.build.run_record import RUN_KEY
-from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
+from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Run
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.kinds import RUN as RUN_KIND
+from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ENDED, RUN, Names, label_value
 from scalerl_operator.policy.lifecycle_types import JobState
@@ -22,46 +24,51 @@ from scalerl_operator.policy.problems import Problem
 _FIELD: Final = "spec.from.run"
 
 
-async def find_source(api: KubeApi, context: RunContext) -> Problem | None:
-    """Sets the source's claim in ``context`` for a preparation that is about to be created; returns why there is none.
+async def find_source(api: KubeApi, findings: Findings) -> Checks:
+    """The checks with the source's claim for a preparation that is about to be created, or why there is none.
 
     A run that has trained has its own checkpoints, and needs the source no more.
     """
-    source = context.run.spec.source
-    absent = context.observed.prepare.state is JobState.ABSENT
-    if source is None or context.trained or not context.decision.prepare or not absent:
-        return None
-    name, namespace = source.run, context.namespace
-    if name == context.name:
-        return Problem(
-            Reason.SPEC_INVALID, f"{_FIELD}: a run cannot be a fork of itself; give it another name"
-        )
-    run = await api.get(RUN_KIND, namespace, name)
-    recorded = run or await _recorded(api, namespace, name)
+    source, checks = findings.accepted.spec.source, findings.checks
+    absent = findings.observed.prepare.state is JobState.ABSENT
+    if source is None or findings.run.steps or not findings.decision.prepare or not absent:
+        return checks
+    claim, uid = await _claim_of(api, source.run, findings.run)
+    found = replace(checks, source_uid=uid)
+    if isinstance(claim, Problem):
+        return replace(found, not_started=claim)
+    return replace(found, source_claim=claim)
+
+
+async def _claim_of(api: KubeApi, name: str, fork: Run) -> tuple[str | Problem, str]:
+    """The claim of the run with that name, or why there is none; and that run's uid."""
+    uid, namespace = "", fork.namespace
+    if name == fork.name:
+        text = f"{_FIELD}: a run cannot be a fork of itself; give it another name"
+        return Problem(Reason.SPEC_INVALID, text), uid
+    recorded = await api.get(RUN_KIND, namespace, name) or await _recorded(api, namespace, name)
     named = None
     if recorded is not None:
-        context.source_uid = str(recorded["metadata"].get("uid", ""))
+        uid = str(recorded["metadata"].get("uid", ""))
         storage = (recorded.get("spec") or {}).get("storage") or {}
         named = storage.get("claimName")
         if storage.get("mountedBy") == "Coordinator":
             text = f"{_FIELD}: {name}: its checkpoints are in its bucket alone (storage.mountedBy Coordinator), and a fork reads a claim"
-            return Problem(Reason.SPEC_INVALID, text)
+            return Problem(Reason.SPEC_INVALID, text), uid
     claim = str(named or Names(name).claim)
     live = await api.get(CLAIM, namespace, claim)
     if live is None:
-        what = (
-            "its claim" if recorded is not None else "there is no such run, and the claim of a deleted one,"
-        )
+        known = recorded is not None
+        what = "its claim" if known else "there is no such run, and the claim of a deleted one,"
         text = f"{_FIELD}: {name}: {what} {claim} does not exist in the namespace {namespace}"
-        return Problem(Reason.REFERENCE_NOT_FOUND, text)
+        return Problem(Reason.REFERENCE_NOT_FOUND, text), uid
     if is_deleted(live):
         text = f"{_FIELD}: {name}: its claim {claim} is being deleted"
-        return Problem(Reason.REFERENCE_NOT_FOUND, text)
+        return Problem(Reason.REFERENCE_NOT_FOUND, text), uid
     if named is None and (live["metadata"].get("labels") or {}).get(RUN) != label_value(name):
         text = f"{_FIELD}: {name}: PersistentVolumeClaim {claim} is not known as that of this run (label {RUN}={label_value(name)})"
-        return Problem(Reason.REFERENCE_NOT_FOUND, text)
-    context.source_claim = claim
-    return None
+        return Problem(Reason.REFERENCE_NOT_FOUND, text), uid
+    return claim, uid
 
 
 async def _recorded(api: KubeApi, namespace: str, name: str) -> Object | None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from scalerl_api.compute import rl_token_cost
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import Condition, RunStatus
-from scalerl_operator.controller.run_context import RunContext
+from scalerl_operator.controller.parts import Findings
 from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.eta import coarse, eta_seconds, recent_rates
 
@@ -57,37 +57,37 @@ class RunFigures:
     stop_after: int | None = None
 
 
-def figures(context: RunContext, status: RunStatus) -> RunFigures:
+def figures(findings: Findings, status: RunStatus) -> RunFigures:
     """The figures of a run with this status."""
-    if context.accepted is None:
+    if findings.accepted.found is None:
         return RunFigures()
-    spec, left = context.accepted.spec, _seconds_left(context)
+    spec, left = findings.accepted.spec, _seconds_left(findings)
     rules = spec.autoscaling
     return RunFigures(
         max_steps=spec.budget.max_steps,
         budget_used=used_fractions(spec.budget, status),
-        estimated_end=None if left is None else context.unix_seconds + left,
+        estimated_end=None if left is None else findings.run.unix_seconds + left,
         deadline=None if rules.deadline is None else datetime.fromisoformat(rules.deadline).timestamp(),
         stop_after=None if rules.mode == "Off" else rules.stop_after,
     )
 
 
-def columns(context: RunContext, status: RunStatus) -> dict[str, Any]:
+def columns(findings: Findings, status: RunStatus) -> dict[str, Any]:
     """The fields of the status that are only for people. A run without an accepted spec keeps all but the reason."""
     found: dict[str, Any] = {"reason": shown_reason(status.phase, status.conditions)}
-    if context.accepted is None:
+    if findings.accepted.found is None:
         return found
-    budget, step = context.accepted.spec.budget, status.step or 0
+    budget, step = findings.accepted.spec.budget, status.step or 0
     used = used_fractions(budget, status)
     limit = max(used, key=lambda name: used[name])
     found |= {
         "progress": f"{step}" if budget.max_steps is None else f"{step}/{budget.max_steps}",
         "budget": f"{100 * used[limit]:.0f}% of {limit}",
     }
-    left = _seconds_left(context)
+    left = _seconds_left(findings)
     if left is not None:
         found["eta"] = coarse(left)
-    elif status.phase is not Phase.RUNNING or context.coordinator is not None:
+    elif status.phase is not Phase.RUNNING or findings.observed.coordinator is not None:
         found["eta"] = None  # kept while the coordinator does not respond
     return found
 
@@ -106,12 +106,12 @@ def shown_reason(phase: Phase, conditions: Sequence[Condition]) -> str:
     return Reason.HEALTHY.value if progressing is not None and progressing.status == "True" else ""
 
 
-def _seconds_left(context: RunContext) -> float | None:
+def _seconds_left(findings: Findings) -> float | None:
     """Seconds until the first limit of the budget is reached, while the run trains."""
-    coordinator = context.coordinator
-    if context.accepted is None or coordinator is None or context.decision.phase is not Phase.RUNNING:
+    coordinator = findings.observed.coordinator
+    if findings.accepted.found is None or coordinator is None or findings.decision.phase is not Phase.RUNNING:
         return None
-    spec = context.accepted.spec
+    spec = findings.accepted.spec
     rates = recent_rates(coordinator, float(rl_token_cost(spec.recipe)))
     left = eta_seconds(spec.budget, coordinator, rates)
     return left if left is not None and left < MAX_SECONDS_LEFT else None

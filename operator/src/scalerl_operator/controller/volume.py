@@ -11,17 +11,16 @@ refusal does not keep the run's other objects from being applied.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
 
 from scalerl_api.conditions import Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.observe import RunObservation, true_condition
-from scalerl_operator.controller.run_context import CLAIM, RunContext, is_deleted
+from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Observed, Run
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError
+from scalerl_operator.kube.objects import is_deleted, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
 from scalerl_operator.policy.lifecycle_types import JobState
@@ -45,35 +44,31 @@ _RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
 """Conditions of a claim whose storage could not be enlarged."""
 
 
-async def check_volume(api: KubeApi, runs: RunObject, context: RunContext) -> None:
-    """Sets in ``context`` the claim's problem, and whether pods may start on it. Removes steps that a user has abandoned from
-    the run's status."""
-    context.trained = context.steps > 0
-    mounted = may_have_mounted(context.observed)
+async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Checks | None:
+    """The claim's problem, and whether pods may start on it. None: a user has abandoned the run's steps, and they have been
+    removed from its status; it is to be reconciled anew."""
+    run, decision = findings.run, findings.decision
+    mounted = may_have_mounted(findings.observed)
     # The coordinator has reported that the volume holds none of the run's steps.
-    empty = any(pod.steps_lost for pod in context.observed.of(Role.COORDINATOR))
+    empty = any(pod.steps_lost for pod in findings.observed.of(Role.COORDINATOR))
     # A trainer that fails for an empty volume does not end the run.
-    outcome = context.memory.outcome if empty else context.decision.memory.outcome
-    if context.deleted or outcome is not None:
-        return
-    problem, gone = await _claim_problem(api, context, mounted=mounted, empty=empty)
-    abandoned = context.annotation(ABANDON) == str(context.steps)
+    outcome = run.memory.outcome if empty else decision.memory.outcome
+    if run.deleted or outcome is not None:
+        return Checks()
+    problem, gone = await _claim_problem(api, findings, mounted=mounted, empty=empty)
+    abandoned = run.annotation(ABANDON) == str(run.steps)
     if gone and abandoned and (empty or not mounted):
-        text = f"{context.steps} steps are abandoned: {ABANDON}"
-        await runs.write(context, without_steps(context.before), at_once=True)
-        await api.event(context.obj, "Warning", Reason.STEPS_ABANDONED, text)
-        context.before, context.trained = RunStatus.read(context.obj.get("status")), False
-        _forget_steps(context)
-        problem, gone = await _claim_problem(api, context, mounted=False, empty=False)
-    context.volume, context.claim_gone = problem, gone
-    decision = context.decision
+        text = f"{run.steps} steps are abandoned: {ABANDON}"
+        await runs.write(run, without_steps(run.before), at_once=True)
+        await api.event(run.obj, "Warning", Reason.STEPS_ABANDONED, text)
+        return None
     starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
     # Pods that drain still save to the volume.
-    if gone and starts and ((empty and not decision.frozen) or not mounted):
-        context.not_started = problem
+    held_back = gone and starts and ((empty and not decision.frozen) or not mounted)
+    return Checks(not_started=problem if held_back else None, volume=problem, claim_gone=gone)
 
 
-def may_have_mounted(observed: RunObservation) -> bool:
+def may_have_mounted(observed: Observed) -> bool:
     """Whether pods of the run may have mounted its volume."""
     trainer = observed.trainer
     in_queue = trainer.held and not trainer.ending
@@ -81,33 +76,31 @@ def may_have_mounted(observed: RunObservation) -> bool:
 
 
 async def _claim_problem(
-    api: KubeApi, context: RunContext, *, mounted: bool, empty: bool
+    api: KubeApi, findings: Findings, *, mounted: bool, empty: bool
 ) -> tuple[Problem | None, bool]:
     """The claim's problem, and whether no pod may start on it."""
-    named, steps = context.run.spec.storage.claim_name, context.steps
+    run, spec = findings.run, findings.accepted.spec
+    named, steps = spec.storage.claim_name, run.steps
     # With copies of the checkpoints, a new claim is as good, but not for pods that have the old one mounted.
-    replaced = named is None and context.run.spec.checkpoint.to is not None
-    name = named or Names(context.name).claim
-    labels = f"{RUN}={label_value(context.name)} {RUN_UID}={context.uid}" if named is None else ""
+    replaced = named is None and spec.checkpoint.to is not None
+    name = named or Names(run.name).claim
+    labels = f"{RUN}={label_value(run.name)} {RUN_UID}={run.uid}" if named is None else ""
 
     def lost(how: str, labels: str = "") -> tuple[Problem, bool]:
-        text = f"PersistentVolumeClaim {name} {how}; the run has trained {steps} steps and does not start on an empty volume"
+        text = f"PersistentVolumeClaim {name} {how}"
         if replaced and mounted:
-            text = (
-                f"PersistentVolumeClaim {name} {how}: suspend and resume the run, which then continues on a new one from the newest "
-                "complete copy in checkpoint.to"
-            )
-            return Problem(Reason.CLAIM_LOST, text), True
-        if labels:
-            text += f"; the claim restored in its place needs the labels {labels}"
+            text += ": suspend and resume the run, which then continues on a new one from the newest complete copy in checkpoint.to"
+        else:
+            text += f"; the run has trained {steps} steps and does not start on an empty volume"
+            text += f"; the claim restored in its place needs the labels {labels}" if labels else ""
         return Problem(Reason.CLAIM_LOST, text), True
 
-    live = context.objects.get((CLAIM, name)) if named is None else None
+    live = run.objects.get((CLAIM, name)) if named is None else None
     if live is None and steps:
-        live = await _get_claim(api, context, name, cached=mounted and named is not None)
+        live = await _get_claim(api, run, name, cached=mounted and named is not None)
     if live is None:
         return (None, False) if not steps or (replaced and not mounted) else lost("does not exist", labels)
-    if named is None and not context.owns(live):
+    if named is None and not run.owns(live):
         if not steps:
             return None, False  # reported as a name that is taken
         return lost(f"is not known as this run's (if it is: kubectl label pvc {name} --overwrite {labels})")
@@ -123,30 +116,17 @@ async def _claim_problem(
     return Problem(Reason.CLAIM_DELETED, text), False
 
 
-async def _get_claim(api: KubeApi, context: RunContext, name: str, *, cached: bool) -> Object | None:
-    read_at, live = context.state.claim_read
-    if not (cached and 0 <= context.unix_seconds - read_at < READ_SECONDS):
-        live = await api.get(CLAIM, context.namespace, name)
-        context.state.claim_read = (context.unix_seconds, live)
+async def _get_claim(api: KubeApi, run: Run, name: str, *, cached: bool) -> Object | None:
+    read_at, live = run.state.claim_read
+    if not (cached and 0 <= run.unix_seconds - read_at < READ_SECONDS):
+        live = await api.get(CLAIM, run.namespace, name)
+        run.state.claim_read = (run.unix_seconds, live)
     return live
 
 
 def without_steps(status: RunStatus) -> RunStatus:
     """The status of a run that restarts at step 0."""
     return status.model_copy(update={name: RunStatus.model_fields[name].get_default() for name in OF_STEPS})
-
-
-def _forget_steps(context: RunContext) -> None:
-    """The same for the lifecycle's memory, before and after this decision: both are written, or compared."""
-    none: dict[str, Any] = {
-        "has_trained": False,
-        "unproven_since": None,
-        "holding": None,
-        "awaited_since": None,
-    }
-    context.memory = replace(context.memory, **none)
-    context.decision = replace(context.decision, memory=replace(context.decision.memory, **none))
-    context.unproven = ()
 
 
 # --- size ---------------------------------------------------------------------------------------
@@ -165,11 +145,11 @@ def never_smaller(wanted: Object, live: Object) -> Object:
     return wanted
 
 
-def size_problem(context: RunContext) -> Problem | None:
+def size_problem(run: Run) -> Problem | None:
     """Why the run's claim is smaller than wanted: the API server refused the size, or the volume could not be resized."""
-    if context.state.size_refused is not None:
-        return context.state.size_refused[2]
-    claim = context.objects.get((CLAIM, Names(context.name).claim)) or {}
+    if run.state.size_refused is not None:
+        return run.state.size_refused[2]
+    claim = run.objects.get((CLAIM, Names(run.name).claim)) or {}
     for type_ in _RESIZE_FAILED:
         if condition := true_condition(claim, type_):
             name, why = claim["metadata"]["name"], condition.get("message") or type_
@@ -177,21 +157,21 @@ def size_problem(context: RunContext) -> Problem | None:
     return None
 
 
-def was_refused(context: RunContext, wanted: Object, live: Object) -> bool:
+def was_refused(run: Run, wanted: Object, live: Object) -> bool:
     """Whether the API server refused this size of the claim less than :data:`RETRY_SECONDS` ago."""
-    size, at, _ = context.state.size_refused or (None, 0.0, None)
-    if size == _size(wanted) and size != _size(live) and 0 <= context.unix_seconds - at < RETRY_SECONDS:
+    size, at, _ = run.state.size_refused or (None, 0.0, None)
+    if size == _size(wanted) and size != _size(live) and 0 <= run.unix_seconds - at < RETRY_SECONDS:
         return True
-    context.state.size_refused = None
+    run.state.size_refused = None
     return False
 
 
-def note_refusal(context: RunContext, wanted: Object, live: Object, error: ApiError) -> bool:
+def note_refusal(run: Run, wanted: Object, live: Object, error: ApiError) -> bool:
     """Records the refusal of a claim; False if its size is not the reason."""
     if _size(wanted) == _size(live):
         return False
     name = wanted["metadata"]["name"]
     text = f"PersistentVolumeClaim {name} stays at {_size(live)}, spec.storage.size is {_size(wanted)}: {error.message}"
     problem = Problem(Reason.CLAIM_NOT_ENLARGED, text)
-    context.state.size_refused = (_size(wanted), context.unix_seconds, problem)
+    run.state.size_refused = (_size(wanted), run.unix_seconds, problem)
     return True

@@ -1,4 +1,4 @@
-"""Compares objects, and reads their field managers (``metadata.managedFields``). Pure.
+"""Reads objects, compares them, and reads their field managers (``metadata.managedFields``). Pure.
 
 The operator creates objects with POST, which costs the API server half as much as applying an object that does not exist.
 Fields set by a POST are owned by an *Update* entry, and an apply does not remove a field that another entry owns: a field
@@ -16,10 +16,35 @@ import msgspec
 
 from scalerl_api.spec import GROUP
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import FIELD_OWNER, RENDERED_HASH
+from scalerl_operator.names import FIELD_OWNER, RENDERED_HASH, RUN_UID
 
 _EXPECTED_MANAGERS: Final = {("kube-controller-manager", ""), ("kube-scheduler", "")}
 """They write the revision of a Deployment, and the volume and the node of a claim: none of these fields is rendered."""
+
+
+def belongs(obj: Object, uid: str) -> bool:
+    """Whether an object belongs to the run with that uid: by its label, or by its owner where the label was removed."""
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return label(obj, RUN_UID) == uid or any(owner.get("uid") == uid for owner in owners)
+
+
+def label(obj: Object, name: str) -> str:
+    """A label's value; empty without it."""
+    labels = obj["metadata"].get("labels") or {}
+    return str(labels.get(name, ""))
+
+
+def is_deleted(obj: Object) -> bool:
+    """Whether an object is being deleted."""
+    return "deletionTimestamp" in obj["metadata"]
+
+
+def true_condition(obj: Object, type_: str) -> Object:
+    """The condition if its status is True, else empty."""
+    for condition in (obj.get("status") or {}).get("conditions") or ():
+        if condition["type"] == type_ and condition["status"] == "True":
+            return dict(condition)
+    return {}
 
 
 def applied(managed: Sequence[Object]) -> list[Object] | None:

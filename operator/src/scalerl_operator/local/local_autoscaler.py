@@ -15,7 +15,7 @@ from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.autoscaling.models import Decision, Generators
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.local.supervisor import LocalRuntime
-from scalerl_operator.local.unit import Event
+from scalerl_operator.run_view import Event
 from scalerl_operator.workloads import Plan, Role
 
 

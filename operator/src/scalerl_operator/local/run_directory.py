@@ -21,7 +21,6 @@ from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.earlier_runs import select
-from scalerl_operator.policy.edits_of_run import raises_limit
 from scalerl_operator.policy.resume_changes import forbidden_changes
 from scalerl_processes.process_table import kill_marked
 
@@ -39,13 +38,13 @@ class DirectoryProblem(Exception):
 class RunDirectory:
     """A locked directory. The lock ends with :meth:`release`, or with this process and all its subreapers, which share the lock.
 
-    raises_limit: the run is resumed with a limit above that of its last start.
+    resumed: it had a run before.
     """
 
-    def __init__(self, root: Path, lock_fd: int, *, raises_limit: bool = False) -> None:
+    def __init__(self, root: Path, lock_fd: int, *, resumed: bool = False) -> None:
         self.paths = RunPaths(root)
         self.lock_fd = lock_fd
-        self.raises_limit = raises_limit
+        self.resumed = resumed
 
     @classmethod
     def create(cls, root: Path, run: ScaleRLRun) -> Self:
@@ -82,8 +81,7 @@ class RunDirectory:
                 + "\nundo the change, or start a new run with another --dir"
             )
         try:
-            raised = raises_limit(accepted_run(before).spec, run.spec)
-            directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS), raises_limit=raised)
+            directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS), resumed=True)
             # The lock is free, so the runtime and the subreapers of any process that still uses this directory were killed.
             kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
             directory._write(run)
@@ -97,9 +95,9 @@ class RunDirectory:
 
     def _write(self, run: ScaleRLRun) -> None:
         self.paths.logs.mkdir(exist_ok=True)
-        _replace(self.paths.run_file, to_yaml(run.to_manifest()), 0o644)
+        replace_file(self.paths.run_file, to_yaml(run.to_manifest()), 0o644)
         if not self.paths.token.exists():
-            _replace(self.paths.token, secrets.token_urlsafe(32) + "\n", 0o600)
+            replace_file(self.paths.token, secrets.token_urlsafe(32) + "\n", 0o600)
 
     @property
     def token(self) -> str:
@@ -196,7 +194,8 @@ def _lock(root: Path, *, wait_seconds: float) -> int:
         raise
 
 
-def _replace(path: Path, text: str, mode: int) -> None:
+def replace_file(path: Path, text: str, mode: int) -> None:
+    """Writes a file, or replaces it, at once and durably."""
     staging = path.with_name(path.name + ".new")
     fd = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(fd, "w", encoding="utf-8") as file:

@@ -7,31 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.models import Decision
-from scalerl_operator.local.unit import UnitStatus
 from scalerl_operator.policy.eta import Rates
 
 _WINDOW_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A run at one moment.
-
-    elapsed_seconds: since this command started.
-    status: the coordinator's last; None before the first.
-    stopping: the reason of the stop; empty without one.
-    eta_seconds: until the budget is used; None while unknown.
-    decision: the autoscaler's last; None without one.
-    """
-
-    elapsed_seconds: float
-    status: Status | None
-    units: tuple[UnitStatus, ...]
-    rates: Rates
-    stopping: str
-    eta_seconds: float | None
-    decision: Decision | None = None
 
 
 @dataclass

@@ -1,64 +1,32 @@
-"""A unit: processes that start and end together, restarted with back-off.
+"""A unit: processes that start and end together.
 
-Each container of a service is a unit; the ranks of a trainer are one unit.
+It does what a kubelet does: it starts its containers, probes them, and restarts those of a service with back-off. Each container
+of a service is a unit, and so are the ranks of a trainer, of which a unit makes one attempt: the lifecycle decides on the next.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from scalerl_api import process as api
 from scalerl_operator.local import prober
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.problems import last_log_line
-from scalerl_operator.workloads import Container, Lifetime, Role, Workload
+from scalerl_operator.run_view import Event, Failure, UnitState, UnitStatus
+from scalerl_operator.workloads import Container, Lifetime, Workload
 from scalerl_processes.child import ChildProcess, Command
 from scalerl_processes.waiting import cancel, first, pause
 
 _SIGNIFICANT = (api.BAD_INPUT_EXIT_CODE, api.DIVERGED_EXIT_CODE, api.PUBLISH_REFUSED_EXIT_CODE)
-
-
-UNNEEDED_SECONDS = 300.0
-"""Pause after a failure for good of a unit that the run does not need yet."""
-_NEED_POLL_SECONDS = 1.0
+GIVEN_UP_SECONDS: Final = 300.0
+"""Delay of the next start of a service of which no start succeeds: a kubelet's longest back-off."""
 _LAST_BYTES = 4096
 """Part of a log that is read for its last line."""
-
-
-class UnitState(enum.StrEnum):
-    PENDING = "pending"
-    STARTING = "starting"
-    READY = "ready"
-    BACK_OFF = "back-off"
-    STOPPING = "stopping"
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Event:
-    """An event of a unit, for users."""
-
-    unit: str
-    text: str
-    is_problem: bool = False
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The end of a unit that is not restarted."""
-
-    unit: str
-    role: Role
-    reason: str
-    bad_input: bool
-    exit_code: int | None
-    log: str
 
 
 @dataclass(frozen=True)
@@ -74,27 +42,12 @@ class Member:
     command: Callable[[int], Command]
 
 
-@dataclass
-class UnitStatus:
-    """The status of a unit for a view; times are of ``time.monotonic()``."""
-
-    name: str
-    role: Role
-    state: UnitState = UnitState.PENDING
-    restarts: int = 0
-    since: float = field(default_factory=time.monotonic)
-    first_ready: float | None = None
-    last_error: str = ""
-    """How the last start failed, with the last line of its log; empty once the unit is ready."""
-
-
 class Unit:
     """Supervises its members until they are done, fail, or are stopped.
 
     index: of the replica; 0 for a gang.
-    may_exit: called when all members have exited with 0; if it returns False, they are restarted.
-    needed: whether the run needs the role now. If not, a failure for good is tried again once it does, or after
-        :data:`UNNEEDED_SECONDS`.
+    on_change: called when the unit is ready, or has ended.
+    is_ending: whether the run ends, so that a service whose process has exited with 0 is not restarted.
     """
 
     def __init__(
@@ -106,69 +59,65 @@ class Unit:
         policy: restarts.RestartPolicy,
         *,
         on_event: Callable[[Event], None],
-        may_exit: Callable[[Lifetime], Awaitable[bool]],
-        needed: Callable[[Role], bool] = lambda role: True,
+        on_change: Callable[[], None] = lambda: None,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._needed = needed
         self.name = name
         self.index = index
         self.essential = workload.essential
         self.lifetime = workload.lifetime
         self.ports = members[0].ports
         self.status = UnitStatus(name, workload.role)
+        self.failure: Failure | None = None
+        """The last end, if a restart cannot help; of a gang, if it has failed. None once the unit is ready."""
         self._members = members
         self._policy = policy
         self._on_event = on_event
-        self._may_exit = may_exit
+        self._on_change = on_change
+        self._is_ending = is_ending
         self._stopping = asyncio.Event()
         self._processes: list[ChildProcess] = []
         self._ready: dict[str, float] = {}
         self._record = restarts.Record()
+        self._starts = 0
 
-    async def run(self) -> Failure | None:
-        """Returns None when done or stopped, else the failure. No process of the unit is left afterwards."""
-        start = 0
-        while not self._stopping.is_set():
-            start += 1
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    @property
+    def quick_restarts(self) -> int:
+        """Consecutive failures of a service that is not ready."""
+        return 0 if self.status.state is UnitState.READY else self._record.consecutive_failures
+
+    def renew(self) -> None:
+        """Makes the unit as new, to be run again."""
+        self._stopping.clear()
+        self.failure = None
+        self._to(UnitState.PENDING)
+
+    async def run(self) -> None:
+        """Returns when done, failed, or stopped. No process of the unit is left afterwards."""
+        while not self.is_stopping:
+            self._starts += 1
             try:
-                end, culprit = await self._once(start)
+                end, culprit = await self._once(self._starts)
             except OSError as error:
-                return self._fail(f"cannot be started: {error}")
+                self._give_up(f"cannot be started: {error}")
+                delay = GIVEN_UP_SECONDS
+            else:
+                if self.is_stopping or (end.exit_code == 0 and await self._is_done()):
+                    break
+                delay = self._note(end, culprit)
             finally:
                 await self._end_all()
-            if self._stopping.is_set() or (end.exit_code == 0 and await self._is_done()):
-                break
-            log = culprit.command(start).log
-            line = _last_line(log)
-            self.status.last_error = f"{culprit.name} {end.describe()}" + (f": {line}" if line else "")
-            outcome = restarts.decide(self._policy, self._record, end)
-            if isinstance(outcome, restarts.GiveUp):
-                reason = f"{culprit.name} {end.describe()}; {outcome.reason}"
-                if self._needed(self.status.role):
-                    return self._fail(
-                        reason, bad_input=outcome.bad_input, exit_code=end.exit_code, log=str(log)
-                    )
-                await self._wait_until_needed(reason)
-                continue
-            self._record = outcome.record
-            self.status.restarts += 1
-            self._to(UnitState.BACK_OFF)
-            text = f"{self.status.last_error}; restarting in {outcome.delay_seconds:g} s"
-            self._on_event(Event(self.name, text, is_problem=True))
-            await pause(outcome.delay_seconds, until=self._stopping)
+            if self.failure is not None and self.lifetime is not Lifetime.SERVICE:
+                self._to(UnitState.FAILED)
+                return
+            self._on_change()
+            await pause(delay, until=self._stopping)
+            self.status.restarts += not self.is_stopping
         self._to(UnitState.DONE)
-        return None
-
-    async def _wait_until_needed(self, reason: str) -> None:
-        """Waits until the run needs the unit, which has failed, or :data:`UNNEEDED_SECONDS`; the next failures count anew."""
-        self._record = restarts.Record()
-        self.status.restarts += 1
-        self._to(UnitState.BACK_OFF)
-        text = f"{reason}; the run does not need it before mid-training ends, and then starts it again"
-        self._on_event(Event(self.name, text, is_problem=True))
-        end = time.monotonic() + UNNEEDED_SECONDS
-        while not self._stopping.is_set() and time.monotonic() < end and not self._needed(self.status.role):
-            await pause(_NEED_POLL_SECONDS, until=self._stopping)
 
     def stop(self) -> None:
         """Stops all processes; :meth:`run` returns once they have ended."""
@@ -185,10 +134,47 @@ class Unit:
             process.kill()
 
     async def _is_done(self) -> bool:
-        """Whether the unit is not to be restarted. A stop does not wait for the answer, which may take long."""
-        if self.lifetime is Lifetime.ONCE:
+        """Whether a unit whose processes have all exited with 0 has done its work: of a service, at the end of the run alone."""
+        if self.lifetime is not Lifetime.SERVICE:
             return True
-        return await first(self._stopping.wait(), self._may_exit(self.lifetime))
+        self._on_change()  # the coordinator may have finished since it was last asked
+        await pause(self._policy.first_delay_seconds, until=self._stopping)
+        return self.is_stopping or self._is_ending()
+
+    def _note(self, end: restarts.ProcessEnd, culprit: Member) -> float:
+        """Notes how a start has failed; returns the seconds until the next one."""
+        log = culprit.command(self._starts).log
+        line = _last_line(log)
+        how = f"{culprit.name} {end.describe()}"
+        self.status.last_error = how + (f": {line}" if line else "")
+        if self.lifetime is Lifetime.GANG:
+            bad_input = end.exit_code == api.BAD_INPUT_EXIT_CODE
+            self.failure = Failure(self.name, self.status.role, how, bad_input, end.exit_code, str(log), line)
+            return 0.0
+        outcome = restarts.decide(self._policy, self._record, end)
+        if isinstance(outcome, restarts.GiveUp):
+            self._give_up(f"{how}; {outcome.reason}", outcome.bad_input, end.exit_code, str(log), line)
+            return GIVEN_UP_SECONDS
+        self._record = outcome.record
+        self._to(UnitState.BACK_OFF)
+        text = f"{self.status.last_error}; restarting in {outcome.delay_seconds:g} s"
+        self._on_event(Event(self.name, text, is_problem=True))
+        return outcome.delay_seconds
+
+    def _give_up(
+        self,
+        reason: str,
+        bad_input: bool = False,
+        exit_code: int | None = None,
+        log: str = "",
+        line: str = "",
+    ) -> None:
+        self._record = restarts.Record()
+        self._to(UnitState.BACK_OFF)
+        self.failure = Failure(self.name, self.status.role, reason, bad_input, exit_code, log, line)
+        if self.lifetime is not Lifetime.GANG:  # the lifecycle may start another attempt
+            text = reason if self.essential else f"the run continues without it: {reason}"
+            self._on_event(Event(self.name, text, is_problem=True))
 
     async def _once(self, start: int) -> tuple[restarts.ProcessEnd, Member]:
         """Starts all members; returns the end that ends the unit, and its member."""
@@ -228,6 +214,8 @@ class Unit:
         if len(self._ready) == len(self._members) and self.status.state is UnitState.STARTING:
             self._to(UnitState.READY)
             self.status.last_error = ""
+            self.failure = None
+            self._on_change()
             if self.status.first_ready is None:
                 self.status.first_ready = self.status.since
 
@@ -241,13 +229,6 @@ class Unit:
         for process in self._processes:
             await process.wait()
         self._processes.clear()
-
-    def _fail(
-        self, reason: str, *, bad_input: bool = False, exit_code: int | None = None, log: str = ""
-    ) -> Failure:
-        self._to(UnitState.FAILED)
-        self._on_event(Event(self.name, reason, is_problem=True))
-        return Failure(self.name, self.status.role, reason, bad_input, exit_code, log)
 
     def _to(self, state: UnitState) -> None:
         self.status.state = state

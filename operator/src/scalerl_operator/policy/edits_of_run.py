@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from scalerl_api.edits import Effect, edit_of, flat
-from scalerl_api.spec import BudgetSpec, RunSpec
+from scalerl_api.load import accepted_run
+from scalerl_api.spec import API_VERSION, KIND, BudgetSpec, RunSpec
 from scalerl_api.status import RunStatus
 from scalerl_operator.policy.budget import used_fractions
 
@@ -90,6 +92,38 @@ def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tupl
         for spec in (before, after)
     )
     return tuple(path for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path))
+
+
+def edits_since(
+    before: RunStatus, accepted: RunSpec, spec: Mapping[str, Any], text: str | None
+) -> tuple[SpecEdit, tuple[str, ...]]:
+    """What has been edited since the status was written, and the fields that were edited since the last trained steps.
+
+    spec: as it was written, but for defaults of the API server.
+    text: of the accepted spec, for the status; None if it is too long.
+    """
+    edit, last = SpecEdit(), before.accepted_spec
+    if last is not None and last != text:
+        edit = edit_between(_read(last), accepted, before)
+    elif last is None and before.accepted_spec_hash not in (None, hash_of(spec)):
+        edit = SpecEdit((UNKNOWN_FIELDS,))
+    proven = before.trained_spec or last
+    return edit, _differences(proven, text) if proven and text not in (None, proven) else ()
+
+
+def _read(text: str) -> RunSpec:
+    """A spec as a status has it."""
+    nameless = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "run"}}
+    return accepted_run(nameless | {"spec": json.loads(text)}).spec
+
+
+@functools.lru_cache(maxsize=8)
+def _differences(before: str, after: str) -> tuple[str, ...]:
+    """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles. Few are: a spec
+    may have 256 KiB."""
+    changed = changed_fields(_read(before), _read(after))
+    # As they were written: a preset or an alternative has many values that nobody wrote.
+    return changed and (differing_paths(json.loads(before), json.loads(after)) or changed)
 
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:

@@ -44,6 +44,7 @@ from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy import budget, restarts
 from scalerl_operator.policy.edits_of_run import restarts_a_role
 from scalerl_operator.policy.lifecycle_types import (
+    DRAIN_SECONDS,
     End,
     Ended,
     Job,
@@ -55,8 +56,6 @@ from scalerl_operator.policy.lifecycle_types import (
     Suspension,
 )
 
-DRAIN_SECONDS: Final = 1800.0
-"""Timeout of the drain of a run that is suspended or deleted: it finishes its step and writes a checkpoint."""
 POLL_SECONDS: Final = 5.0
 """Between two reconciles of a run with a coordinator, whose status is polled."""
 ASK_AGAIN_SECONDS: Final = 2.0
@@ -161,7 +160,7 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
     draining = trainer.state is JobState.LEAVING or (
         trainer.state is JobState.ACTIVE and was_ready and (trainer.ending or not trainer.held)
     )
-    if not draining or memory.rest is not Suspension.NO or now - since >= DRAIN_SECONDS:
+    if not draining or memory.rest is not Suspension.NO or now - since >= observed.drain_seconds:
         return None
     unreachable = None if observed.status is not None else _since(memory.unreachable_since, now)
     # Without the coordinator no stop request reaches the trainer, and none of its checkpoints, which have the coordinator's state,
@@ -247,21 +246,26 @@ def _coordinator_failure(observed: LifecycleInput, memory: Memory) -> Outcome | 
     if coordinator.restarts > restarts.MAX_POD_RESTARTS:
         message = f"{coordinator.restarted or 'coordinator'} was restarted {coordinator.restarts} times"
         return _failure(observed, memory, Reason.BACKOFF_LIMIT_EXCEEDED, message)
+    if coordinator.given_up is not None:
+        message = f"coordinator: {coordinator.given_up.message}"
+        return _failure(observed, memory, Reason.BACKOFF_LIMIT_EXCEEDED, message)
     return None
 
 
 def _generator_failure(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Outcome | None:
-    """The outcome of a run whose generators all reject their input, after an edit or before any of them has held weights, which
-    only the coordinator knows. Otherwise, the others go on, and mid-training, which ends with the first checkpoint, needs none."""
+    """The outcome of a run whose generators all reject their input, or are given up, after an edit or before any of them has held
+    weights, which only the coordinator knows. Otherwise, the others go on, and mid-training, which ends with the first checkpoint,
+    needs none."""
     generators, status = observed.generators, observed.status
-    end = generators.bad_input
+    end = generators.bad_input or generators.given_up
     if end is None or generators.ready or generators.starting:
         return None
     if status is None or (status.published_version >= 0 and memory.unproven_since is None):
         return None
     if spec.warm_start is not None and status.checkpoint_version < 0:
         return None
-    return _failure(observed, memory, Reason.BAD_INPUT, f"generator: {end.message or 'its input is wrong'}")
+    reason = Reason.BAD_INPUT if generators.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED
+    return _failure(observed, memory, reason, f"generator: {end.message or 'its input is wrong'}")
 
 
 def _generators(observed: LifecycleInput) -> int:
@@ -492,7 +496,8 @@ def _attempt(observed: LifecycleInput, memory: Memory, *, finished: bool) -> tup
     if memory.attempt > memory.last_recorded_attempt:
         # Recorded but not observed yet, or deleted: the same attempt is created again.
         return replace(memory, ready_since=None), memory.attempt, POLL_SECONDS
-    return replace(memory, attempt=memory.attempt + 1, ready_since=None), memory.attempt + 1, POLL_SECONDS
+    attempt = memory.attempt + 1
+    return replace(memory, attempt=attempt, ready_since=None, next_at=0.0), attempt, POLL_SECONDS
 
 
 def _policy(spec: RunSpec) -> restarts.RestartPolicy:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
 from scalerl_api.wire import Status
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.edits_of_run import SpecEdit
+
+DRAIN_SECONDS: Final = 1800.0
+"""Timeout of the drain of a run that is suspended or deleted: it finishes its step and writes a checkpoint."""
 
 
 class JobState(enum.StrEnum):
@@ -62,7 +66,8 @@ class Service:
     restarts: most restarts of any one container.
     restarted: that container.
     bad_input: the end of a container with wrong input, for which a restart cannot help.
-    starting: number of replicas that are not ready and had no such end.
+    given_up: the last end of a container whose starts all fail, where its runtime says so; a cluster's tries on without end.
+    starting: number of replicas that are not ready and had neither such end.
     """
 
     ready: int = 0
@@ -70,6 +75,7 @@ class Service:
     restarts: int = 0
     restarted: str = ""
     bad_input: Ended | None = None
+    given_up: Ended | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class LifecycleInput:
     started: a coordinator and a generator of the accepted spec are ready; others may still be those of an earlier spec.
     edit: of the spec, since the last reconcile.
     unproven: fields that have been edited and have not trained :data:`.lifecycle.PROVEN_STEPS` steps yet.
+    drain_seconds: timeout of a drain.
     """
 
     unix_seconds: float
@@ -105,6 +112,7 @@ class LifecycleInput:
     started: bool = True
     edit: SpecEdit = field(default_factory=SpecEdit)
     unproven: tuple[str, ...] = ()
+    drain_seconds: float = DRAIN_SECONDS
 
 
 class Suspension(enum.StrEnum):

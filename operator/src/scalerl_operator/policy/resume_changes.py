@@ -8,7 +8,7 @@ from scalerl_api.edits import Effect, edit_of, flat
 
 OF_A_CLUSTER = (
     *("spec.storage", "spec.images", "spec.podTemplate", "spec.deviceResource", "spec.coordinator"),
-    *("spec.generator.podTemplate", "spec.trainer.podTemplate", "spec.trainer.maxRestarts"),
+    *("spec.generator.podTemplate", "spec.trainer.podTemplate"),
     "spec.ttlSecondsAfterFinished",
 )
 """Fields that a local run does not read: a change of them has no effect."""

@@ -1,0 +1,59 @@
+"""The decision of a reconcile: the policy of the lifecycle (:mod:`..policy.lifecycle`) on what was observed. Pure."""
+
+from __future__ import annotations
+
+from scalerl_api.conditions import Phase
+from scalerl_operator.build.scope import spec_hash
+from scalerl_operator.controller.parts import Accepted, Observed, Run
+from scalerl_operator.kube.objects import label
+from scalerl_operator.names import QUEUE
+from scalerl_operator.policy import lifecycle
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, LifecycleInput, Service
+from scalerl_operator.workloads import Role
+
+
+def decide(run: Run, accepted: Accepted, observed: Observed) -> LifecycleDecision:
+    """The lifecycle's decision. A run without an accepted spec stays as it is until it is deleted; its drain needs no spec."""
+    if accepted.found is not None or run.deleted:
+        spec = None if accepted.found is None else accepted.found.spec
+        return lifecycle.decide(spec, lifecycle_input(run, accepted, observed), run.memory)
+    phase = run.before.phase if run.memory.attempt else Phase.PENDING
+    return LifecycleDecision(phase, run.memory)
+
+
+def lifecycle_input(run: Run, accepted: Accepted, observed: Observed) -> LifecycleInput:
+    """The observations that the lifecycle depends on."""
+    spec = None if accepted.found is None else accepted.found.spec
+    return LifecycleInput(
+        unix_seconds=run.unix_seconds,
+        deleting=run.deleted,
+        suspend=spec is not None and spec.suspend,
+        queued=bool(label(run.obj, QUEUE)),
+        unadmitted=observed.gang is not None and not observed.gang.admitted,
+        serving=observed.serving,
+        prepare=observed.prepare,
+        trainer=observed.trainer,
+        coordinator=_service(accepted, observed, Role.COORDINATOR),
+        generators=_service(accepted, observed, Role.GENERATOR),
+        status=observed.coordinator,
+        stop="" if run.state.autoscaler is None else run.state.autoscaler.stop,
+        generators_wanted=run.before.generators.replicas if spec is None else spec.generator.replicas,
+        steps=run.steps,
+        started=all(_is_started(accepted, observed, role) for role in (Role.COORDINATOR, Role.GENERATOR)),
+        edit=accepted.edit,
+        unproven=accepted.unproven,
+    )
+
+
+def _is_started(accepted: Accepted, observed: Observed, role: Role) -> bool:
+    """Whether a pod of a role is ready that was created for the accepted spec, as far as that is known."""
+    hashes = ("", "" if accepted.found is None else spec_hash(accepted.found, role))
+    return any(pod.ready and pod.spec_hash in hashes for pod in observed.of(role))
+
+
+def _service(accepted: Accepted, observed: Observed, role: Role) -> Service:
+    """The lifecycle's input about a role; failures of pods of an earlier spec, which are being replaced, do not count."""
+    found = observed.service(role)
+    if accepted.found is None or (found.bad_input is None and not found.restarts):
+        return found
+    return observed.service(role, spec_hash(accepted.found, role))

@@ -1,0 +1,39 @@
+"""What runs a run: the interface between the lifecycle and a runtime (a cluster, one machine).
+
+:func:`step` is the whole of a runtime's loop. It is level-triggered: nothing is remembered but :class:`.Memory`, and that is
+recorded before it is acted on, so that the process may end at any line.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scalerl_api.spec import RunSpec
+from scalerl_operator.policy.lifecycle import decide
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, LifecycleInput, Memory
+
+
+class Runtime(Protocol):
+    """One run on one kind of machine."""
+
+    async def observe(self) -> LifecycleInput:
+        """What exists of the run now. The coordinator's status is read after the Jobs: of a trainer that has ended, it then tells
+        whether the run is complete."""
+        ...
+
+    async def record(self, decision: LifecycleDecision) -> None:
+        """Stores the memory and phase of a decision, for a later process."""
+        ...
+
+    async def apply(self, decision: LifecycleDecision) -> None:
+        """Makes exist what the decision says, and nothing else: starts, or begins to end, what differs, and waits for none of it.
+        Passes on the stop request."""
+        ...
+
+
+async def step(runtime: Runtime, spec: RunSpec | None, memory: Memory) -> LifecycleDecision:
+    """One reconcile of a run."""
+    decision = decide(spec, await runtime.observe(), memory)
+    await runtime.record(decision)
+    await runtime.apply(decision)
+    return decision
