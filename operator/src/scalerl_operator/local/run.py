@@ -221,9 +221,8 @@ class LocalRun:
     async def _observe(self) -> None:
         failures = 0
         while True:
-            seconds = (
-                _TICK_SECONDS if self._startup.first_lease_seconds is not None else _STARTING_TICK_SECONDS
-            )
+            started = self._startup.first_lease_seconds is not None
+            seconds = _TICK_SECONDS if started else _STARTING_TICK_SECONDS
             if failures > 1 and self._status is not None:
                 seconds = min(seconds * 2.0 ** min(failures, 10), _MAX_BACK_OFF_SECONDS)
             self._wake.clear()
