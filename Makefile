@@ -114,7 +114,6 @@ lint: setup ## format, lint, types, import contracts, links of the documentation
 	$(BIN)/lint-imports --no-cache
 	@# A link that leads nowhere fails. Not -q: it also hides the warnings that fail the build.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -d $(VENV)/site
-	@$(BIN)/python tests/house/operator_size.py
 
 format: setup ## rewrite the code the way lint wants it
 	$(BIN)/ruff format .

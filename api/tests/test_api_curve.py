@@ -48,7 +48,7 @@ def test_curve_round_trip(points: list[EvaluationPoint]) -> None:
             ]
 
 
-def test_missing_columns_of_an_earlier_release_are_0() -> None:
+def test_missing_columns_are_0() -> None:
     (point,) = curve_points("compute,reward,samples,version,mixed_versions,eval_version\n9,0.5,16,3,true,a\n")
     assert (point.work_tokens, point.reward, point.mixed_versions, point.set_digest) == (9, 0.5, True, "a")
     assert (point.prompts, point.wall_seconds) == (0, 0.0)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from scalerl_api.load import SpecError, accepted_run, parse_run, to_yaml
+from scalerl_api.load import SpecError, parse_run, to_yaml
 from scalerl_api.recipe import ONE_OF, PRESETS, RecipeSpec, resolve
-from scalerl_api.recipe.earlier import with_earlier_names
 from scalerl_api.recipe.presets import DEFAULTS, cel, completed
 from scalerl_api.recipe.spec import Preset
 from scalerl_api.spec_warnings import warnings_of
@@ -196,121 +195,6 @@ def test_manifest_round_trip_keeps_recipe_and_origins(preset: str) -> None:
 def test_completing_twice_changes_nothing(recipe: dict[str, Any]) -> None:
     assert completed(completed(recipe)) == completed(recipe)
     assert RecipeSpec.model_validate(completed(recipe)) == RecipeSpec.model_validate(recipe)
-
-
-OLD_DEFAULTS = {
-    "loss": {"name": "CISPO", "ratioCap": "5", "clipLow": "0.2", "clipHigh": "0.2"},
-    "advantageNormalization": "Batch",
-    "maxStalenessSteps": 8,
-    "fp32Head": True,
-}
-"""As an API server of the release before wrote them."""
-WITHOUT_NAMES = {"length": {"none": {}}, "curriculum": {"uniform": {}}}
-"""What that release did, for which it had no fields."""
-
-
-@pytest.mark.parametrize(
-    ("old", "now"),
-    [
-        ({}, {}),
-        ({"loss": {"name": "CISPO", "ratioCap": 4}}, {"loss": {"cispo": {"ratioCap": 4}}}),
-        (
-            {"loss": {"name": "GRPO", "ratioCap": "4", "clipHigh": "0.3"}},
-            {"loss": {"ppoClip": {"clipHigh": "0.3"}}},
-        ),
-        ({"advantageNormalization": "Group"}, {"advantage": {"normalization": "Group"}}),
-        ({"maxStalenessSteps": 2}, {"offPolicy": {"pipeline": {"maxStalenessSteps": 2}}}),
-        ({"fp32Head": False}, {"fp32Logits": "None"}),
-    ],
-)
-@pytest.mark.parametrize("read", [lambda run: parse_run(to_yaml(run), "run.yaml"), accepted_run])
-def test_names_of_the_release_before_are_read(old: dict[str, Any], now: dict[str, Any], read: Any) -> None:
-    """Alone, and among the defaults that an API server wrote."""
-    expected = read(with_recipe(**now, **WITHOUT_NAMES)).spec.recipe
-    for written in (
-        old if old else OLD_DEFAULTS,
-        OLD_DEFAULTS | {"advantage": {"baseline": "GroupMean"}} | old,
-    ):
-        recipe = read(with_recipe(**written)).spec.recipe
-        assert recipe.model_dump() == expected.model_dump()
-        assert all(name.read for name in recipe.earlier_names)
-        again = with_earlier_names(recipe.model_dump(by_alias=True, exclude_none=True))
-        assert RecipeSpec.model_validate(again).model_dump() == expected.model_dump()
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        {"loss": {"cispo": {"ratioCap": "4"}}},
-        {"loss": {"ppoClip": {"clipHigh": "0.3"}}, "fp32Logits": "None"},
-    ],
-)
-def test_pod_of_the_release_before_reads_the_recipe(recipe: dict[str, Any]) -> None:
-    """It knows the earlier names alone, and drops the others."""
-    given = {
-        **recipe,
-        "advantage": {"normalization": "Group"},
-        "offPolicy": {"pipeline": {"maxStalenessSteps": 2}},
-    }
-    spec = RecipeSpec.model_validate({**given, **WITHOUT_NAMES})
-    written = with_earlier_names(spec.model_dump(by_alias=True, exclude_none=True))
-    known = {name: value for name, value in written.items() if name in OLD_DEFAULTS}
-    known["loss"] = {name: value for name, value in known["loss"].items() if name in OLD_DEFAULTS["loss"]}  # type: ignore[operator]
-    assert RecipeSpec.model_validate(known).model_dump() == spec.model_dump()
-
-
-def test_earlier_names_warn_unless_they_hold_the_default() -> None:
-    names = [name.name for name in RecipeSpec.model_validate(OLD_DEFAULTS).earlier_names]
-    assert names == ["length", "curriculum"], "with the next release they would have other defaults"
-    run = parse_run(to_yaml(with_recipe(loss={"name": "GRPO"}, maxStalenessSteps=2)), "run.yaml")
-    found = {problem.where: problem.hint for problem in warnings_of(run.spec) if "release" in problem.message}
-    assert found == {
-        "spec.recipe.loss.name": "write recipe.loss",
-        "spec.recipe.maxStalenessSteps": "write recipe.offPolicy",
-        "spec.recipe.length": "write recipe.length",
-        "spec.recipe.curriculum": "write recipe.curriculum",
-    }
-
-
-@pytest.mark.parametrize(
-    "newer",
-    [
-        {"preset": "dapo"},
-        {"preset": "ppo-off-policy", "loss": {"gspo": {}}},
-        {
-            "loss": {"ppoClip": {}},
-            "advantage": {"normalization": "None"},
-            "offPolicy": {"pipeline": {}},
-            "fp32Logits": "Trainer",
-            "length": {"penalty": {}},
-            "curriculum": {"passRateBand": {}},
-        },
-    ],
-)
-def test_newer_fields_override_earlier_names(newer: dict[str, Any]) -> None:
-    """A manifest with new names was applied to an object of the release before."""
-    kept = {**OLD_DEFAULTS, "maxStalenessSteps": 3, **newer}
-    kept["loss"] = {**OLD_DEFAULTS["loss"], **newer.get("loss", {})}  # type: ignore[dict-item]
-    recipe = RecipeSpec.model_validate(kept)
-    assert recipe.model_dump() == RecipeSpec.model_validate(newer).model_dump()
-    assert [(name.name, name.read) for name in recipe.earlier_names] == [("maxStalenessSteps", False)]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"loss": {"name": "PPO"}},
-        {"loss": {"name": ["GRPO"]}},
-        {"maxStalenessSteps": "2"},
-        {"fp32Head": "yes"},
-        {"advantageNormalization": 3},
-        {"advantage": 3, "advantageNormalization": "Group"},
-        {"loss": 3},
-    ],
-)
-def test_earlier_names_with_unknown_values_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(SpecError):
-        parse_run(to_yaml(with_recipe(**bad)), "run.yaml")
 
 
 def test_cel_of_a_number_is_what_resolves() -> None:

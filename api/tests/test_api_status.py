@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_api.conditions import RENAMED, Phase, Reason
+from scalerl_api.conditions import Phase, Reason
 from scalerl_api.status import RunStatus
 
 NOW = "2026-01-01T00:00:00Z"
@@ -79,7 +79,3 @@ def test_any_status_is_accepted(changes: dict[str, Any]) -> None:
 def test_reason_of_a_later_release_is_other_release() -> None:
     assert Reason.read("BudgetReached") is Reason.BUDGET_REACHED
     assert Reason.read("ProphecyFulfilled") is Reason.OTHER_RELEASE
-    assert Reason.read("RestartsExhausted") is Reason.BACKOFF_LIMIT_EXCEEDED
-    assert Reason.read("SuspendedByForecast") is Reason.STOPPED_BY_FORECAST
-    assert set(RENAMED.values()) <= set(Reason)
-    assert not set(RENAMED) & set(Reason)

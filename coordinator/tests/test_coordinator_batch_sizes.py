@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from coordinator_client import make_group
 from coordinator_world import World, check_consistency, make_settings, ready, train
 
 from scalerl_api.wire import PushResult, Split
 from scalerl_coordinator.core import Refusal
-from scalerl_coordinator.state import CoordinatorState
 
 
 def restart(world: World, **changes: Any) -> None:
@@ -151,13 +149,6 @@ def test_restore_applies_present_settings():
     world.hello("t2", 1, snapshot)
     assert [list(world.state.slots_of(step)) for step in (1, 2)] == [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]]
     check_consistency(world)
-
-
-def test_decode_old_state_sets_batch_size():
-    world = ready(World(make_settings()))
-    old = msgspec.msgpack.decode(world.state.encode())
-    del old["batch_sizes"]
-    assert CoordinatorState.decode(msgspec.msgpack.encode(old)).encode() == world.state.encode()
 
 
 def test_identity_refuses_another_seed():

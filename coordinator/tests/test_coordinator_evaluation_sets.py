@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 from coordinator_client import make_group, run_text
-from coordinator_world import World, check_consistency, make_settings, ready, train
+from coordinator_world import World, check_consistency, make_settings, train
 
 from scalerl_api import wire
 from scalerl_api.curve import curve_points, label_order, labels_csv
@@ -19,7 +19,6 @@ from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.generator_requests import OTHER_SETS_EVERY
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.settings import EvaluationSet, Settings
-from scalerl_coordinator.state import CoordinatorState
 from scalerl_tasks import Prompt
 
 POINT = summarize(
@@ -38,14 +37,14 @@ def test_summarize_breaks_the_reward_down_by_label():
         2: result(2.0, operations="10"),
     }
     point = summarize(Evaluation(8, 1234, [], results, 3), "held-out", "digest", 10.0, 30.0)
-    assert point.by_label == [
-        LabelMean("mode", "forward", 0.625, 2),
-        LabelMean("operations", "9", 0.25, 1),
-        LabelMean("operations", "10", 0.75, 2),
+    assert [(one.label, one.value, one.reward, one.prompts) for one in point.by_label] == [
+        ("mode", "forward", 0.625, 2),
+        ("operations", "9", 0.25, 1),
+        ("operations", "10", 0.75, 2),
     ]
-    assert labels_csv([point]).splitlines()[:2] == [
-        "set,version,compute,label,value,reward,prompts",
-        "held-out,8,1234,mode,forward,0.625,2",
+    assert [line.split(",")[:7] for line in labels_csv([point]).splitlines()[:2]] == [
+        ["set", "version", "compute", "label", "value", "reward", "prompts"],
+        ["held-out", "8", "1234", "mode", "forward", "0.625", "2"],
     ]
 
 
@@ -176,15 +175,6 @@ def test_failures_do_not_count_in_another_set():
     world.acknowledge()
     world.crash(0)
     check_consistency(world)
-
-
-def test_snapshot_with_one_evaluation_per_version_is_read():
-    world = ready(World(make_settings()))
-    state = world.state
-    state.evaluations[4, 0] = Evaluation(4, 10, [0], {}, 1)
-    earlier = msgspec.msgpack.decode(state.encode())
-    earlier["format"], earlier["evaluations"] = 2, {4: earlier["evaluations"][4, 0]}
-    assert CoordinatorState.decode(msgspec.msgpack.encode(earlier)).evaluations == state.evaluations
 
 
 HARD: dict[str, object] = {

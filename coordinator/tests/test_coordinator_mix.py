@@ -6,7 +6,6 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any
 
-import msgspec
 import pytest
 from coordinator_client import make_group
 from coordinator_world import World, check_consistency, make_settings
@@ -21,7 +20,6 @@ from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.settings import EvaluationSet
-from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.weighted_mean import MEAN_TASK, weighted_mean
 from scalerl_tasks import Mixture
 
@@ -243,12 +241,3 @@ def test_weighted_mean_has_the_versions_that_all_tasks_have() -> None:
     assert [(at.k, round(at.mean, 9)) for at in first.pass_at] == [(2, 0.52)]
     assert (first.samples, first.prompts, first.task) == (16, 8, MEAN_TASK)
     assert first.set_digest == last.set_digest
-
-
-def test_snapshot_with_one_cursor_is_read() -> None:
-    world = mixed(tasks=("main",), weights=(Fraction(1),), task_max_tokens=(), forecast_task=0)
-    earlier = msgspec.msgpack.decode(world.state.encode())
-    for cursor, expected in ((41, 41), (0, 9)):
-        earlier |= {"format": 3, "cursor": cursor, "next_slot": 9}
-        earlier.pop("cursors", None)
-        assert CoordinatorState.decode(msgspec.msgpack.encode(earlier)).cursors == [expected]

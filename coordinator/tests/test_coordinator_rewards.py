@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.wire import NextAction, PushResult, Split, Verdicts
-from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.rewards import rewards
 
@@ -90,10 +88,3 @@ def test_shaped_rewards_reach_the_filter_and_the_trainer() -> None:
     world.settings = make_settings()
     world.crash(0)
     assert [world.state.groups[slot].rewards for slot in range(3)] == [[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
-
-
-def test_group_of_an_old_journal_has_the_rewards_of_its_scores() -> None:
-    old = r.decode(r.encode(r.GroupAccepted("l", 0, 3, [4, 6], [0.0, 1.0], 0, 2, 0)))
-    assert isinstance(old, r.GroupAccepted)
-    assert old.rewards == []
-    assert Accepted("l", 3, [4, 6], [0.0, 1.0], 0, 2, 0).rewards == [-1.0, 1.0]

@@ -33,7 +33,7 @@ CURRICULA: dict[str, dict[str, Any]] = {
     "noPositiveResampling": {"passRate": "0.5"},
     "passRateBand": {"low": "0.2", "high": "0.8"},
     "difficultyPools": {"edges": ["0.5"], "weights": ["1", "0.3"]},
-    "edgeOfCompetence": {"passRate": "0.6", "remeasureShare": "0.4"},
+    "edgeOfCompetence": {"passRate": "0.6"},
     "sec": {"edges": [2, 3], "temperature": "0.2"},
 }
 
@@ -45,7 +45,13 @@ def curriculum(name: str) -> Any:
 def history(*rates: float) -> PromptHistory:
     """Of prompts 0, 1, …: each tried once in step 0, with ten completions."""
     made = PromptHistory()
-    made.add_step(0, [Tried(prompt, prompt, 10, 10 * rate, 50, 9) for prompt, rate in enumerate(rates)])
+    made.add_step(
+        0,
+        [
+            Tried(prompt, prompt, 100, 100 * rate, 50, 9, passed=round(100 * rate))
+            for prompt, rate in enumerate(rates)
+        ],
+    )
     return made
 
 
@@ -71,6 +77,7 @@ steps = st.lists(
             st.just(1.0),
             st.just(8),
             st.just(5),
+            passed=st.just(1),
         ),
         max_size=4,
     ),
@@ -96,7 +103,7 @@ def test_folding_changes_no_answer_and_nothing_counts_twice(
     for prompt in range(301):
         own = [t for step_groups in groups for t in step_groups if t.prompt == prompt]
         completions = sum(t.completions for t in own)
-        expected = sum(t.score_sum for t in own) / completions if completions else None
+        expected = sum(t.passed for t in own) / completions if completions else None
         assert known.pass_rate(prompt) == (pytest.approx(expected) if expected is not None else None)
 
 
@@ -156,16 +163,6 @@ def test_partial_scores_are_no_passes_for_any_sampler(folded: bool) -> None:
     assert edge.prompts == [2]
     band = PassRateBand(0.25, 0.9)
     assert [band.passes_over(prompt, 0, known) for prompt in scores] == [True, True, False]
-
-
-def test_history_of_an_earlier_release_keeps_its_scores() -> None:
-    """There the column had the sum of the scores under this name, and newest groups no number of passes."""
-    made = PromptHistory()
-    made.add_step(0, [Tried(0, 0, 4, 3.0, 8, 1)])
-    made.fold(1)
-    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(made))
-    assert "score_sum" in stored
-    assert made.as_of(1).pass_rate(0) == 0.75
 
 
 def test_with_all_prompts_solved_all_are_drawn() -> None:
@@ -326,16 +323,6 @@ def test_equal_views_have_equal_choices_and_cursors_rise(
     again = make_sampler(curriculum(name), prompts, 5, float)
     choices(again, after(*steps[:1]), 3)
     assert choices(again, after(*steps), 20, cursor) == found
-
-
-def test_history_of_the_release_before_is_read() -> None:
-    columns = msgspec.msgpack.decode(msgspec.msgpack.encode(history(0.5)))
-    del columns["recent"]
-    columns["pending"] = {0: [one[:6] for one in columns["pending"][0]]}
-    read = msgspec.msgpack.decode(msgspec.msgpack.encode(columns), type=PromptHistory)
-    assert (read.pending[0][0].absolute_advantage, read.pending[0][0].passed) == (0.0, -1)
-    assert read.recent == {}
-    assert choices(EdgeOfCompetence(50, 0, 0.75, 0.1), read.as_of(1), 50).count(0) == 1, "not measured yet"
 
 
 # --- the same prompts whatever the timing -------------------------------------------------------------

@@ -237,6 +237,13 @@ def test_snapshot_round_trips_state(world):
     assert world.replay() == world.state
 
 
+@pytest.mark.parametrize("changes", [{"format": 3}, {"format": 5}, {"format": "4"}, {"leases": {"a": 1}}])
+def test_snapshot_of_another_format_is_refused(world, changes):
+    stored = msgspec.msgpack.decode(world.state.encode()) | changes
+    with pytest.raises(msgspec.DecodeError, match="format" if "format" in changes else "leases"):
+        CoordinatorState.decode(msgspec.msgpack.encode(stored))
+
+
 def test_identity_refuses_journal_of_another_run(world):
     world.acknowledge()
     world.settings = make_settings(train_digest="other")

@@ -350,7 +350,7 @@ def test_curve_tail_refuses_other_files(text: str) -> None:
         curve_figures(text)
 
 
-def test_curve_tail_reads_curve_of_earlier_release(paths: RunPaths) -> None:
+def test_curve_tail_reads_curve_of_few_columns(paths: RunPaths) -> None:
     paths.curve.write_text("compute,reward,version,eval_version\n1000,0.5,10,e1\n")
     expected = {"held_out/compute": 1000, "held_out/reward": 0.5, "held_out/version": 10}
     assert CurveTail(paths.curve).read() == [(10, expected)]
@@ -518,33 +518,6 @@ def test_wandb_online_kill_sends_each_row_once(paths: RunPaths, monkeypatch: pyt
     assert [r for r in sent if "step" in r] == list(rows(604).values())
     measured = sorted((r for r in sent if "step" not in r), key=lambda r: r["held_out/version"])
     assert measured == [figures(v) for v in sorted([*range(0, 601, 100), *late, LATE])]
-
-
-@pytest.mark.parametrize("rows_a_step", [1, 10])
-def test_wandb_resumes_run_of_earlier_release(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, rows_a_step: int
-) -> None:
-    """Earlier releases numbered rows after their step, defined no step metric, and sent no evaluations."""
-    specify(paths, wandb={"project": "p"})
-    files = RunFiles(paths)
-    files.write_rows(rows(60), 60, whole=True)
-    write_curve(paths, range(0, 60, 10))
-    with wandb_stand_in() as server:
-        monkeypatch.setenv("WANDB_API_KEY", KEY)
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        numbers = [rows_a_step * (step + (rows_a_step > 1)) for step in range(50)]
-        clients = [{"_step": n, "_runtime": 2.0 * n, "_timestamp": 1.7e9 + 2 * n} for n in numbers]
-        server.begun(tracker_id(paths), [row(s) | client for s, client in enumerate(clients)])
-        assert finish(start(paths, "wandb"))["step"] == 59
-        history, refused = server.history, server.refused
-    assert refused == []
-    numbers = [item["_step"] for item in history]
-    assert numbers == sorted(set(numbers)), (
-        "the server drops a row whose number is not higher than all before"
-    )
-    sent = [{name: value for name, value in item.items() if name[0] != "_"} for item in history]
-    assert [r for r in sent if "step" in r] == list(rows(60).values())
-    assert [r for r in sent if "step" not in r] == [figures(v) for v in range(0, 60, 10)]
 
 
 def test_wandb_without_server_reports_reason(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,6 @@ class WandbStandIn(ThreadingHTTPServer):
         with self.lock:
             return [json.loads(line) for line in self.lines]
 
-    def begun(self, run: str, rows: list[dict[str, Any]]) -> None:
-        """The run has these rows already. The client resumes one only if its configuration has telemetry (``t``)."""
-        self.run, self.config = run, {"_wandb": {"value": {"t": {}}}}
-        self.lines, self.summary = [json.dumps(row) for row in rows], json.dumps(rows[-1])
-
     def answer(self, operation: str, query: str, variables: dict[str, Any]) -> dict[str, Any] | None:
         """The data of a GraphQL operation; None: refused."""
         project = {"id": "P", "name": "p", "entity": {"id": "E", "name": _ENTITY}}

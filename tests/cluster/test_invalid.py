@@ -16,7 +16,6 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
 from scalerl_api.load import run_from_object
-from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import GROUP, PLURAL, VERSION
 from scalerl_api.status import RunStatus
 from scalerl_operator import crd
@@ -214,23 +213,6 @@ def test_server_fills_in_what_the_models_do(stored: Object) -> None:
         name: merged(whole[name], item) if isinstance(item, dict) else item for name, item in recipe.items()
     } == {name: whole[name] for name in recipe}
     assert spec == shown(written)
-
-
-def test_field_names_of_the_release_before_are_read(server: Server) -> None:
-    """With the defaults that its API server wrote: they are not pruned, and not what a default would give instead."""
-    loss = {"name": "GRPO", "ratioCap": "5", "clipLow": "0.2", "clipHigh": "0.3"}
-    old = {"loss": loss, "advantageNormalization": "Group", "maxStalenessSteps": 3, "fp32Head": False}
-    created = server.create(merged(BASE, {"spec": {"recipe": old}}), dry_run="All")
-    recipe = run_from_object(created).spec.recipe
-    assert recipe.loss.ppo_clip is not None
-    assert recipe.loss.ppo_clip.clip_high == "0.3"
-    assert recipe.max_staleness_steps == 3
-    assert (recipe.advantage.normalization, recipe.fp32_logits) == ("Group", "None")
-    newer = merged(created, {"spec": {"recipe": {"preset": "dapo"}}})
-    assert (
-        run_from_object(newer).spec.recipe.model_dump()
-        == RecipeSpec(preset="dapo", max_completion_tokens=16).model_dump()
-    )
 
 
 def test_null_field_is_an_absent_field(server: Server) -> None:

@@ -274,23 +274,6 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
     assert run["status"]["trainer"]["attempt"] == 1
 
 
-@pytest.mark.parametrize(("base", "expected"), [(1, 3), (2, 1)], ids=["the autoscaler's", "a person's"])
-async def test_number_of_an_earlier_release_goes_into_the_spec(
-    there: Stage, base: int, expected: int
-) -> None:
-    """That release kept it in the status, and generators ran by it; no pod is drained by the upgrade."""
-    await there.start(tiny(autoscaling=SCALED))
-    status = {"status": {"generators": {"base": base, "chosen": 3}}}
-    await there.edit("ScaleRLRun", "tiny-addition", status, "status")
-    await there.fresh_operator()
-    for _ in range(3):
-        await there.reconcile()
-    assert await replicas(there) == (expected, expected)
-    run = await there.get("ScaleRLRun", "tiny-addition")
-    assert run is not None
-    assert "chosen" not in run["status"]["generators"]
-
-
 class Autoscaler:
     """An autoscaler that always reports the same."""
 

@@ -18,7 +18,7 @@ from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models import load_model, write_scratch
 
 CONTEXT = 32
-STEPS = 14
+STEPS = 20
 BUDGET_SECONDS = 100
 KEY = "of-the-teacher"
 
@@ -84,7 +84,8 @@ def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> N
     assert {row["filtered_fraction"] for row in rows} == {0.0}
     assert_counts_add_up(summary, run)
     assert fmean(kl[:3]) > 0.5, kl
-    assert fmean(kl[-3:]) < 0.85 * fmean(kl[:3]), kl
+    # It falls by .03 a step, with .1 of noise from the prompts of a step.
+    assert fmean(kl[-5:]) < 0.9 * fmean(kl[:5]), kl
 
 
 def test_run_ends_at_its_budget_while_the_teacher_is_away(tmp_path: Path) -> None:

@@ -121,14 +121,14 @@ OTHER: Final[dict[str, Object]] = {
     "task.verifier.python.module": {
         "task": {"verifier": {"name": None, "python": {"module": "rewards", "function": "score"}}}
     },
-    **{f"task.verifier.http.{name}": _HTTP for name in ("url", "batch", "concurrency", "retries")},
+    **{f"task.verifier.http.{name}": _HTTP for name in ("url", "batch", "concurrency")},
     **{
         f"task.verifier.plugin.{name}": {"task": {"verifier": {"name": None, "plugin": {"name": "a"}}}}
         for name in ("name", "parameters")
     },
     **{
         f"task.verifier.code.{name}": {"task": {"verifier": {"name": None, "code": {}}}}
-        for name in ("language", "partial", "cpuSeconds", "memory", "output", "threads")
+        for name in ("language", "partial", "cpuSeconds", "memory")
     },
     "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
     "task.combine": {"task": {"combine": "Product"}},

@@ -48,20 +48,12 @@ for job in given["jobs"]:
     settings = EngineSettings(zero_stage=stage, dtype=dtype, **SETTINGS)
     engine = Engine(load_model(given["model"], dtype="float32"), settings, device)
     found: dict[str, Any] = {}
-    if not job.get("native"):
-        engine.keep_proximal(load_model(given["model"], dtype="float32"))
+    engine.keep_proximal(load_model(given["model"], dtype="float32"))
     if job["do"] == "save":
         steps(engine, 0, 1)
-        if not job.get("native"):
-            engine.set_proximal()
+        engine.set_proximal()
         steps(engine, 1, 3)
-        if job.get("native"):
-            state = {"steps_done": 3, "world": world, "zero_stage": stage, "dtype": dtype}
-            engine._deepspeed.engine.save_checkpoint(
-                str(folder(job["name"])), tag="state", client_state=state, save_latest=False
-            )
-        else:
-            engine.save(folder(job["name"]))
+        engine.save(folder(job["name"]))
     else:
         engine.load(out / job["source"])
         engine.save(folder(job["name"]))

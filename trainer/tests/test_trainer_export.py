@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
-from scalerl_trainer.checkpoint import FIXED_SHAPE, MANIFEST, CheckpointStore, Manifest, files_in
+from scalerl_trainer.checkpoint import MANIFEST, CheckpointStore, Manifest, files_in
 from scalerl_trainer.export import ExportError, copy_run_file, export_checkpoint, main, write_model
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
@@ -185,9 +185,9 @@ def test_export_errors(tmp_path: Path) -> None:
         export_checkpoint(paths, tmp_path / "out", 13)
     folder = paths.checkpoint(12)
     manifest = Manifest.decode((folder / MANIFEST).read_bytes())
-    earlier = Manifest(FIXED_SHAPE, 12, manifest.shape, manifest.files)
-    (folder / MANIFEST).write_bytes(earlier.encode())
-    with pytest.raises(ExportError, match="checkpoint 12 was written by an earlier release: resume the run"):
+    other = Manifest(1, 12, manifest.shape, manifest.files)
+    (folder / MANIFEST).write_bytes(other.encode())
+    with pytest.raises(ExportError, match=r"manifest\.json has format 1, but this trainer reads 2"):
         export_checkpoint(paths, tmp_path / "out")
     (folder / MANIFEST).write_bytes(manifest.encode())
     (folder / "rank-00001.safetensors").write_bytes(b"damaged")

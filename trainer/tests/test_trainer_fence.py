@@ -283,7 +283,7 @@ def test_checkpoint_that_is_damaged_twice_keeps_no_attempt_from_beginning(tmp_pa
         shutil.copytree(copy, store.directory(20))
     assert not [*fence.folder.glob("damaged*")]
     assert len(store.quarantined()) == 2
-    # As an earlier release left them: one in the attempt's folder whose name is taken.
+    # One in the attempt's folder whose name is taken.
     (name, _) = store.quarantined()
     shutil.copytree(paths.checkpoints / name, fence.folder / name)
     later = begin(paths.checkpoints, SECOND)
@@ -338,7 +338,7 @@ def test_copy_takes_the_place_of_a_checkpoint(tmp_path: Path) -> None:
         copy()
 
 
-def test_staging_folders_of_an_earlier_release_are_taken_too(tmp_path: Path) -> None:
+def test_staging_folders_without_a_fence_are_taken_too(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     store = CheckpointStore(paths, 2, Quick())
     save(store, 10, "old")

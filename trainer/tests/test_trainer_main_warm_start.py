@@ -361,8 +361,8 @@ def test_edited_kl_coefficient_keeps_the_warm_started_reference(new_run: Any, be
     assert after["loss"] == pytest.approx(1000 * after["reference_kl"], rel=0.5)
 
 
-def test_kl_penalty_added_to_a_warm_started_run_of_an_earlier_release(new_run: Any) -> None:
-    """That release did not keep the weights after the warm start: refused, until the penalty is taken out again."""
+def test_kl_penalty_added_to_a_run_without_its_warm_started_weights(new_run: Any) -> None:
+    """Refused, until the penalty is taken out again."""
     run = new_run(budget__maxSteps=5, warmStart__steps=3, warmStart__batchSize=4)
     run.start(seconds_per_group=0.1)
     until(lambda: run.step() >= 1, what="step 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
@@ -21,7 +20,7 @@ from transformers import AutoTokenizer
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, RunTaskSpec, WarmStartSpec
-from scalerl_tasks import TokenizerError, open_task
+from scalerl_tasks import TokenizerError
 from scalerl_trainer.models import load_model
 from scalerl_trainer.prepare import PrepareError, main, prepare
 
@@ -85,28 +84,6 @@ def test_prepare_initializer_range(tmp_path: Path) -> None:
     assert model.config.initializer_range == 0.15
     weights = [w.float() for w in model.parameters() if w.dim() == 2]
     assert [w.std().item() for w in weights] == pytest.approx([0.15] * len(weights), rel=0.1)
-
-
-def test_prepare_accepts_model_without_initializer_range(tmp_path: Path) -> None:
-    """What a release without the field wrote into ``prepared.json`` for this spec; the digest depends on the task's path."""
-    paths, spec = make(tmp_path)
-    prepare(paths, spec, one_machine=True)
-    task = open_task(spec.task)
-    scratch = {
-        "layers": 2,
-        "hidden_size": 32,
-        "attention_heads": 1,
-        "intermediate_size": 48,
-        "vocabulary_size": 300,
-        "tied_embeddings": True,
-    }
-    model = {"hub": None, "path": None, "scratch": scratch, "dtype": "float32", "context_tokens": 64}
-    earlier = json.dumps(model | {"task": task.train.digest, "seed": 0}, sort_keys=True)
-    mark = json.loads((paths.base_model / "prepared.json").read_text())
-    assert mark["identity"] == hashlib.sha256(earlier.encode()).hexdigest()
-    _, other = make(tmp_path, {"scratch": SCRATCH | {"initializerRange": "0.1"}})
-    with pytest.raises(PrepareError, match="another run directory"):
-        prepare(paths, other, one_machine=True)
 
 
 def test_prepare_is_deterministic(tmp_path: Path) -> None:

@@ -67,14 +67,13 @@ def test_message_that_cannot_be_encoded_raises_on_all_ranks(found: dict[str, str
 
 
 def test_nothing_received_is_unpickled() -> None:
-    """In the processes of a run: only the pool of graders pickles, for its own children. A checkpoint of an earlier release is
-    read by an unpickler that knows the names of random states, and LiveCodeBench's tests by one that knows no name."""
+    """In the processes of a run: only the pool of graders pickles, for its own children. LiveCodeBench's tests are read by an
+    unpickler that knows no name."""
     may_pickle = {
         "tasks/src/scalerl_tasks/grading/fork_client.py",
         "tasks/src/scalerl_tasks/grading/fork_server.py",
         "tasks/src/scalerl_tasks/grading/grader.py",
         "tasks/src/scalerl_tasks/programs/suites.py",
-        "trainer/src/scalerl_trainer/random_state.py",
     }
     pickling = set()
     for path in ROOT.glob("*/src/**/*.py"):

@@ -81,7 +81,6 @@ def ranks(
     """Only the jobs of the selected tests."""
     selected = [i.callspec.params for i in request.session.items if i.path == request.path]
     wanted = dict.fromkeys((p["source"], p["target"]) for p in selected if "source" in p)
-    natives = dict.fromkeys(p["native"] for p in selected if "native" in p)
     saves: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     loads: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     for shape in dict.fromkeys(shape for pair in wanted for shape in pair):
@@ -89,11 +88,6 @@ def ranks(
     for source, target in wanted:
         job = {"do": "load", "name": on(source, target), "source": name(source), "shape": target}
         loads[target[0]].append(job)
-    for shape in natives:
-        saves[2].append({"do": "save", "name": f"native-{name(shape)}", "shape": shape, "native": True})
-        loads[2].append(
-            saves[2][-1] | {"do": "load", "name": f"old-{name(shape)}", "source": saves[2][-1]["name"]}
-        )
     ranks = Ranks(module_processes, model, tmp_path_factory.mktemp("saved"))
     ranks.run(1, saves[1])
     ranks.run(2, [*saves[2], *loads[2]])
@@ -145,20 +139,3 @@ class TestEveryShapeLoadsEveryOther:
             torch.testing.assert_close(
                 got["parameters"][parameter], expected, rtol=1e-4, atol=2e-5, msg=parameter
             )
-
-
-@pytest.mark.parametrize(
-    "native",
-    [
-        (2, 1, "bfloat16"),
-        pytest.param((2, 0, "float32"), marks=pytest.mark.full),
-        pytest.param((2, 3, "float32"), marks=pytest.mark.full),
-    ],
-)
-def test_native_deepspeed_checkpoint_loads(native: Shape, ranks: Ranks) -> None:
-    """Checkpoints of earlier releases, at the shape they were saved with."""
-    got, straight = ranks.results[f"old-{name(native)}"], ranks.results[f"native-{name(native)}"]
-    assert got["steps_done"] == 3
-    assert got["after"] == straight["after"]
-    for parameter, expected in straight["parameters"].items():
-        torch.testing.assert_close(got["parameters"][parameter], expected, rtol=0, atol=0, msg=parameter)

@@ -92,17 +92,13 @@ class AutoscalingSpec(Model):
     """Allowed number of generators; default: the number is not changed."""
     cooldown_seconds: Annotated[int, Field(ge=1, le=604_800)] = 600
     """Minimum time between two changes of the number of generators."""
-    late_rises: Literal["LanguageModels", "Games"] = "LanguageModels"
-    """Public curves from which the probability of late rises is taken: those of language models creep, those of game
-    agents jump."""
     stop_after: Annotated[int, Field(ge=1, le=100)] = 3
     """Consecutive new evaluations that must agree before the run is stopped."""
     on_stop: Literal["Suspend", "Complete"] = "Suspend"
     """``Suspend`` can be reverted; the last checkpoint is kept in both cases."""
-    on_broken: Literal["Hold", "Alert", "Tell"] = "Hold"
+    on_broken: Literal["Hold", "Alert"] = "Hold"
     """In ``Auto``, after ``stopAfter`` consecutive new evaluations in the state BROKEN: ``Hold`` suspends the run
-    after a checkpoint, which can be reverted; ``Alert`` only reports it. ``Tell`` is the earlier name of
-    ``Alert``, read for one release."""
+    after a checkpoint, which can be reverted; ``Alert`` only reports it."""
 
     rules = (
         Rule(

@@ -122,44 +122,12 @@ class ConditionType(_Explained):
     )
 
 
-RENAMED: Final = {
-    "AsExpected": "Healthy",
-    "ClaimNotFound": "ReferenceNotFound",
-    "ClaimTaken": "NameTaken",
-    "ConfigMapNotFound": "ReferenceNotFound",
-    "ContainerConfigInvalid": "ReferenceNotFound",
-    "DeadlinePassed": "SpecInvalid",
-    "Forbidden": "ObjectRefused",
-    "Forecasting": "Ready",
-    "NoFit": "NoForecast",
-    "NoSteps": "Stalled",
-    "NotRecorded": "AutoscalerFailed",
-    "PriorityClassNotFound": "ReferenceNotFound",
-    "QueueNotFound": "ReferenceNotFound",
-    "RestartsExhausted": "BackoffLimitExceeded",
-    "RuntimeClassNotFound": "ReferenceNotFound",
-    "SandboxFailed": "ContainerStartFailed",
-    "SecretNotFound": "ReferenceNotFound",
-    "SomeReady": "PartiallyReady",
-    "StepsTrained": "Healthy",
-    "StorageClassNotFound": "ReferenceNotFound",
-    "SuspendedAsBroken": "Broken",
-    "SuspendedByForecast": "StoppedByForecast",
-    "TooFewPoints": "NoForecast",
-    "TrainerNotReady": "Stalled",
-}
-"""Present names of the reasons of the previous release, by their earlier names in a status, so that an upgrade writes no
-Event again only because a reason was renamed."""
-
-
 class Reason(_Explained):
     """Reasons of conditions and Events. ``text`` is the recommended action."""
 
     @classmethod
     def read(cls, name: str) -> Reason:
-        """The reason with this name in a status, which may be a name of the previous release. An unknown name, from a later
-        release, is ``OtherRelease``."""
-        name = RENAMED.get(name, name)
+        """The reason with this name in a status. An unknown name, from a later release, is ``OtherRelease``."""
         return cls(name) if name in cls._value2member_map_ else cls.OTHER_RELEASE
 
     @classmethod
@@ -437,8 +405,8 @@ class Reason(_Explained):
     )
     BACKOFF_LIMIT_EXCEEDED = (
         "BackoffLimitExceeded",
-        "The role that the message names failed too often: check its log. Raise its maxRestarts only if the cluster "
-        "caused the failures.",
+        "The role that the message names failed too often: check its log. If the cluster caused the failures, "
+        "suspend the run and resume it, or raise trainer.maxRestarts.",
     )
     STARTS_FAILED = (
         "StartsFailed",

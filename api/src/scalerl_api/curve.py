@@ -118,7 +118,7 @@ def label_order(label: str, value: str) -> tuple[str, bool, bool, float, str]:
 
 
 def curve_points(text: str) -> list[EvaluationPoint]:
-    """The evaluations in the text of a ``curve.csv``. Values of columns that an earlier release did not write are 0.
+    """The evaluations in the text of a ``curve.csv``; 0 for columns that it does not have.
 
     Raises:
         ValueError: the text is no such table, or a row is no evaluation.
@@ -185,7 +185,7 @@ def _pass_cells(pass_at: Iterable[PassAt]) -> dict[str, str]:
 def curve_figures(text: str) -> list[dict[str, int | float]]:
     """The numbers of each row of a ``curve.csv``, by column: ``mixed_versions`` as 0 or 1, without ``eval_version``.
 
-    Empty cells and columns that an earlier release did not write are omitted.
+    Empty cells are omitted.
 
     Raises:
         ValueError: the text is no such table.

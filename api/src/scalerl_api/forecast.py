@@ -29,9 +29,7 @@ MAX_FORECASTS = 200
 MAX_DRAWS = 20_000
 MAX_EARLIER_RUNS = 50
 METHOD = 4
-"""Version of the forecasts and decisions. 1: the collapse alarm compared the last evaluations with a forecast. 2: it
-compares them with the best earlier ones. 3: a run whose fit predicts a gain is not flat. 4: rare late
-rises of language models, heavy-tailed noise, a check of the curve against its points, and the expected gain."""
+"""Version of the forecasts and of the decisions on them."""
 
 REQUESTS_METRIC = "scalerl_curvefit_requests"
 """Counter by ``path`` and ``status``."""
@@ -244,9 +242,9 @@ class Outlook(Message, frozen=True, kw_only=True):
     late_rise: Interval | msgspec.UnsetType = msgspec.UNSET
     """Gains of late rises in public curves: median, minimum and maximum. A wrong stop loses such a gain."""
     expected_gain: float | msgspec.UnsetType = msgspec.UNSET
-    """Mean of R(horizon·now) − R(now): what a stop forgoes on average. Unset before method 4."""
+    """Mean of R(horizon·now) − R(now): what a stop forgoes on average."""
     decidable_gain: float | msgspec.UnsetType = msgspec.UNSET
-    """Three standard deviations of an evaluation: a smaller ``min_gain`` cannot be told from noise. Unset before method 4."""
+    """Three standard deviations of an evaluation: a smaller ``min_gain`` cannot be told from noise."""
     samples_needed: int | msgspec.UnsetType = msgspec.UNSET
     """Samples of an evaluation with which ``min_gain`` could be; unset if it can be now, the samples are not known, or no
     number suffices."""
@@ -279,7 +277,7 @@ class GuardAnswer(Message, frozen=True, kw_only=True):
     seen: list[float]
     """The last three evaluations, oldest first."""
     floor: list[float]
-    """The mean of three that ends the fall; empty without one. By method 1: the lower bound of each of ``seen``."""
+    """The mean of three that ends the fall; empty without one."""
     fall: Fall | msgspec.UnsetType = msgspec.UNSET
     """The present fall, if there is one."""
 
@@ -324,8 +322,8 @@ class ForecastAnswer(Message, frozen=True, kw_only=True):
     """Forecasts at ``ForecastRequest.at``; empty for a broken run."""
     outlook: Outlook | None
     """Predicted gains; None for a broken run."""
-    method: int | msgspec.UnsetType = msgspec.UNSET
-    """``METHOD`` of the responding program; unset by method 1. A replay of recorded decisions uses it."""
+    method: int = METHOD
+    """``METHOD`` of the responding program."""
     flat: Flat | msgspec.UnsetType = msgspec.UNSET
     """Set with a budget, 10 or more evaluations in the last two doublings, and no alarm."""
     earlier: list[EarlierUse] | msgspec.UnsetType = msgspec.UNSET

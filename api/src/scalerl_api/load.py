@@ -14,7 +14,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.recipe.earlier import translated
 from scalerl_api.recipe.presets import completed
 from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
 
@@ -216,7 +215,7 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
 
 
 def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:
-    """Parse an object whose spec was accepted before, perhaps by an earlier release with other rules.
+    """Parse an object whose spec was accepted before, perhaps by a release with other rules.
 
     Like :func:`run_from_object`, but a spec that violates a rule of this release is used unchanged.
 
@@ -237,7 +236,7 @@ def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
     """The model with the values of ``given``, even if they violate a rule; unknown fields are dropped."""
     values: dict[str, Any] = {}
     if model is RecipeSpec:
-        given = completed(translated(given)[0])
+        given = completed(given)
     for name, field in model.model_fields.items():
         value = given.get(field.alias or name)
         if value is None:

@@ -86,8 +86,8 @@ class ProcessEnvironment:
     """Whether the run's directory is this pod's alone (:data:`OWN_DIRECTORY`)."""
 
     def load_run(self) -> ScaleRLRun:
-        """Read the run from its file. A file from the operator has a spec that it accepted, perhaps in an earlier release
-        with fewer rules, so that a run which is suspended and resumed after an upgrade continues with it.
+        """Read the run from its file. A file from the operator has a spec that it accepted, perhaps in a release with
+        fewer rules, so that a run which is suspended and resumed after an upgrade continues with it.
 
         Raises:
             SpecError: see :func:`scalerl_api.load.load_run`.

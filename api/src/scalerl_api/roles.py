@@ -24,14 +24,10 @@ from scalerl_api.speculation import (
 )
 from scalerl_api.vllm_options import free_option
 
-MaxRestarts = Annotated[int, Field(ge=0, le=1000)]
-
 
 class CoordinatorSpec(Model):
     """The process that assigns work and keeps the history of the run. Ignored by the local runtime."""
 
-    max_restarts: MaxRestarts = 20
-    """Consecutive restarts, without ten minutes of stable operation in between, after which the run fails."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for the coordinator."""
 
@@ -80,8 +76,6 @@ class GeneratorSpec(Model):
     local runtime, where vLLM's own cache is kept."""
     speculation: SpeculationSpec | None = None
     """Speculative decoding; default: none."""
-    max_restarts: MaxRestarts = 20
-    """On a cluster: consecutive restarts of one pod after which the run is degraded; the others continue."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for generators; ignored by the local runtime."""
 
@@ -146,7 +140,7 @@ class TrainerSpec(Model):
     Default: what nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""
     export: ExportSpec = ExportSpec()
     """Export of models in Hugging Face format."""
-    max_restarts: MaxRestarts = 20
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 20
     """On a cluster: consecutive restarts of all ranks, without ten minutes of stable operation in between, after
     which the run fails. A trainer that was never ready fails after five. Disruptions by nodes (drains,
     preemption, lost devices) do not count."""

@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from scalerl_api.fields import (
-    AtLeast,
-    AtMost,
     DecimalString,
     GraderQuantity,
     Matches,
@@ -19,7 +17,6 @@ from scalerl_api.fields import (
     OpenUnitDecimal,
     PositiveDecimal,
     PositiveUnitDecimal,
-    Quantity,
     Rule,
     exactly_one,
 )
@@ -326,10 +323,6 @@ class CodeVerifier(Model):
     """CPU time of a test."""
     memory: GraderQuantity = "512Mi"
     """Memory limit of a program, beside that of the scoring process."""
-    output: Annotated[Quantity, AfterValidator(AtLeast("1Ki")), AfterValidator(AtMost("64Mi"))] = "1Mi"
-    """Limit of a program's output."""
-    threads: Annotated[int, Field(ge=1, le=256)] = 16
-    """Maximum number of threads of a program, which is one process."""
 
 
 class HttpVerifier(Model):
@@ -350,8 +343,6 @@ class HttpVerifier(Model):
     """Maximum completions of a request."""
     concurrency: Annotated[int, Field(ge=1, le=1024)] = 8
     """Maximum concurrent requests of a generator."""
-    retries: Annotated[int, Field(ge=1, le=100)] = 5
-    """Failures of a completion, while others succeed, after which it has no verdict."""
 
 
 class PluginSpec(Model):

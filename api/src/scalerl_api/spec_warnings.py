@@ -45,7 +45,6 @@ def warnings_of(spec: RunSpec) -> list[SpecProblem]:
         *_of_storage(spec),
         *_of_pods(spec),
         *_of_unread_fields(spec),
-        *_of_renamed_values(spec),
     ]
 
 
@@ -71,25 +70,6 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
         *_of_paths(paths, mounted),
         *_of_identities(spec),
     ]
-
-
-def _of_renamed_values(spec: RunSpec) -> Iterator[SpecProblem]:
-    if spec.autoscaling.on_broken == "Tell":
-        yield SpecProblem(
-            "spec.autoscaling.onBroken",
-            "Tell is now called Alert, and is read for one release",
-            "write Alert",
-        )
-    for old in spec.recipe.earlier_names:
-        yield SpecProblem(
-            f"spec.recipe.{old.name}",
-            "is not given, and for one release has the value that the release of the recipe's other names had"
-            if old.value is None
-            else "is the name of an earlier release, and is read for one release"
-            if old.read
-            else "is the name of an earlier release, and is ignored beside newer fields",
-            f"write recipe.{old.section}",
-        )
 
 
 def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:

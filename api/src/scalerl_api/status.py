@@ -63,11 +63,6 @@ class GeneratorsStatus(StatusModel):
     """Number of pods."""
     ready: Count = 0
     """Number of ready pods."""
-    chosen: Count | None = None
-    """Field of an earlier release, read for one release: the autoscaler's number of generators, chosen when
-    spec.generator.replicas was ``base``."""
-    base: Count | None = None
-    """Field of an earlier release, likewise: spec.generator.replicas at the time of that choice."""
 
 
 class TrainerStatus(StatusModel):
@@ -103,12 +98,6 @@ class TrainerStatus(StatusModel):
     """When a run that ends started to wait for its trainer, which is not ready; after a while the run ends without it."""
     next_attempt_time: Time | None = None
     """When the next attempt starts, during a back-off."""
-    judged: Count = 0
-    """Earlier name of lastRecordedAttempt, kept for one release for upgrades and rollbacks."""
-    in_a_row: Count = 0
-    """Earlier name of consecutiveFailures, likewise."""
-    worked: bool = False
-    """Earlier name of hasBeenReady, likewise."""
 
 
 class HoldingStatus(StatusModel):

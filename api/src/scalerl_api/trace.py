@@ -34,7 +34,7 @@ class RunLine(Line, frozen=True, kw_only=True, tag="run"):
     max_draft_tokens: int = 0
     """Maximum draft length of speculative decoding, in tokens; 0 without it."""
     schedule: str = ""
-    """``leastLoaded`` or ``byLength``; empty in traces of earlier releases: slot order, to the first generator that requests."""
+    """``leastLoaded`` or ``byLength``; empty: slot order, to the first generator that requests."""
 
 
 class GeneratorLine(Line, frozen=True, kw_only=True, tag="generator"):

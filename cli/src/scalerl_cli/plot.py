@@ -16,7 +16,7 @@ def plot(directory: Path) -> int:
     """Draw ``curve.png`` from ``curve.csv``; works during the run too."""
     paths = RunPaths(directory)
     try:
-        run = load_accepted_run(paths.run_file)  # an earlier release may have started the run
+        run = load_accepted_run(paths.run_file)  # perhaps by other rules
         draw_run(paths, run)
     except (SpecError, CurveProblem) as problem:
         say(str(problem), error=True)

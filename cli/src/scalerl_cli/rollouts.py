@@ -147,8 +147,7 @@ def _files(directory: Path) -> dict[Path, pq.ParquetFile]:
         if not (paths.run_file.exists() or paths.metrics.exists()):
             raise Problem(f"{directory} is not the directory of a run")
         raise Problem(
-            f"{directory} has no rollouts: its coordinator did not start, was of a release before this command, or had "
-            "rollouts.perStep 0"
+            f"{directory} has no rollouts: its coordinator did not start, or had rollouts.perStep 0"
         )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

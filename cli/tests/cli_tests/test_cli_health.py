@@ -124,7 +124,7 @@ def test_first_rule_is_said() -> None:
     assert "not applied" in (health(steps(lambda n: {"skipped": 1, "truncated_fraction": 0.5})) or "")
 
 
-def test_rows_of_an_earlier_release_say_nothing() -> None:
+def test_rows_without_figures_say_nothing() -> None:
     bare = [{"step": float(n)} for n in range(LAST)]
     assert health(Steps(bare, bare)) is None
 

@@ -324,7 +324,7 @@ def test_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_command_prints_a_table_of_the_traces_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, policy: str
 ) -> None:
-    """Traces of earlier releases have no name for slot order."""
+    """Slot order has no name in a trace."""
     path = write_trace(tmp_path / "trace.jsonl")
     path.write_text(path.read_text().replace('"concurrency":8', f'"concurrency":8,"schedule":"{schedule}"'))
     assert main(["simulate", str(path)]) == DONE

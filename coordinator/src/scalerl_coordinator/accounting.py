@@ -40,19 +40,14 @@ class Accepted(msgspec.Struct, array_like=True):
     """The :class:`~.journal_records.GiveUpReason` of a slot that was given up, which has no completions."""
     given_up_rollouts: int = 0
     """Number of completions that a given-up slot would have had."""
-    journaled_rewards: list[float] = []
-    """Empty if the group is from an old journal."""
+    rewards: list[float] = []
+    """The reward of each completion in training."""
     parts: dict[str, list[float]] = {}
     unusable_tokens: int = 0
 
     @property
     def rollouts(self) -> int:
         return len(self.lengths)
-
-    @property
-    def rewards(self) -> list[float]:
-        """The reward of each completion in training."""
-        return self.journaled_rewards or [2.0 * score - 1.0 for score in self.scores]
 
     @property
     def graded_scores(self) -> list[float]:
@@ -132,9 +127,6 @@ class Lineage(msgspec.Struct, array_like=True, frozen=True):
     staleness_sum: int = 0
     """Sum of the staleness, in steps, of these tokens."""
     staleness_max: int = 0
-    unused: float = 0.0
-    unused_too: int = 0
-    """Old journals and checkpoints have values in these two positions. New fields come last."""
     consecutive_skipped_steps: int = 0
     reference_tokens: int = 0
     """The part of ``work_tokens`` that a reference policy scored."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
 from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
@@ -38,6 +39,11 @@ class _Edge:
         return at < len(self.prompts) and self.prompts[at] == prompt
 
 
+REMEASURE_SHARE: Final = 0.1
+"""Least share of the slots for prompts that are not at the edge. Each of these is measured again once per epoch of them, whatever
+the share; a larger one takes slots from the prompts that teach most."""
+
+
 class EdgeOfCompetence(Sampler):
     """Samples mostly prompts at the edge of competence.
 
@@ -50,7 +56,9 @@ class EdgeOfCompetence(Sampler):
     cycle through the prompts at the edge, each at most about once per step; if few are known, more slots remeasure.
     """
 
-    def __init__(self, prompts: int, seed: int, pass_rate: float, remeasure_share: float) -> None:
+    def __init__(
+        self, prompts: int, seed: int, pass_rate: float, remeasure_share: float = REMEASURE_SHARE
+    ) -> None:
         super().__init__(prompts, seed)
         self._pass_rate, self._remeasure_share = pass_rate, remeasure_share
         self._history: PromptHistory | None = None

@@ -26,8 +26,8 @@ class PromptResult(msgspec.Struct, array_like=True, frozen=True):
     """The prompt could not be generated. It scores 0, so that all points are over the same prompts."""
     part_sums: dict[str, float] = {}
     """Sums of the verdicts' parts, by name."""
-    passed: int = -1
-    """Number of completions with score 1; -1 in a journal of an earlier release."""
+    passed: int = 0
+    """Number of completions with score 1."""
     labels: dict[str, str] = {}
     """The prompt's labels, with their values."""
 
@@ -99,8 +99,7 @@ def summarize(
     samples = sum(r.samples for r in results)
     sampled = max(1, sum(r.samples for r in results if not r.given_up))
     fewest = min(r.samples for r in results)
-    # Journals of earlier releases do not have the number of passed completions.
-    ks = tries(min(largest_k or fewest, fewest)) if min(r.passed for r in results) >= 0 else []
+    ks = tries(min(largest_k or fewest, fewest))
     return EvaluationPoint(
         version=evaluation.version,
         work_tokens=evaluation.work_tokens,

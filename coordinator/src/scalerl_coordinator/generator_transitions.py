@@ -32,10 +32,7 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
         )
         state.next_lease = issue.number + 1
     state.next_slot = max([state.next_slot, *(slot + 1 for slot, _ in record.held_back)])
-    cursors = record.cursors
-    if not cursors and len(state.cursors) == 1:
-        cursors = {0: state.next_slot if record.cursor < 0 else record.cursor}
-    for task, cursor in cursors.items():
+    for task, cursor in record.cursors.items():
         state.cursors[task] = max(state.cursors[task], cursor)
     state.fold_history()
 
@@ -75,7 +72,7 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         grading_errors=record.grading_errors,
         ungraded=record.ungraded,
         masked_tokens=record.masked_tokens,
-        journaled_rewards=record.rewards,
+        rewards=record.rewards,
         parts=record.parts,
         unusable_tokens=record.unusable_tokens,
     )

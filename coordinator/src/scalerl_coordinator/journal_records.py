@@ -12,7 +12,6 @@ import enum
 import msgspec
 
 from scalerl_api.wire import GroupText, PromptRef, Sample, Split, VersionSpan
-from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.settings import Identity
 
 
@@ -43,10 +42,7 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     issues: list[Issue]
     """Empty if the record only has new slots."""
     held_back: list[tuple[int, PromptRef]] = []
-    """New slots of the window with their prompts. In journals of earlier releases, slots in ``issues`` may be new as well."""
-    cursor: int = -1
-    """Only in journals of earlier releases, whose runs had one task: its cursor after the newest slot. -1 without new slots,
-    or if it equals ``next_slot``."""
+    """New slots of the window with their prompts."""
     cursors: dict[int, int] = {}
     """Cursor of each task's sampler after the newest of these slots; empty without new slots."""
 
@@ -55,7 +51,7 @@ class CloseReason(enum.StrEnum):
     """Why a lease was closed without a group; determines which counter it adds to."""
 
     EXPIRED = "expired"
-    """The holder was lost, unhealthy or replaced. In old journals also that the deadline passed."""
+    """The holder was lost, unhealthy or replaced."""
     TIMED_OUT = "timed-out"
     """The deadline passed: the holder was alive but made no progress."""
     RELEASED = "released"
@@ -89,13 +85,11 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     grading_errors: int = 0
     """Number of completions on which the verifier failed."""
     ungraded: list[int] = []
-    """Indices of those completions, which are not trained on. Empty in old journals, which trained on them with score 0."""
+    """Indices of those completions, which are not trained on."""
     masked_tokens: list[int] = []
     """Number of masked tokens of each completion; empty if no completion has any."""
     rewards: list[float] = []
-    """Reward of each completion. Empty in old journals, in which rewards follow from the scores alone."""
-    refill: int = -1
-    """Only in old journals: the index of ``next_prompt``. :func:`decode` sets -1."""
+    """Reward of each completion."""
     parts: dict[str, list[float]] = {}
     """Parts of the verdicts, by name, for each completion."""
     next_prompt: PromptRef | None = None
@@ -121,7 +115,7 @@ class StoredVerdicts(msgspec.Struct, frozen=True, kw_only=True):
 class StoredGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a group's blob that the trainer and the record of rollouts need.
 
-    The blob is the :class:`~scalerl_api.wire.Group` as received, of this release or an earlier one.
+    The blob is the :class:`~scalerl_api.wire.Group` as received.
     """
 
     prompt_token_ids: bytes
@@ -302,46 +296,7 @@ AnyRecord = (
 )
 
 
-class _EarlierIssue(msgspec.Struct, frozen=True, array_like=True):
-    number: int
-    split: Split
-    slot: int
-    prompt_index: int
-    policy_version: int
-
-
-class _EarlierLeasesIssued(Record, frozen=True, array_like=True, tag="issued"):
-    """The record of earlier releases, in which runs had one task and prompts were indices."""
-
-    holder: str
-    issues: list[_EarlierIssue]
-    held_back: list[tuple[int, int]] = []
-    cursor: int = -1
-
-
 encode = msgspec.msgpack.Encoder().encode
 decode_stored = msgspec.msgpack.Decoder(StoredGroup).decode
-_decode = msgspec.msgpack.Decoder(AnyRecord | _EarlierLeasesIssued).decode
-
-
-def decode(header: Buffer) -> AnyRecord:
-    """Decode a record. Records of earlier releases are converted to the current form.
-
-    Raises:
-        msgspec.DecodeError: ``header`` is not a record.
-    """
-    record: AnyRecord | _EarlierLeasesIssued = _decode(header)
-    if isinstance(record, _EarlierLeasesIssued):
-        return LeasesIssued(
-            record.holder,
-            [
-                Issue(i.number, PromptRef(0, i.split, i.prompt_index), i.slot, i.policy_version)
-                for i in record.issues
-            ],
-            [(slot, PromptRef(0, Split.TRAIN, index)) for slot, index in record.held_back],
-            record.cursor,
-        )
-    if isinstance(record, GroupAccepted) and record.refill >= 0:
-        next_prompt = PromptRef(0, Split.TRAIN, record.refill)
-        return msgspec.structs.replace(record, refill=-1, next_prompt=next_prompt)
-    return record
+decode = msgspec.msgpack.Decoder(AnyRecord).decode
+"""Decodes a record. Raises ``msgspec.DecodeError`` if it is none."""

@@ -46,15 +46,9 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
     longest: int
     """Tokens of the longest completion."""
     absolute_advantage: float = 0.0
-    """Mean over the scored completions of |score - mean| / standard deviation; 0 if all scores are equal, and in histories of
-    earlier releases."""
-    passed: int = -1
-    """Number of scored completions with score 1; -1 (unknown) in histories of earlier releases."""
-
-    @property
-    def passes(self) -> float:
-        """``passed`` or, where that is unknown, the sum of the scores."""
-        return self.passed if self.passed >= 0 else self.score_sum
+    """Mean over the scored completions of |score - mean| / standard deviation; 0 if all scores are equal."""
+    passed: int = 0
+    """Number of scored completions with score 1."""
 
 
 def tried(prompt: int, slot: int, group: Accepted) -> Tried:
@@ -99,8 +93,8 @@ class PromptHistory(msgspec.Struct):
 
     completions: bytearray = msgspec.field(default_factory=bytearray)
     """Number of scored completions, uint32."""
-    passes: bytearray = msgspec.field(default_factory=bytearray, name="score_sum")
-    """Number of them that passed, float64: earlier releases added the scores."""
+    passes: bytearray = msgspec.field(default_factory=bytearray)
+    """Number of them that passed, float64."""
     tokens: bytearray = msgspec.field(default_factory=bytearray)
     """Tokens of all completions, uint64."""
     longest: bytearray = msgspec.field(default_factory=bytearray)
@@ -114,7 +108,7 @@ class PromptHistory(msgspec.Struct):
     folded: int = 0
     """The results of all steps before this one are in the columns."""
     recent: dict[int, list[Tried]] = {}
-    """Results by step, of the last :data:`RECENT_STEPS` before ``folded``. Empty in snapshots of earlier releases."""
+    """Results by step, of the last :data:`RECENT_STEPS` before ``folded``."""
 
     def add_step(self, step: int, groups: Iterable[Tried]) -> None:
         """Add the results of a step that was trained (or trained again)."""
@@ -137,7 +131,7 @@ class PromptHistory(msgspec.Struct):
         for step, groups in self.pending.items():
             for group in groups if step < until else ():
                 completions, passes = later.get(group.prompt, (0, 0.0))
-                later[group.prompt] = completions + group.completions, passes + group.passes
+                later[group.prompt] = completions + group.completions, passes + group.passed
         return KnownHistory(self, later, max(until, self.folded))
 
     def passed(self, prompt: int) -> tuple[int, float]:
@@ -167,7 +161,7 @@ class PromptHistory(msgspec.Struct):
     def _add(self, step: int, tried: Tried) -> None:
         self._grow(tried.prompt + 1)
         self._column("completions")[tried.prompt] += tried.completions
-        self._column("passes")[tried.prompt] += tried.passes
+        self._column("passes")[tried.prompt] += tried.passed
         self._column("tokens")[tried.prompt] += tried.tokens
         longest = self._column("longest")
         longest[tried.prompt] = max(int(longest[tried.prompt]), tried.longest)

@@ -114,8 +114,7 @@ def make_sampler(
         difficulty: returns the difficulty of a training prompt, by index, or None if unknown; only SEC calls it.
     """
     if spec.edge_of_competence is not None:
-        edge = spec.edge_of_competence
-        return EdgeOfCompetence(prompts, seed, float(edge.pass_rate), float(edge.remeasure_share))
+        return EdgeOfCompetence(prompts, seed, float(spec.edge_of_competence.pass_rate))
     if spec.sec is not None:
         sec = spec.sec
         edges = list(map(float, sec.edges))

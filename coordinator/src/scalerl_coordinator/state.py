@@ -13,6 +13,8 @@ States of a training slot; in parentheses, the field of :class:`~.accounting.Rol
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from scalerl_api.wire import EvaluationPoint, PromptRef, Sample, Split
@@ -20,11 +22,13 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
 from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Try, Usage
 from scalerl_coordinator.batcher import zero_variance
-from scalerl_coordinator.earlier_snapshots import present_format
 from scalerl_coordinator.evaluation import Evaluation, EvaluationKey
 from scalerl_coordinator.prompt_history import PromptHistory
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize
+
+FORMAT: Final = 4
+"""Format of a snapshot."""
 
 
 class OpenLease(msgspec.Struct, frozen=True, array_like=True):
@@ -40,11 +44,14 @@ class OpenLease(msgspec.Struct, frozen=True, array_like=True):
         return self.prompt.split
 
 
-class CoordinatorState(msgspec.Struct):
-    """A pure function of the journal's records. ``name=`` keeps the field names of existing snapshots."""
+class _Format(msgspec.Struct):
+    format: int
 
-    format: int = 4
-    """Version of the snapshot's format (:mod:`.earlier_snapshots`)."""
+
+class CoordinatorState(msgspec.Struct):
+    """A pure function of the journal's records."""
+
+    format: int = FORMAT
     identity: Identity | None = None
     batch_sizes: list[BatchSize] = []
     """Batch sizes by first step, from the one in force at ``first_kept_step`` on."""
@@ -56,9 +63,9 @@ class CoordinatorState(msgspec.Struct):
 
     next_slot: int = 0
     """Slots below it have a prompt."""
-    open_slots: list[int] = msgspec.field(default_factory=list, name="reissue")
+    open_slots: list[int] = []
     """Slots below ``next_slot`` that wait for a lease, their first or another; ascending."""
-    expired_lease_of: dict[int, str] = msgspec.field(default_factory=dict, name="lapsed")
+    expired_lease_of: dict[int, str] = {}
     """Expired lease of slots in ``open_slots``. Its group is still accepted until the slot is issued again."""
     prompts: dict[int, PromptRef] = {}
     """Prompt of every slot from ``first_kept_step`` on and below ``next_slot``."""
@@ -95,8 +102,8 @@ class CoordinatorState(msgspec.Struct):
     """``usage.wall_seconds`` of the other run at that step."""
     inherited_device_seconds: float = 0.0
     """``usage.device_seconds`` likewise."""
-    lineage: Lineage = msgspec.field(default=Lineage(), name="line")
-    progress_at: dict[int, Lineage] = msgspec.field(default_factory=dict, name="marks")
+    lineage: Lineage = Lineage()
+    progress_at: dict[int, Lineage] = {}
     """The lineage at each version that the trainer may return to."""
     rows: dict[int, Row] = {}
     """Rows of metrics.jsonl by step, kept until they need not be written again."""
@@ -128,7 +135,7 @@ class CoordinatorState(msgspec.Struct):
     """Number of skipped steps over all incarnations and lineages."""
     last_skip_reason: str = ""
 
-    counts: RolloutCounts = msgspec.field(default_factory=RolloutCounts, name="fates")
+    counts: RolloutCounts = msgspec.field(default_factory=RolloutCounts)
     usage: Usage = msgspec.field(default_factory=Usage)
     evaluations: dict[EvaluationKey, Evaluation] = {}
     """Incomplete evaluations."""
@@ -219,17 +226,15 @@ class CoordinatorState(msgspec.Struct):
 
     @staticmethod
     def decode(data: bytes) -> CoordinatorState:
-        """The state that :meth:`encode` of this or an earlier release encoded.
+        """The state that :meth:`encode` encoded.
 
         Raises:
-            msgspec.DecodeError: ``data`` is no such encoding.
+            msgspec.DecodeError: ``data`` is no such encoding, or of another format.
         """
-        state = msgspec.msgpack.decode(present_format(data), type=CoordinatorState)
-        if (
-            state.identity is not None and not state.batch_sizes
-        ):  # a snapshot from when a run had one batch size
-            state.batch_sizes = [BatchSize(0, 0, state.identity.prompts_per_step)]
-        return state
+        found = msgspec.msgpack.decode(data, type=_Format).format
+        if found != FORMAT:
+            raise msgspec.DecodeError(f"the snapshot has format {found}; this release reads {FORMAT}")
+        return msgspec.msgpack.decode(data, type=CoordinatorState)
 
     def detached(self) -> CoordinatorState:
         """A copy for a checkpoint that can be restored without this journal.

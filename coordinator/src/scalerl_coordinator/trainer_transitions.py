@@ -148,11 +148,8 @@ def _task_figures(state: CoordinatorState, step: int) -> Row:
 
 
 def _crc32(prompts: list[PromptRef]) -> int:
-    """Checksum of a step's prompts. If all are of the first task, it is over the indices alone, as in earlier releases."""
-    keys: list[Any] = [p.index for p in prompts]
-    if any(p.task for p in prompts):
-        keys = [(p.task, p.index) for p in prompts]
-    return zlib.crc32(repr(keys).encode())
+    """Checksum of a step's prompts."""
+    return zlib.crc32(repr([(p.task, p.index) for p in prompts]).encode())
 
 
 def published(state: CoordinatorState, record: r.Published) -> None:

@@ -38,7 +38,7 @@ DECISIONS_SECONDS: Final = 30.0
 """Timeout of one line or page of the decision log, which waits for a disk."""
 
 MAX_DECISIONS_BYTES: Final = 8 * 2**20
-"""Limit of a page of the decision log; a coordinator of an earlier release sends the whole log."""
+"""Limit of a page of the decision log."""
 
 RECEIVE_BYTES: Final = 8 * 1024
 """Size of the receive buffer, of which Linux makes twice as much."""
@@ -49,9 +49,6 @@ _QUOTED: Final = frozenset(
     {"bad-request", "failed", "no-space", "not-ready", "superseded", "unauthorized", "wire-version"}
 )
 """Values of ``Problem.error`` that a message may have."""
-READABLE_VERSIONS: Final = tuple(range(WIRE_VERSION, 0, -1))
-"""Wire versions that this client can use: each version only added fields with defaults. A run keeps its images when the operator
-is upgraded, so its coordinator may use an earlier version."""
 
 
 class CoordinatorUnreachable(Exception):
@@ -60,10 +57,6 @@ class CoordinatorUnreachable(Exception):
 
 class CoordinatorRefused(Exception):
     """The coordinator refused the request, and will refuse it again."""
-
-
-class EndpointMissing(CoordinatorRefused):
-    """The coordinator's release does not have the endpoint."""
 
 
 class OffsetSuperseded(CoordinatorRefused):
@@ -79,7 +72,7 @@ class CoordinatorClient:
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
         self._url = url
         self._headers = {"authorization": f"Bearer {token}", "content-type": CONTENT_TYPE, **IDENTITY}
-        self._version = WIRE_VERSION
+        self._headers |= {WIRE_HEADER: str(WIRE_VERSION)}
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
 
@@ -142,15 +135,15 @@ class CoordinatorClient:
             raise CoordinatorUnreachable(f"{call}: {type(error).__name__}") from error
         problem = f"{call}: HTTP {code}{_problem(content)}"
         if code == UPGRADE_REQUIRED:
-            problem += f": it accepts none of the wire versions 1 to {WIRE_VERSION}"
+            problem += f": it does not accept wire version {WIRE_VERSION}"
         if code >= 500 or code < 300:
             raise CoordinatorUnreachable(problem)
-        raise {404: EndpointMissing, 409: OffsetSuperseded}.get(code, CoordinatorRefused)(problem)
+        raise (OffsetSuperseded if code == 409 else CoordinatorRefused)(problem)
 
     async def _send(
         self, method: str, path: str, body: msgspec.Struct | None, limit: int
     ) -> tuple[int, bytearray]:
-        """Status code and body of the answer in the first wire version that the coordinator accepts."""
+        """Status code and body of the answer."""
         import aiohttp
 
         if self._session is None:
@@ -163,23 +156,12 @@ class CoordinatorClient:
                 timeout=aiohttp.ClientTimeout(total=None),  # the caller's
             )
         data = None if body is None else msgspec.msgpack.encode(body)
-        code, content = UPGRADE_REQUIRED, bytearray()
-        for version in (self._version, *(v for v in READABLE_VERSIONS if v != self._version)):
-            async with self._session.request(
-                method,
-                self._url + path,
-                data=data,
-                headers={WIRE_HEADER: str(version)},
-                allow_redirects=False,
-            ) as response:
-                code = response.status
-                content = await read_answer(
-                    response, limit if code == 200 else MAX_ERROR_BYTES, chunked=False
-                )
-            if code != UPGRADE_REQUIRED:
-                self._version = version
-                break
-        return code, content
+        async with self._session.request(
+            method, self._url + path, data=data, allow_redirects=False
+        ) as response:
+            code = response.status
+            limit = limit if code == 200 else MAX_ERROR_BYTES
+            return code, await read_answer(response, limit, chunked=False)
 
 
 @functools.cache

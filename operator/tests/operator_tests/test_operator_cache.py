@@ -196,16 +196,3 @@ def test_cache_converges_for_any_order_of_events(
             str(last_version + 1),
         )
         assert set(cache.owned("team", "r")) == {("Job", "j")}
-
-
-def test_record_values_are_not_kept(cache: Cache) -> None:
-    """A megabyte for each few hundred decisions of each run: only whoever writes there reads it."""
-    record = thing("ConfigMap", "r-decisions", version=2, data={"decisions.jsonl": "x" * 1000})
-    record["metadata"]["labels"][names.COMPONENT] = names.DECISIONS
-    curve = thing("ConfigMap", "r-curve", version=3, data={"curve.csv": "compute"})
-    cache.observe(None, run_object())
-    cache.observe("ADDED", record)
-    cache.observe("ADDED", curve)
-    owned = cache.owned("team", "r")
-    assert "data" not in owned["ConfigMap", "r-decisions"]
-    assert owned["ConfigMap", "r-curve"]["data"] == {"curve.csv": "compute"}

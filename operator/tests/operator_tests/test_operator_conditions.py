@@ -104,17 +104,6 @@ def test_reconcile_state_round_trips_over_any_earlier_state(first: Memory, secon
         assert remembered(RunStatus.model_validate(stored)) == memory
 
 
-def test_status_of_the_release_before_is_remembered() -> None:
-    """An attempt whose end it has counted is not counted again, and its names are there for a rollback."""
-    stored = {"attempt": 3, "judged": 3, "inARow": 2, "failedStarts": 1, "worked": True}
-    memory = remembered(RunStatus.read({"trainer": stored}))
-    assert (memory.last_recorded_attempt, memory.record) == (3, Record(2, 1, has_been_ready=True))
-    decision = LifecycleDecision(Phase.RUNNING, memory)
-    written = report(context(RUN, decision=decision)).to_object()["trainer"]
-    renamed = {"lastRecordedAttempt": 3, "consecutiveFailures": 2, "hasBeenReady": True}
-    assert written.items() >= (stored | renamed).items()
-
-
 @pytest.mark.parametrize("end", End)
 def test_outcome_is_read_also_from_a_later_release(end: End) -> None:
     """Or it would be run again."""

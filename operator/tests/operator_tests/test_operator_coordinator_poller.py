@@ -26,7 +26,7 @@ from scalerl_operator.controller.coordinator_poller import (
     _Poller,
 )
 from scalerl_operator.controller.observe import PodView
-from scalerl_operator.coordinator_client import CoordinatorUnreachable, EndpointMissing
+from scalerl_operator.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.kube.errors import Fenced
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import PORTS
@@ -236,7 +236,7 @@ async def test_refusal_is_kept_and_wakes_the_run_once(caplog: pytest.LogCaptureF
         assert not (await ours.poll(RUN, [pod], token, 1)).known
         for _ in range(3):
             await ours.refresh(RUN)
-            refusal = f"GET /v1/status: HTTP 426 wire-version: it accepts none of the wire versions 1 to {WIRE_VERSION}"
+            refusal = f"GET /v1/status: HTTP 426 wire-version: it does not accept wire version {WIRE_VERSION}"
             assert await ours.poll(RUN, [pod], token, 1) == Answer(True, refusal=refusal)
         assert [r.levelname for r in caplog.records if "wire version" in r.message] == ["WARNING"]
         assert token.again == 3, "the token may be the reason: it is read again after each refusal"
@@ -323,5 +323,5 @@ async def test_decisions_go_from_the_leader_to_a_ready_coordinator() -> None:
         await coordinator_report(ours, RUN, [pod], Tokens(), 1)
         with pytest.raises(Fenced, match="record a decision of run ns/u"):
             await ours.record_decision(RUN, 0, b"{}\n")
-        with pytest.raises(EndpointMissing, match=r"GET /v1/decisions\?offset=0: HTTP 404"):
+        with pytest.raises(CoordinatorRefused, match=r"GET /v1/decisions\?offset=0: HTTP 404"):
             await ours.decisions(RUN, 0)

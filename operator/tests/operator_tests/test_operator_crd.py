@@ -323,7 +323,7 @@ def test_description_of_each_decimal_says_how_to_write_it() -> None:
     assert ".storage.size" in others
 
 
-MAX_APPLIED_BYTES = 259_500
+MAX_APPLIED_BYTES = 251_500
 """A client-side ``kubectl apply`` stores the definition in an annotation, and the annotations of an object may have 262,144 bytes.
 The rest is for the fields of coming releases, and for annotations of other tools."""
 

@@ -117,33 +117,6 @@ def test_removed_or_added_line_is_found(recorded: tuple[bytes, list[Line]]) -> N
     assert any(d.line == 7 for d in verify(b"".join(lines[:6] + lines[5:]))[1])
 
 
-def test_replay_of_method_1_repeats_every_field() -> None:
-    """Written before an alarm needed a fall below the best: each answer is decided on by the rules of its method.
-
-    Its lines carry the digests of earlier releases, which are ignored.
-    """
-    content = (Path(__file__).parent / "records" / "method-1.jsonl").read_bytes()
-    lines, found = verify(content)
-    assert found == []
-    written = [msgspec.json.decode(raw) for raw in content.splitlines()]
-    assert all(line.pop("digest") for line in written)
-    assert msgspec.to_builtins(lines) == written
-    assert {(line.decision.state.value, line.decision.action.kind) for line in lines} >= {
-        ("INSUFFICIENT", "none"),
-        ("INSUFFICIENT", "scale"),
-        ("GROW", "scale"),
-        ("CONTINUE", "none"),
-        ("STOP", "stop"),
-        ("BROKEN", "none"),
-        ("BROKEN", "hold"),
-    }
-    reasons = [line.decision.reasons[0] for line in lines]
-    assert any("too little for an alarm" in reason for reason in reasons)
-    assert {line.observation.forecast.method for line in lines if line.observation.forecast} == {
-        msgspec.UNSET
-    }
-
-
 def test_forecast_request_names_acknowledged_low_evaluations() -> None:
     evaluated = flat_curve(20)
     points = [point(e) for e in evaluated]

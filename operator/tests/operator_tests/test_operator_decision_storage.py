@@ -16,7 +16,7 @@ from scalerl_operator.autoscaling.decision_log import DecisionRecord, Line, Reco
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.observation import observe, point
 from scalerl_operator.autoscaling.replay import verify
-from scalerl_operator.coordinator_client import CoordinatorRefused, EndpointMissing
+from scalerl_operator.coordinator_client import CoordinatorRefused
 from scalerl_operator.kube import errors
 
 RULES = spec()
@@ -128,16 +128,6 @@ async def test_garbage_inside_the_log_is_named_and_kept() -> None:
         await write(record, 8)
     await write(record, 8)
     assert len(verify(service.content())[0]) == 1, "begun again by who moved it away"
-
-
-async def test_earlier_coordinator_keeps_no_decisions() -> None:
-    async def missing(offset: int) -> DecisionLines:
-        raise EndpointMissing("GET /v1/decisions: HTTP 404: Not Found")
-
-    service = DecisionService()
-    service.decisions = missing  # type: ignore[method-assign]
-    with pytest.raises(RecordError, match="of an earlier release, keeps no decisions; suspend and resume"):
-        await opened(service)
 
 
 @given(

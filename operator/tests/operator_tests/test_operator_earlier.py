@@ -419,7 +419,7 @@ def test_unknown_field_restarts_the_count() -> None:
 
     assert rules(Later()) == rules(AutoscalingSpec())
     assert rules(Later(patience=6)) == rules(AutoscalingSpec()) + " patience=6"
-    assert {*ALWAYS_COUNTED, *NOT_COUNTED} == AutoscalingSpec.model_fields.keys() - {"prior", "late_rises"}
+    assert {*ALWAYS_COUNTED, *NOT_COUNTED} == AutoscalingSpec.model_fields.keys() - {"prior"}
 
 
 def asked_with(*names: str) -> ForecastRequest:

@@ -283,7 +283,7 @@ async def test_who_has_a_gang() -> None:
     )
     started = seen(None)
     started.objects["StatefulSet", "math-coordinator"] = rendered(queued())["StatefulSet/coordinator"]
-    assert await gang.find(api, started, served=True) is None, "an earlier release has queued its parts"
+    assert await gang.find(api, started, served=True) is None, "its parts were queued one by one"
 
 
 async def test_class_of_a_priority() -> None:
@@ -540,7 +540,7 @@ class Unserved:
 
 @pytest.mark.parametrize("error", [errors.NotFound, errors.Forbidden])
 async def test_operator_starts_where_workloads_are_not_served(error: type[errors.ApiError]) -> None:
-    """Without Kueue, or with the role of an earlier release."""
+    """Without Kueue, or with a role that may not list them."""
     api: Any = Unserved(error)
     found = {kind: Informer(api, Cache(lambda key: None), KINDS[kind], None) for kind in ("Workload", "Job")}
     tasks = [asyncio.create_task(informer.run()) for informer in found.values()]

@@ -14,7 +14,6 @@ from scalerl_api.status import RunStatus, UsageStatus
 from scalerl_api.wire import FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.status import _held, _holding
-from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, PROVEN_STEPS, decide
 from scalerl_operator.policy.lifecycle_types import (
@@ -282,7 +281,7 @@ def test_limit_ends_a_run_whose_trainer_cannot_return(saved: int, lost: str) -> 
     assert lost in ended.memory.outcome.message
 
 
-def test_suspended_failed_run_of_an_earlier_release_stays_failed() -> None:
+def test_failed_run_that_was_suspended_before_stays_failed() -> None:
     failed = replace(FIRST, outcome=Outcome(End.FAILED, "BadInput", "x"))  # type: ignore[arg-type]
     observed = replace(LIVE, **NO_STATUS, suspend=True)
     assert decide(SPEC, observed, failed).phase == "Failed"
@@ -397,17 +396,3 @@ def test_limit_is_raised_if_none_is_reached(
     assert edit.raises_limit == raised
     assert edit.fields
     assert edit_between(spec_of(**after), spec_of(**after), USED) == SpecEdit()
-
-
-def test_usage_of_an_earlier_release() -> None:
-    """It has neither the time before the first lease nor compute."""
-    old = RunStatus.read({"step": 10, "usage": {"seconds": "400", "deviceHours": "much"}})
-    seconds = {"budget": {"maxSteps": 10, "maxSeconds": 400}}, {"budget": {"maxSteps": 20, "maxSeconds": 400}}
-    assert not edit_between(*(spec_of(**part) for part in seconds), old).raises_limit
-    assert used_fractions(spec_of(**seconds[0]).budget, old)["maxSeconds"] == 1.0
-    compute = {"maxSteps": 10, "maxComputeTokens": 1000}
-    before = spec_of(budget=compute)
-    assert "maxComputeTokens" not in used_fractions(before.budget, old)
-    assert not edit_between(before, spec_of(budget=compute | {"maxSteps": 20}), old).raises_limit
-    raised = {"maxSteps": 20, "maxComputeTokens": 2000}
-    assert edit_between(before, spec_of(budget=raised), old).raises_limit

@@ -84,7 +84,7 @@ def test_pinned_takes_an_image_that_is_named_later(cluster: Cluster) -> None:
 
 
 def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> None:
-    """Images of an earlier release have no launcher. The edit removes all workloads, so none of them pins an image."""
+    """The edit removes all workloads, so none of them pins an image."""
     cluster.reconcile(OLD)
     run = cluster_run(trainer={"replicas": 1, "devices": 8})
     roles = (Role.PREPARE, Role.TRAINER)

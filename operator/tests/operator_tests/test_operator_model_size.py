@@ -87,7 +87,7 @@ def test_requests_of_pods_with_several_ranks_and_devices() -> None:
 
 
 def test_preparation_of_a_scratch_model_is_known_from_the_spec() -> None:
-    """The other requests wait for the report: a run that an earlier release prepared keeps its pods at an upgrade."""
+    """The other requests wait for the report."""
     run = cluster_run(model={"scratch": {"hiddenSize": 8192, "attentionHeads": 64, "vocabularySize": 65536}})
     found = requested(run, None)
     assert found["prepare"] == pytest.approx(1 + 1.1 * 16 * 65536 * 8192 / GIB, abs=0.01)

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import yaml
 from small_processes import is_running, script, wait_until
 
 from operator_tests.children import run_spec
-from scalerl_api.load import load_run, run_from_object
+from scalerl_api.load import load_run
 from scalerl_operator.local.run_directory import (
     DirectoryProblem,
     RunDirectory,
@@ -75,23 +74,6 @@ def test_resume_knows_a_raised_limit(tmp_path: Path, steps: int, raised: bool) -
     resumed = RunDirectory.resume(tmp_path / "run", run_spec(budget={"maxSteps": steps}))
     assert resumed.raises_limit == raised
     resumed.release()
-
-
-def test_resume_of_the_release_before_needs_changed_defaults(tmp_path: Path) -> None:
-    first = RunDirectory.create(tmp_path / "run", run_spec())
-    manifest = yaml.safe_load(first.paths.run_file.read_text())
-    recipe = manifest["spec"]["recipe"]
-    for name in ("length", "curriculum"):
-        del recipe[name]
-    recipe |= {"maxStalenessSteps": 3, "loss": {"name": "CISPO"}, "fp32Head": True}
-    first.paths.run_file.write_text(yaml.safe_dump(manifest))
-    first.release()
-    with pytest.raises(DirectoryProblem, match=r"recipe\.length: was {'none': {}} → {'interruption'"):
-        RunDirectory.resume(tmp_path / "run", run_spec())
-    run = run_spec()
-    manifest = run.to_manifest()
-    manifest["spec"]["recipe"] |= {"length": {"none": {}}, "curriculum": {"uniform": {}}}
-    RunDirectory.resume(tmp_path / "run", run_from_object(manifest)).release()
 
 
 def test_resume_refuses_a_changed_spec_and_names_the_fields(tmp_path: Path) -> None:

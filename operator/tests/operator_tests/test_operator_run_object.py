@@ -75,14 +75,12 @@ async def test_fields_dropped_by_an_older_crd_are_reported_once(
 @pytest.mark.parametrize(
     ("before", "now", "events"),
     [
-        ("SuspendedByForecast", "StoppedByForecast", []),
+        ("StoppedByForecast", "StoppedByForecast", []),
         ("SuspendedBySpec", "StoppedByForecast", ["StoppedByForecast"]),
         (None, "SuspendedBySpec", ["SuspendedBySpec"]),
     ],
 )
-async def test_reason_of_the_release_before_gets_no_second_event(
-    before: str | None, now: str, events: list[str]
-) -> None:
+async def test_same_reason_gets_no_second_event(before: str | None, now: str, events: list[str]) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
     old = RunStatus(conditions=[] if before is None else [said("Suspended", before)])
     context = RunContext({"kind": KIND, "metadata": metadata}, {}, 100.0, old, Memory())

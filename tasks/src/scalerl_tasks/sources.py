@@ -155,7 +155,6 @@ def verifier_config(
             given.http.url,
             given.http.batch,
             given.http.concurrency,
-            given.http.retries,
             given.timeout_seconds,
             (low, high),
             None if prompt is None else prompt.template,
@@ -172,9 +171,7 @@ def verifier_config(
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
     from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
 
-    limits = Limits(
-        given.cpu_seconds, quantity_bytes(given.memory), quantity_bytes(given.output), given.threads
-    )
+    limits = Limits(given.cpu_seconds, quantity_bytes(given.memory))
     return CodeConfig.of(given.partial, limits, timeout_seconds)
 
 

@@ -45,8 +45,6 @@ SNAPSHOT = "coordinator.snapshot"
 STAGE = "stage.json"
 """State of mid-training; only in mid-training's checkpoints, in which the coordinator's snapshot is empty."""
 FORMAT = 2
-FIXED_SHAPE = 1
-"""An earlier format, which can only be loaded with the number of ranks, ZeRO stage and dtype that wrote it."""
 _NAME = re.compile(r"^step-(\d{8,})$")
 _DAMAGED_NAME = re.compile(rf"^{DAMAGED}step-(\d{{8,}})")
 _CHUNK_BYTES = 4 << 20
@@ -141,10 +139,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
         if digest != hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest():
             raise CheckpointError(f"{MANIFEST} does not match its own digest")
-        if manifest.format not in (FIXED_SHAPE, FORMAT):
-            raise CheckpointError(
-                f"{MANIFEST} has format {manifest.format}, but this trainer reads {FIXED_SHAPE} and {FORMAT}"
-            )
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"{MANIFEST} has format {manifest.format}, but this trainer reads {FORMAT}")
         return manifest
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scalerl_trainer.checkpoint import (
-    FIXED_SHAPE,
     STAGE,
     CheckpointError,
     CheckpointStore,
@@ -485,12 +484,6 @@ class Checkpointer:
             self._store.verify(manifest, self._ranks.rank, self._ranks.world)
         except CheckpointError as error:
             return str(error) or "damaged"
-        if manifest.format == FIXED_SHAPE and manifest.shape != self._shape:
-            raise NoUsableCheckpoint(
-                f"an earlier release wrote checkpoint {step} with {manifest.shape}, but this run has {self._shape}: resume with "
-                "the same trainer.replicas, trainer.devices, trainer.zeroStage and model.dtype, and change them after the next "
-                "checkpoint"
-            )
         try:
             load_random_state(self._store.directory(step), self._ranks.rank)
         except RandomStateError as error:

@@ -24,7 +24,7 @@ import torch
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
-from scalerl_trainer.checkpoint import FIXED_SHAPE, CheckpointError, CheckpointStore, flush
+from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, flush
 from scalerl_trainer.errors import EngineError, ModelError, TrainerError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames, skeleton, stored_names
 from scalerl_trainer.saved_state import SavedState
@@ -169,8 +169,7 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
     """Export checkpoint ``step`` (None: the newest) to ``target``; returns the step.
 
     Raises:
-        ExportError: ``target`` exists, or the checkpoint is missing, damaged, or of an earlier release that the run must load
-            first.
+        ExportError: ``target`` exists, or the checkpoint is missing or damaged.
         SpecError: the run's spec cannot be parsed; it is not validated.
         OSError: ``target`` cannot be written.
     """
@@ -185,12 +184,7 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
     if step not in steps:
         raise ExportError(f"{paths.checkpoints} holds no checkpoint of step {step}, only of {steps}")
     try:
-        manifest = store.manifest(step)
-        if manifest.format == FIXED_SHAPE:
-            raise ExportError(
-                f"checkpoint {step} was written by an earlier release: resume the run, its next checkpoint can be exported"
-            )
-        store.verify(manifest)
+        store.verify(store.manifest(step))
         saved = SavedState(store.directory(step))
     except (CheckpointError, EngineError) as error:
         raise ExportError(str(error)) from error

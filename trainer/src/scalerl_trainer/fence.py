@@ -84,7 +84,7 @@ class Fence:
             except OSError as error:
                 log.error("cannot move %s to %s: %s", path, target, error)
                 kept.add(path if path.parent == fence.folder else path.parent)
-        for path in [*root.glob(f"{STAGED}*"), *fence.folder.iterdir()]:  # also of a release without fences
+        for path in [*root.glob(f"{STAGED}*"), *fence.folder.iterdir()]:
             if path not in kept:
                 with contextlib.suppress(OSError):
                     fence.remove(path)

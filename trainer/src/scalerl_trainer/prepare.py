@@ -55,8 +55,6 @@ log = logging.getLogger("scalerl_trainer.prepare")
 MARKER_FILE = "prepared.json"
 TOKENIZER_TEXTS = 2000
 """Number of prompts of the training split that the tokenizer of a scratch model is trained on."""
-FIRST_INITIALIZER_RANGE = 0.02
-"""The value that scratch models had in releases without ``initializerRange``."""
 _WEIGHTS = "*.safetensors"
 _PATTERNS = ("*.json", _WEIGHTS, "*.model", "*.jinja", "merges.txt", "vocab.txt")
 
@@ -191,10 +189,6 @@ def _identity(spec: RunSpec, tasks: RunTasks) -> str:
     model = spec.model.model_dump(mode="json", exclude={"attention", "cache"})
     if spec.model.scratch is not None:
         model["task"], model["seed"] = tasks.digest, spec.seed
-        if float(spec.model.scratch.initializer_range) == FIRST_INITIALIZER_RANGE:
-            del model["scratch"][
-                "initializer_range"
-            ]  # models of releases without the field keep their identity
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 

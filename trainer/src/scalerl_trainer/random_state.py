@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
-from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -79,49 +76,8 @@ def _tensor(content: bytes) -> torch.Tensor:
 
 def _read(directory: Path, rank: int) -> _State | None:
     """The rank's states; None without its file."""
-    file, earlier = _file(directory, rank), directory / f"random-rank{rank:05d}.pickle"
+    file = _file(directory, rank)
     try:
-        if file.is_file():
-            return msgspec.msgpack.decode(file.read_bytes(), type=_State)
-        return _of_earlier_release(earlier.read_bytes()) if earlier.is_file() else None
-    except Exception as error:  # a damaged entry of an earlier release may raise any
-        raise RandomStateError(
-            f"{file if file.is_file() else earlier}: not random states: {error}"
-        ) from error
-
-
-# --- checkpoints of earlier releases ------------------------------------------------------------
-
-
-def _storage(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
-_NAMES: Final[dict[tuple[str, str], Any]] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy", "ndarray"): np.ndarray,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch.storage", "_load_from_bytes"): _storage,
-}
-"""What a pickle of random states names. Any other name is refused."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "_reconstruct" and module in ("numpy._core.multiarray", "numpy.core.multiarray"):
-            return super().find_class("numpy._core.multiarray", name)
-        if (found := _NAMES.get((module, name))) is None:
-            raise pickle.UnpicklingError(f"{module}.{name} is not a part of a random state")
-        return found
-
-
-def _of_earlier_release(content: bytes) -> _State:
-    state = _Unpickler(io.BytesIO(content)).load()
-    (version, values, gauss), numpy, cuda = state["python"], state["numpy"], state["cuda"]
-    return _State(
-        python=(version, list(values), gauss),
-        numpy=(numpy[0], numpy[1].tolist(), *numpy[2:]),
-        torch=bytes(state["torch"].numpy()),
-        cuda=None if cuda is None else bytes(cuda.numpy()),
-    )
+        return msgspec.msgpack.decode(file.read_bytes(), type=_State) if file.is_file() else None
+    except Exception as error:
+        raise RandomStateError(f"{file}: not random states: {error}") from error

@@ -73,7 +73,6 @@ def load_reference(paths: RunPaths, spec: RunSpec) -> Any:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(
             f"recipe.kl.penalty with a warmStart: {path}, the weights after the warm start, cannot be read: "
-            f"{error}; put the file back, set recipe.kl to {{none: {{}}}}, or create another run (releases before recipe.kl "
-            "did not keep them)"
+            f"{error}; put the file back, set recipe.kl to {{none: {{}}}}, or create another run"
         ) from error
     return model

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from scalerl_api.fields import (
     AtLeastOneDecimal,
@@ -30,7 +30,6 @@ from scalerl_api.fields import (
     WeightDecayDecimal,
     at_most_one,
 )
-from scalerl_api.recipe.earlier import EarlierName, translated
 from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
 
 # --- loss --------------------------------------------------------------------------------------
@@ -451,9 +450,6 @@ class EdgeOfCompetenceSpec(Model):
 
     pass_rate: PositiveUnitDecimal = "0.8"
     """Recent pass rate from which a prompt counts as solved. Prompts at the edge of competence are below it and above 0."""
-    remeasure_share: PositiveUnitDecimal = "0.1"
-    """Minimum share of the groups that measure prompts that are not at the edge: not used yet, solved, without a
-    success, or not used in the last 64 steps."""
 
 
 class SecSpec(Model):
@@ -584,22 +580,10 @@ class RecipeSpec(Model):
     optimizer: OptimizerSpec = OptimizerSpec()
     """AdamW and its schedule."""
 
-    _earlier_names: tuple[EarlierName, ...] = PrivateAttr(())
-
     @model_validator(mode="wrap")
     @classmethod
     def _completed(cls, given: Any, validate: Callable[[Any], RecipeSpec]) -> RecipeSpec:
-        if not isinstance(given, Mapping):
-            return validate(given)
-        present, earlier = translated(given)
-        recipe = validate(completed(present))
-        recipe._earlier_names = earlier
-        return recipe
-
-    @property
-    def earlier_names(self) -> tuple[EarlierName, ...]:
-        """Fields that the manifest gives by names of the previous release."""
-        return self._earlier_names
+        return validate(completed(given) if isinstance(given, Mapping) else given)
 
     @property
     def updates_per_sampled_weights(self) -> int:

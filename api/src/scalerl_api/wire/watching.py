@@ -70,7 +70,7 @@ class LabelMean(Struct, frozen=True, array_like=True):
     prompts: int
     """Number of those prompts."""
     pass_at: list[PassAt] = []
-    """pass@k for the same k as the point; empty in a journal of an earlier release."""
+    """pass@k for the same k as the point."""
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from scalerl_api.conditions import RENAMED, ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
 from scalerl_cli.exits import NOT_FOUND
 from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY
@@ -214,7 +214,6 @@ def _listed(names: list[str]) -> str:
 def advice(condition: Mapping[str, Any]) -> str:
     """What to do about a condition, in the words of its reason; of a reason of another release, of its type."""
     reason = str(condition.get("reason", ""))
-    reason = RENAMED.get(reason, reason)
     if reason in set(Reason):
         return Reason(reason).text
     if reason in set(Phase):

@@ -10,7 +10,7 @@ from scalerl_cli.curves.arguments import not_negative
 POLICIES = {
     "leastLoaded": "the coordinator's default",
     "byLength": "spec.schedule.byLength",
-    "slotOrder": "first come, first served, as in earlier releases",
+    "slotOrder": "first come, first served",
     "roundRobin": "slot order, the same number to each generator",
     "histoPipe": "RhymeRL's ranges of length, ascending and descending",
     "oracle": "byLength with the lengths known in advance",

@@ -24,7 +24,7 @@ APRIL_FACTOR = 1.5
 
 
 class SlotOrder:
-    """First come, first served: a generator gets as many groups as fit. The default of earlier releases."""
+    """First come, first served: a generator gets as many groups as fit."""
 
     def assign(self, view: View) -> Assignment:
         places = iter(view.places)

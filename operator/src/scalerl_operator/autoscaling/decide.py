@@ -40,8 +40,8 @@ LEAST_MORE: Final = 1.01
 """More generators must bring at least this many times the compute."""
 MOST_GROWTH: Final = 2
 """A measured elasticity is extrapolated to at most so many times the generators it was measured with."""
-CLIPPED_LOSSES: Final = ("ppoclip", "grpo")
-"""Losses that clip the ratio of each token, in lower case; GRPO is the name in records of the release before."""
+CLIPPED_LOSS: Final = "ppoclip"
+"""The loss that clips the ratio of each token, in lower case."""
 LARGE_BATCH: Final = 2048
 LONG_CONTEXT: Final = 32_768
 
@@ -53,7 +53,7 @@ def decide(spec: AutoscalingSpec, observation: Observation, history: History) ->
     once, however often it is observed.
     """
     history = updated(spec, observation, history)
-    active, why = alarm(spec, observation, history)
+    active, why = alarm(observation, history)
     if (active is not None) != (history.state is State.BROKEN):
         # The streak counts something else from here on.
         history = replace(history, streak=0)
@@ -231,7 +231,7 @@ def advice(recipe: Recipe) -> list[str]:
     changes = [
         (not recipe.fp32_head, "recipe.fp32Logits Both: A .52 → .61 (ScaleRL [P])"),
         (
-            recipe.loss.lower() in CLIPPED_LOSSES,
+            recipe.loss.lower() == CLIPPED_LOSS,
             "recipe.loss cispo in place of a clipped one: A .520 → .595 against DAPO's (ScaleRL [S])",
         ),
         (

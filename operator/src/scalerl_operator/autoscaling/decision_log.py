@@ -26,7 +26,6 @@ from scalerl_operator.autoscaling.observation import Point
 from scalerl_operator.coordinator_client import (
     CoordinatorRefused,
     CoordinatorUnreachable,
-    EndpointMissing,
     OffsetSuperseded,
 )
 from scalerl_operator.kube.errors import Fenced
@@ -47,8 +46,8 @@ class RecordError(Exception):
     """The record cannot be read or written; the message says why. No decision that is not in it may be acted on."""
 
 
-class Line(Recorded, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """One decision. Unknown fields are ignored: earlier releases wrote a digest with each line.
+class Line(Recorded, frozen=True, kw_only=True):
+    """One decision.
 
     time: by the machine's clock, for people only.
     spec: ``spec.autoscaling`` at the decision.
@@ -179,9 +178,6 @@ class DecisionRecord:
                 await asyncio.to_thread(reader.add, page.content)
                 offset += len(page.content)
                 size = page.size if page.size >= 0 else offset
-        except EndpointMissing as error:
-            text = "the run's coordinator, of an earlier release, keeps no decisions; suspend and resume the run to replace it"
-            raise RecordError(text) from error
         except (CoordinatorUnreachable, CoordinatorRefused) as error:
             raise RecordError(f"{FILE} cannot be read: {error}") from error
         self._size, self.summary, self.loaded, self._stale = reader.size, reader.summary, True, False

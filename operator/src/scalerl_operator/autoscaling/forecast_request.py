@@ -65,7 +65,6 @@ def build_request(
         value=value,
         price=price,
         budget=budget,
-        late_rises="games" if spec.late_rises == "Games" else "language_models",
         alarms_after=max((float(p.tokens) for p in used if p.version <= history.forgiven), default=0.0),
     )
 

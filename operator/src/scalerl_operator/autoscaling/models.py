@@ -45,7 +45,7 @@ class Spent(Recorded, frozen=True, kw_only=True):
     device_seconds: float
     steps: int
     tokens: float | msgspec.UnsetType = msgspec.UNSET
-    """Counted as :attr:`Limits.tokens`; left out without that limit, and in records of earlier releases."""
+    """Counted as :attr:`Limits.tokens`; left out without that limit."""
     inherited_seconds: float | msgspec.UnsetType = msgspec.UNSET
     """The part of ``seconds`` of the run from which this one was forked, which no limit counts; left out in other runs."""
     inherited_device_seconds: float | msgspec.UnsetType = msgspec.UNSET
@@ -60,7 +60,7 @@ class Limits(Recorded, frozen=True, kw_only=True):
     device_hours: float | None = None
     tokens: float | msgspec.UnsetType = msgspec.UNSET
     """``budget.maxComputeTokens`` in completion tokens of RL, at the recipe's cost of one (:mod:`scalerl_api.compute`); left out
-    where there is no limit, and in records of earlier releases."""
+    where there is no limit."""
 
 
 class Progress(Recorded, frozen=True, kw_only=True):
@@ -205,12 +205,10 @@ class Change(Recorded, frozen=True, kw_only=True):
 class Alarm(Recorded, frozen=True, kw_only=True):
     """Why the run is BROKEN.
 
-    floor: by method 1, the reward that the newest evaluation had to stay above.
     eval_version: the evaluation set of a fallen curve.
     """
 
     kind: Literal["curve", "truncated", "not finite"]
-    floor: float | None = None
     eval_version: str = ""
 
 

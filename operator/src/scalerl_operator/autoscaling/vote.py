@@ -11,7 +11,6 @@ import msgspec
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import BestBlock, ForecastAnswer, Outlook
-from scalerl_operator.autoscaling.alarm import small_fall
 from scalerl_operator.autoscaling.models import Observation, Pace
 
 ENOUGH_POINTS: Final = 10
@@ -45,13 +44,6 @@ WORTH_MORE_DEVICES: Final = 0.5
 EARLIER_COUNT: Final = 0.1
 """Total weight from which the method uses earlier runs. A run of at least this weight is named; without one, all are."""
 MOST_NAMES: Final = 5
-METHOD_1_STOP_BELOW: Final = 0.1
-METHOD_1_RELEASE_AT: Final = 0.2
-"""STOP_BELOW and RELEASE_AT for answers of method 1, whose P has no late rises."""
-METHOD_3_STOP_BELOW: Final = 0.18
-METHOD_3_RELEASE_AT: Final = 0.28
-METHOD_3_EXPECTS_GAIN: Final = 0.7
-"""The same for answers of methods 2 and 3, flat or not, whose P has late rises of .064 a doubling."""
 
 
 class Side(enum.IntEnum):
@@ -98,7 +90,7 @@ def insufficiency(spec: AutoscalingSpec, observation: Observation) -> list[str]:
     if spec.price_per_device_hour is None and answer.outlook is not None:
         found.extend(_undecidable(spec, answer, answer.outlook))
     if answer.outlook is None:
-        found.append(small_fall(answer.guard) or "the answer has no outlook")
+        found.append("the answer has no outlook")
     elif spec.price_per_device_hour is not None and answer.outlook.best_block is None:
         found.append("what a device-hour buys is not known yet, so nothing can be said in money")
     return found
@@ -157,10 +149,10 @@ def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
         or spec.price_per_device_hour is not None
         or answer.fit.points_used < ENOUGH_POINTS
         or flat.share < PATIENCE
-        or answer.outlook.p_gain_above_min >= _expects_gain(answer)
+        or answer.outlook.p_gain_above_min >= FIT_EXPECTS_GAIN
     ):
         return None
-    side = _side(flat.p_gain, *_thresholds(answer, FLAT_STOP_BELOW, FLAT_RELEASE_AT))
+    side = _side(flat.p_gain, FLAT_STOP_BELOW, FLAT_RELEASE_AT)
     if side is Side.CONTINUE:
         return None
     slope = flat.slope
@@ -232,15 +224,12 @@ def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) ->
     """Before half of the budget, a fit alone does not stop a run: the run must have gained something, and have stopped to."""
     p, flat, late = outlook.p_gain_above_min, answer.flat, outlook.p_late_rise
     text = f"P(gain at {spec.horizon}× the compute > {spec.min_gain}) is {p:.2f}"
-    if answer.method is msgspec.UNSET:
-        return _side(p, METHOD_1_STOP_BELOW, METHOD_1_RELEASE_AT), text
     doublings, more = math.log2(float(spec.horizon)), 0.0
     if late is not msgspec.UNSET:
         text += f", that of an unannounced rise, {late:.2f}, included"
         # The thresholds are for a horizon of one doubling; a longer one adds late rises to P.
         more = late - (1.0 - (1.0 - late) ** (1.0 / doublings))
-    stop_below, release_at = _thresholds(answer, STOP_BELOW, RELEASE_AT)
-    side = _side(p, stop_below + more, release_at + more)
+    side = _side(p, STOP_BELOW + more, RELEASE_AT + more)
     # At low rewards, or far ahead, a fit has a wider distribution than the trend of its points.
     flat_cast = flat_vote(spec, answer) if side is Side.NEITHER else None
     if flat_cast is not None and flat_cast.side is Side.STOP:
@@ -263,20 +252,6 @@ def _by_price(spec: AutoscalingSpec, block: BestBlock) -> tuple[Side, str]:
         return Side.STOP, text
     worth = 100.0 * float(spec.value_per_point or 0) * block.gain
     return Side.CONTINUE if block.net >= RELEASE_RETURN * (worth - block.net) else Side.NEITHER, text
-
-
-def _thresholds(answer: ForecastAnswer, stop_below: float, release_at: float) -> tuple[float, float]:
-    """These two, or those of the earlier method that made an answer."""
-    if answer.method in (msgspec.UNSET, 2, 3):
-        return METHOD_3_STOP_BELOW, METHOD_3_RELEASE_AT
-    return stop_below, release_at
-
-
-def _expects_gain(answer: ForecastAnswer) -> float:
-    """FIT_EXPECTS_GAIN for the method that made an answer; method 2 has no such rule."""
-    if answer.method == 2:
-        return math.inf
-    return METHOD_3_EXPECTS_GAIN if answer.method in (msgspec.UNSET, 3) else FIT_EXPECTS_GAIN
 
 
 def _side(p: float, stop_below: float, release_at: float) -> Side:

@@ -23,7 +23,6 @@ from scalerl_operator.names import Names
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
-SPEC_HASH_VERSION: Final = "4"
 """Of :func:`spec_hash`: raised with every change of its input, since hashes of different inputs cannot be compared."""
 SECTION: Final = {
     Role.PREPARE: "trainer",
@@ -68,8 +67,7 @@ class Desired:
 class Scope:
     """The run to render, and the settings outside of its spec.
 
-    size: of the model, as the preparation found it; None before, and for a run that an earlier release prepared, whose pods an
-        upgrade must not replace.
+    size: of the model, as the preparation found it; None before.
     gang: see :class:`Desired`.
     source_claim: see :class:`Desired`.
     created: when the run was created, in unix seconds.
@@ -175,15 +173,14 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """Hash of the fields whose edit restarts a role (:mod:`scalerl_api.edits`) and of its podTemplate: when it changes, the
     pods are replaced.
 
-    The operator's images and the defaults of new fields are left out, so that an upgrade stops no trainer. The hash begins with
-    its version, for :func:`.adopt_spec_hashes`.
+    The operator's images and the defaults of new fields are left out, so that an upgrade stops no trainer.
     """
     spec = run.spec
     fields = _pruned(spec.model_dump(mode="json", exclude=_excluded(role), exclude_defaults=True))
     image = getattr(spec.images, SECTION[role])
     pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
     content = [run.metadata.name, fields, pods, image, spec.device_resource, spec.storage.claim_name]
-    return f"{SPEC_HASH_VERSION}-{_short_hash(_canonical(content))}"
+    return _short_hash(_canonical(content))
 
 
 @cache

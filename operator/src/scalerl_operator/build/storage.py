@@ -11,7 +11,6 @@ import yaml
 
 from scalerl_api.curve import curve_csv
 from scalerl_api.paths import TRAINED_FILE
-from scalerl_api.recipe.earlier import with_earlier_names
 from scalerl_api.spec import GROUP, ScaleRLRun
 from scalerl_api.wire import EvaluationPoint
 from scalerl_operator.build.scope import Scope, metadata_of
@@ -50,7 +49,6 @@ def claim(scope: Scope) -> Object | None:
 def spec_map(scope: Scope, *, trained: bool) -> Object:
     """The run file of all roles: name and spec with every default. trained: adds the file that marks a run with steps."""
     manifest = scope.run.to_manifest()
-    manifest["spec"]["recipe"] = with_earlier_names(manifest["spec"]["recipe"])
     manifest["metadata"] = {"name": scope.run.metadata.name, "namespace": scope.namespace}
     # PyYAML's own writer would take most of the time of a rendering.
     text = yaml.dump(manifest, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Validates a run's spec, and adopts objects of the previous release.
+"""Validates a run's spec.
 
 While the current spec is invalid, the run continues with the spec accepted before, which the status holds as it was written.
 """
@@ -14,14 +14,8 @@ from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, accepted_run, run_from_object
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import MAX_ACCEPTED_SPEC
-from scalerl_operator.build.scope import SPEC_HASH_VERSION, spec_hash
-from scalerl_operator.controller.observe import label
-from scalerl_operator.controller.run_context import RunContext, is_deleted
-from scalerl_operator.kube import errors
-from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.controller.run_context import RunContext
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import COMPONENT, SCALED_BY, SPEC_HASH
 from scalerl_operator.policy.edits_of_run import (
     UNKNOWN_FIELDS,
     SpecEdit,
@@ -89,49 +83,3 @@ def with_spec(run: Object, text: str) -> Object:
     spec: dict[str, Any] = json.loads(text)
     suspend = run["spec"].get("suspend", False)
     return {**run, "spec": {**spec, "suspend": suspend} if isinstance(suspend, bool) else spec}
-
-
-# --- the previous release -----------------------------------------------------------------------
-
-
-async def adopt_spec_hashes(api: KubeApi, cache: Cache, context: RunContext) -> None:
-    """Annotates Jobs of another release with the hash of the last accepted spec, for which they were created, or else of the
-    current one.
-
-    Another release may hash other fields, so its hash does not show whether the spec has changed. Jobs of a run that drains
-    are skipped: they are for an earlier spec, or end soon.
-    """
-    if context.accepted is None or context.memory.drain_since is not None:
-        return
-    for key, job in list(context.objects.items()):
-        metadata, role = job["metadata"], label(job, COMPONENT)
-        known = (metadata.get("annotations") or {}).get(SPEC_HASH)
-        foreign = known is not None and not known.startswith(f"{SPEC_HASH_VERSION}-")
-        if key[0] != "Job" or not foreign or role not in _ROLES or not context.owns(job) or is_deleted(job):
-            continue
-        text = context.before.accepted_spec or json.dumps(context.obj["spec"])
-        annotations = {SPEC_HASH: spec_hash(accepted_run(with_spec(context.obj, text)), Role(role))}
-        patch = {"metadata": {"uid": metadata["uid"], "annotations": annotations}}
-        try:
-            job = await api.patch("Job", context.namespace, metadata["name"], patch)
-        except errors.NotFound:
-            continue
-        except (errors.Forbidden, errors.Invalid) as error:
-            log.warning("%s/%s: Job %s: %s", context.namespace, context.name, metadata["name"], error)
-            job = {**job, "metadata": {**metadata, "annotations": {**metadata["annotations"], **annotations}}}
-        else:
-            cache.remember(job)
-        context.objects[key] = job
-
-
-def generators_of_earlier_release(context: RunContext) -> int | None:
-    """The number of generators that the autoscaler of the previous release had set, which it kept in the status; None: there
-    is none, a user has set another, or the spec has it already."""
-    if context.accepted is None or context.invalid is not None:
-        return None
-    spec, known = context.accepted.spec, context.before.generators
-    allowed, number, wanted = spec.autoscaling.generators, known.chosen, spec.generator.replicas
-    if spec.autoscaling.mode != "Auto" or allowed is None or number is None or known.base != wanted:
-        return None
-    number = min(max(number, allowed.min), allowed.max)
-    return None if number == wanted or context.annotation(SCALED_BY) is not None else number

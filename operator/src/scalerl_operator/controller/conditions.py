@@ -27,6 +27,7 @@ from scalerl_operator.kube.client import EventType
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import End, JobState
 from scalerl_operator.policy.problems import Problem
+from scalerl_operator.policy.restarts import MAX_POD_RESTARTS
 from scalerl_operator.workloads import Role
 
 STALLED_SECONDS: Final = 1800.0
@@ -389,7 +390,7 @@ def _checkpoint_problem(coordinator: Status | None) -> Problem | None:
 def _role_problem(context: RunContext) -> Problem | None:
     """The first problem of the pods of a run that trains."""
     generators = context.observed.service(Role.GENERATOR)
-    if generators.restarts > context.run.spec.generator.max_restarts:
+    if generators.restarts > MAX_POD_RESTARTS:
         text = f"{generators.restarted} was restarted {generators.restarts} times"
         return Problem(Reason.GENERATORS_FAILING, text)
     for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):

@@ -36,8 +36,8 @@ _REQUEUED: Final = ("Preempted", "NodeFailures")
 
 
 async def find(api: KubeApi, context: RunContext, *, served: bool) -> Gang | None:
-    """The gang of a run; None: it has none, since it has no queue, the cluster serves no Workloads, an earlier release started
-    it, or the operator may not read the class of its priority, as with a role for single namespaces.
+    """The gang of a run; None: it has none, since it has no queue, the cluster serves no Workloads, it was started
+    without one, or the operator may not read the class of its priority, as with a role for single namespaces.
 
     served: the cluster serves Workloads.
     """
@@ -225,7 +225,7 @@ def _live(context: RunContext) -> Object | None:
 
 
 def _queued_one_by_one(context: RunContext) -> bool:
-    """Whether Kueue has queued the run's workloads one by one: an earlier release has started it, or there were no gangs."""
+    """Whether Kueue has queued the run's workloads one by one, since it was started where there were no gangs."""
     extra = Names(context.name).extra_generators
     return any(
         kind in WORKLOADS and label(obj, QUEUE) and label(obj, COMPONENT) in ROLES and name != extra

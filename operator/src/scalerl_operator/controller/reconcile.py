@@ -19,7 +19,7 @@ from scalerl_api.status import RunStatus
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller import gang
-from scalerl_operator.controller.accept import accept, adopt_spec_hashes, generators_of_earlier_release
+from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
 from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, ask_coordinator, request_stop
@@ -107,10 +107,6 @@ class Reconciler:
         accept(context)
         if context.accepted is not None and not context.deleted and FINALIZER not in context.finalizers:
             await self._run.hold(context)
-        if (number := generators_of_earlier_release(context)) is not None:
-            await self._run.scale(context, number, decision=-1)
-            return 0.0
-        await adopt_spec_hashes(self._api, self._cache, context)
         context.gang = await gang.find(self._api, context, served=self._gangs())
         observed = observe(context.objects, context.uid, context.spec_hashes(), context.unix_seconds)
         observed = gang.observed_in_queue(context, observed)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from scalerl_api.conditions import RENAMED, ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
@@ -109,13 +109,13 @@ def remembered(status: RunStatus) -> Memory:
     trainer = status.trainer
     return Memory(
         attempt=trainer.attempt,
-        last_recorded_attempt=max(trainer.last_recorded_attempt, trainer.judged),
+        last_recorded_attempt=trainer.last_recorded_attempt,
         record=restarts.Record(
-            consecutive_failures=max(trainer.consecutive_failures, trainer.in_a_row),
+            consecutive_failures=trainer.consecutive_failures,
             failed_starts=trainer.failed_starts,
             diverged=trainer.diverged,
             publish_refused=trainer.publish_refused,
-            has_been_ready=trainer.has_been_ready or trainer.worked,
+            has_been_ready=trainer.has_been_ready,
             disruptions=trainer.disruptions,
         ),
         restarts=trainer.restarts,
@@ -228,9 +228,6 @@ def _trainer(memory: Memory) -> TrainerStatus:
         next_attempt_time=rfc3339(memory.next_at + 0.999)
         if awaited
         else None,  # in whole seconds, rounded up
-        judged=memory.last_recorded_attempt,
-        in_a_row=memory.record.consecutive_failures,
-        worked=memory.record.has_been_ready,
     )
 
 
@@ -357,6 +354,6 @@ async def _write_events(api: KubeApi, run: Object, before: RunStatus, status: Ru
         await api.event(run, "Normal", status.phase, Phase(status.phase).text)
     for condition in status.conditions:
         old = before.condition(condition.type)
-        known = None if old is None else (old.status, RENAMED.get(old.reason, old.reason))
+        known = None if old is None else (old.status, old.reason)
         if known != (condition.status, condition.reason) and (kind := event_type(condition)) is not None:
             await api.event(run, kind, condition.reason, f"{condition.type}: {condition.message}")

@@ -107,8 +107,6 @@ OF_THE_OBJECT: Final = (
     _not_below("maxSteps", "step", "trained"),
     _not_below("maxDeviceHours", "usage.deviceHours", "used", number="double({})", shown=("%s", "%s")),
     _not_below("maxSeconds", "usage.elapsedSeconds", "taken", number="double({})", shown=("%d", "%s")),
-    # An earlier release wrote no elapsedSeconds.
-    _not_below("maxSeconds", "usage.seconds", "taken", number="double({})", shown=("%d", "%s")),
     _not_below("maxComputeTokens", "usage.computeTokens", "used"),
     Rule(
         # A size that the claim could not be enlarged to may be lowered again: the claim itself does not shrink.

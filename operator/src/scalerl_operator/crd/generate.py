@@ -28,8 +28,7 @@ from pydantic_core import core_schema
 from scalerl_api.edits import nested_model
 from scalerl_api.fields import DECIMAL_FORM
 from scalerl_api.load import to_yaml
-from scalerl_api.recipe import LossSpec, RecipeSpec
-from scalerl_api.recipe.earlier import EarlierLoss, EarlierRecipe
+from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import set_by_others
 from scalerl_api.source import VerifierSpec, WeightedVerifier
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
@@ -56,8 +55,6 @@ _COLUMNS: Final = (
 )
 """Columns of ``kubectl get``: title, type, path, priority (1: only with ``-o wide``)."""
 
-_EARLIER: Final[dict[type[BaseModel], type[BaseModel]]] = {RecipeSpec: EarlierRecipe, LossSpec: EarlierLoss}
-"""Models with the names of the previous release."""
 _REPEATED: Final = (
     *((f"{role}.podTemplate", "podTemplate") for role in ("generator", "trainer", "coordinator")),
     ("task.mix[]", "task"),
@@ -249,8 +246,6 @@ class _Structural(GenerateJsonSchema):
             written = {"description": ""} | written | {"description": _plain(f"{docstrings[name]} {note}")}
             fields["properties"][field.alias] = written
             cel_rules.add(written, cel_rules.OF_FIELDS.get((model, name), ()))
-        if model in _EARLIER:  # otherwise the API server would prune these names from stored objects
-            fields["properties"] |= schema_of(_EARLIER[model])["properties"]
         # Rules across the sections of a spec are also evaluated when only `suspend` changes. A list macro on oldSelf.value(),
         # whose length the API server estimates as unbounded, exceeds its cost limit.
         cel_rules.add(

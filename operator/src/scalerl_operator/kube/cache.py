@@ -188,8 +188,6 @@ class Cache:
             if known is not None:
                 self._drop(at, version)
             return False
-        if (metadata.labels or {}).get(names.COMPONENT) == names.DECISIONS:
-            item.data = msgspec.UNSET
         if item.kind == "Pod":  # written by controllers: its field managers are not read
             metadata.managedFields = None
         entry = _Entry(metadata.uid, version, msgspec.json.encode(item), (at[1], label))

@@ -19,7 +19,6 @@ from scalerl_api import process as api
 from scalerl_api.forecast import EarlierRun
 from scalerl_api.load import accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
-from scalerl_api.recipe.earlier import translated
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.earlier_runs import select
 from scalerl_operator.policy.edits_of_run import raises_limit
@@ -75,7 +74,7 @@ class RunDirectory:
             DirectoryProblem: it has no run, is in use, or the spec has a change that a started run refuses.
         """
         before = stored_manifest(root)
-        changes = _changed_defaults(before, run) + forbidden_changes(before, run.to_manifest())
+        changes = forbidden_changes(before, run.to_manifest())
         if changes:
             raise DirectoryProblem(
                 f"{root}: cannot resume with a changed spec:\n  "
@@ -105,20 +104,6 @@ class RunDirectory:
     @property
     def token(self) -> str:
         return self.paths.token.read_text().strip()
-
-
-def _changed_defaults(manifest: dict[str, Any], run: ScaleRLRun) -> list[str]:
-    """Translates the recipe of ``manifest`` to present names. Returns the changes of the run by new defaults, which no user made."""
-    recipe = (manifest.get("spec") or {}).get("recipe") or {}
-    present, names = translated(recipe)
-    manifest["spec"] = (manifest.get("spec") or {}) | {"recipe": present}
-    now = run.to_manifest()["spec"]["recipe"]
-    return [
-        f"spec.recipe.{name.name}: was {present[name.name]} → {now[name.name]}, a default of this release (give the former "
-        "in the spec to continue as before)"
-        for name in names
-        if name.value is None and now[name.name] != present[name.name]
-    ]
 
 
 def stored_manifest(root: Path) -> dict[str, Any]:

@@ -45,8 +45,7 @@ def used_fractions(budget: BudgetSpec, status: RunStatus) -> dict[str, float]:
     usage = status.usage
     limits = (
         (MAX_STEPS, budget.max_steps, status.step or 0),
-        # An earlier release wrote the seconds since the first lease only, and no compute.
-        (MAX_SECONDS, budget.max_seconds, max(_number(usage.elapsed_seconds), _number(usage.seconds))),
+        (MAX_SECONDS, budget.max_seconds, _number(usage.elapsed_seconds)),
         (MAX_DEVICE_HOURS, budget.max_device_hours, _number(usage.device_hours)),
         (MAX_COMPUTE_TOKENS, budget.max_compute_tokens, usage.compute_tokens),
     )

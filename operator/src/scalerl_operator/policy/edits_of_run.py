@@ -12,7 +12,7 @@ from typing import Any, Final
 from scalerl_api.edits import Effect, edit_of, flat
 from scalerl_api.spec import BudgetSpec, RunSpec
 from scalerl_api.status import RunStatus
-from scalerl_operator.policy.budget import MAX_COMPUTE_TOKENS, used_fractions
+from scalerl_operator.policy.budget import used_fractions
 
 _OF_A_STOPPED_RUN: Final = frozenset(
     {"suspend", "ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling"}
@@ -94,7 +94,7 @@ def differing_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> tupl
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
     """The edit from ``before`` to ``after`` of a run with that status."""
-    raised = raises_limit(before, after) and not limits_reached(before.budget, after.budget, status)
+    raised = raises_limit(before, after) and not limits_reached(after.budget, status)
     return SpecEdit(changed_fields(before, after), raised)
 
 
@@ -103,13 +103,9 @@ def raises_limit(before: RunSpec, after: RunSpec) -> bool:
     return _raised(before.budget, after.budget) or _released(before, after)
 
 
-def limits_reached(before: BudgetSpec, after: BudgetSpec, status: RunStatus) -> bool:
-    """Whether the run has reached a limit of ``after``. One whose use is unknown, since an earlier release ended the run, counts as
-    reached while it is no higher than ``before``."""
-    used = used_fractions(after, status)
-    limit, old = after.max_compute_tokens, before.max_compute_tokens
-    unknown = limit is not None and MAX_COMPUTE_TOKENS not in used and (old is None or limit <= old)
-    return unknown or any(share >= 1.0 for share in used.values())
+def limits_reached(budget: BudgetSpec, status: RunStatus) -> bool:
+    """Whether the run has reached a limit of ``budget``."""
+    return any(share >= 1.0 for share in used_fractions(budget, status).values())
 
 
 def _raised(before: BudgetSpec, after: BudgetSpec) -> bool:

@@ -108,9 +108,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
     failure = (
-        memory.holding
-        or _coordinator_failure(spec, observed, memory)
-        or _generator_failure(spec, observed, memory)
+        memory.holding or _coordinator_failure(observed, memory) or _generator_failure(spec, observed, memory)
     )
     if failure is not None:
         # While the coordinator answers, a run that is held saves its training first. That drain goes on without an answer, and
@@ -240,13 +238,13 @@ def _failure(observed: LifecycleInput, memory: Memory, reason: Reason, message: 
     return Outcome(End.HELD, reason, message)
 
 
-def _coordinator_failure(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> Outcome | None:
+def _coordinator_failure(observed: LifecycleInput, memory: Memory) -> Outcome | None:
     """The outcome of a coordinator that cannot continue."""
     coordinator = observed.coordinator
     if coordinator.bad_input is not None:
         message = coordinator.bad_input.message or "its input is wrong"
         return _failure(observed, memory, Reason.BAD_INPUT, f"coordinator: {message}")
-    if coordinator.restarts > spec.coordinator.max_restarts:
+    if coordinator.restarts > restarts.MAX_POD_RESTARTS:
         message = f"{coordinator.restarted or 'coordinator'} was restarted {coordinator.restarts} times"
         return _failure(observed, memory, Reason.BACKOFF_LIMIT_EXCEEDED, message)
     return None
@@ -528,7 +526,7 @@ def _after_outcome(observed: LifecycleInput, memory: Memory, outcome: Outcome) -
     if outcome.end is End.COMPLETED:
         continues = observed.edit.raises_limit
     else:
-        # A failed run of an earlier release may have been suspended for long: only the edit continues it.
+        # A run may fail when it is suspended already: only the edit continues it.
         suspends = outcome.end is End.HELD or "suspend" in observed.edit.fields
         continues = (observed.suspend and suspends) or observed.edit.mends
     if observed.deleting or not continues:

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Final
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE
 from scalerl_processes.kernel import describe
+
+MAX_POD_RESTARTS: Final = 20
+"""Consecutive restarts of a pod of the coordinator, which end the run, and of a generator, which degrade it: with the back-off of a
+kubelet, about 80 minutes."""
 
 
 @dataclass(frozen=True)

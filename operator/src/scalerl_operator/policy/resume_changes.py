@@ -8,8 +8,8 @@ from scalerl_api.edits import Effect, edit_of, flat
 
 OF_A_CLUSTER = (
     *("spec.storage", "spec.images", "spec.podTemplate", "spec.deviceResource", "spec.coordinator"),
-    *("spec.generator.podTemplate", "spec.generator.maxRestarts", "spec.trainer.podTemplate"),
-    *("spec.trainer.maxRestarts", "spec.ttlSecondsAfterFinished"),
+    *("spec.generator.podTemplate", "spec.trainer.podTemplate", "spec.trainer.maxRestarts"),
+    "spec.ttlSecondsAfterFinished",
 )
 """Fields that a local run does not read: a change of them has no effect."""
 

@@ -57,12 +57,13 @@ class RewardService:
     url: str
     batch: int = 64
     concurrency: int = 8
-    retries: int = 5
     timeout_seconds: float = 10.0
     range: tuple[float, float] = SCORE_RANGE
     """Lowest and highest score of the service."""
     template: str | None = None
     system: str | None = None
+    retries: int = 5
+    """Failures of a completion, while others succeed, after which it has no verdict: the cause is then the completion."""
 
 
 class _Scores(msgspec.Struct):

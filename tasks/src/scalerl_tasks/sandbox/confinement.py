@@ -68,6 +68,7 @@ class Limits:
     output_bytes: int = 1 << 20
     """Of its output, or of one value."""
     threads: int = 16
+    """Of the program, which is one process."""
 
 
 def missing_from_kernel() -> list[str]:

@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +33,6 @@ if not torch.cuda.is_available():
 import deepspeed
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-_CHECKPOINT_TAG = "state"
-"""Folder of a checkpoint in DeepSpeed's own format, which earlier releases wrote."""
 
 
 class CompilerFreeCpu(CPU_Accelerator):  # type: ignore[misc]
@@ -230,14 +226,6 @@ class DeepSpeedEngine:
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat.data), torch.zeros_like(flat.data)
         return state
-
-    def load_native(self, directory: Path) -> dict[str, Any]:
-        """Load a checkpoint of an earlier release in DeepSpeed's format, with the same number of ranks and ZeRO stage.
-
-        A collective. Returns the checkpoint's ``client_state``.
-        """
-        _, client_state = self.engine.load_checkpoint(str(directory), tag=_CHECKPOINT_TAG)
-        return dict(client_state or {})
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks and references."""

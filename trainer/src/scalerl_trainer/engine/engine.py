@@ -340,14 +340,10 @@ class Engine:
         """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
 
         Raises:
-            EngineError: the state is missing, is another model's, or was written by an earlier release with another number of
-                ranks, ZeRO stage or dtype.
+            EngineError: the state is missing, or is another model's.
         """
-        if not directory.is_dir():
-            raise EngineError(f"{directory} is not a folder: there is no engine state to load")
         if not (directory / HEADER).is_file():
-            self._load_native(directory)
-            return
+            raise EngineError(f"{directory / HEADER} is not a file: there is no engine state to load")
         saved = SavedState(directory)
         saved.check(self._trained_shapes())
         with self._deepspeed.restoring(saved.header.optimizer_steps):
@@ -397,17 +393,6 @@ class Engine:
             for name, parameter in self._policy.named_parameters()
             if parameter.requires_grad
         }
-
-    def _load_native(self, directory: Path) -> None:
-        state = self._deepspeed.load_native(directory)
-        own = {"world": self._world, "zero_stage": self.settings.zero_stage, "dtype": self.settings.dtype}
-        found = {key: state.get(key) for key in own}
-        if found != own:
-            raise EngineError(
-                f"an earlier release saved {directory} with {found}, but this run has {own}: resume with the same number of "
-                "ranks, zeroStage and dtype until the next checkpoint"
-            )
-        self.steps_done = int(state["steps_done"])
 
     def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> tuple[PackedBatch, torch.Tensor]:
         return pack_shard(
