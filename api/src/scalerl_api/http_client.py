@@ -90,9 +90,12 @@ async def exchange(
     *,
     data: Any = None,
     headers: Mapping[str, str] | None = None,
+    chunked: bool = True,
 ) -> tuple[int, bytes]:
     """Status code and body of an answer of at most ``limit`` bytes, for a status other than 200 ``MAX_ERROR_BYTES``. Redirects are not
     followed.
+
+    chunked: see :func:`.answers.read_answer`.
 
     Raises:
         Unanswered
@@ -104,7 +107,7 @@ async def exchange(
             method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
             limit = limit if answer.status == 200 else MAX_ERROR_BYTES
-            return answer.status, bytes(await read_answer(answer, limit))
+            return answer.status, bytes(await read_answer(answer, limit, chunked=chunked))
     except TimeoutError as error:
         is_slow = not isinstance(error, aiohttp.ConnectionTimeoutError)
         raise Unanswered(timeout_reason(error, timeout), is_slow=is_slow) from error

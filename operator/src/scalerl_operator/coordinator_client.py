@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from scalerl_api import endpoints
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_msgpack, read_answer
+from scalerl_api.answers import MAX_ERROR_BYTES, BadAnswer, decode_msgpack
+from scalerl_api.http_client import Unanswered, exchange, wire_headers
 from scalerl_api.wire import (
-    CONTENT_TYPE,
-    WIRE_HEADER,
     WIRE_VERSION,
     Ack,
     DecisionLine,
@@ -71,8 +70,7 @@ class CoordinatorClient:
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:
         self._url = url
-        self._headers = {"authorization": f"Bearer {token}", "content-type": CONTENT_TYPE, **IDENTITY}
-        self._headers |= {WIRE_HEADER: str(WIRE_VERSION)}
+        self._headers = wire_headers(token)
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
 
@@ -105,18 +103,19 @@ class CoordinatorClient:
         method: str,
         path: str,
         body: msgspec.Struct | None,
-        decode: Callable[[bytearray], T],
+        decode: Callable[[bytes], T],
         limit: int = MAX_ERROR_BYTES,
         timeout_seconds: float | None = None,
     ) -> T:
         """``limit``: of the answer, in bytes; ``decode`` raises BadAnswer."""
         import aiohttp  # takes half a second, by which the first child of a local run would start later
 
-        seconds = timeout_seconds or self._timeout_seconds
-        call = f"{method} {path}"
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds or self._timeout_seconds)
+        call, data = f"{method} {path}", None if body is None else msgspec.msgpack.encode(body)
         try:
-            async with asyncio.timeout(seconds):
-                code, content = await self._send(method, path, body, limit)
+            code, content = await exchange(
+                self._opened(), method, self._url + path, timeout, limit, data=data, chunked=False
+            )
             if code == 200:
                 # Decoding a large answer is a loop in Python, between whose iterations the event loop runs.
                 return (
@@ -124,15 +123,8 @@ class CoordinatorClient:
                     if len(content) > SMALL_BYTES
                     else decode(content)
                 )
-        except TimeoutError as error:
-            raise CoordinatorUnreachable(f"{call}: no complete answer in {seconds:g} s") from error
-        except BadAnswer as error:
+        except (Unanswered, BadAnswer) as error:
             raise CoordinatorUnreachable(f"{call}: {error}") from error
-        except aiohttp.ClientConnectorError as error:
-            raise CoordinatorUnreachable(f"{call}: {type(error).__name__}: {error}") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a broken header
-            # Errors of the protocol quote the answer.
-            raise CoordinatorUnreachable(f"{call}: {type(error).__name__}") from error
         problem = f"{call}: HTTP {code}{_problem(content)}"
         if code == UPGRADE_REQUIRED:
             problem += f": it does not accept wire version {WIRE_VERSION}"
@@ -140,10 +132,7 @@ class CoordinatorClient:
             raise CoordinatorUnreachable(problem)
         raise (OffsetSuperseded if code == 409 else CoordinatorRefused)(problem)
 
-    async def _send(
-        self, method: str, path: str, body: msgspec.Struct | None, limit: int
-    ) -> tuple[int, bytearray]:
-        """Status code and body of the answer."""
+    def _opened(self) -> aiohttp.ClientSession:
         import aiohttp
 
         if self._session is None:
@@ -153,15 +142,8 @@ class CoordinatorClient:
                 response_class=_answer_class(),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),  # the caller's
             )
-        data = None if body is None else msgspec.msgpack.encode(body)
-        async with self._session.request(
-            method, self._url + path, data=data, allow_redirects=False
-        ) as response:
-            code = response.status
-            limit = limit if code == 200 else MAX_ERROR_BYTES
-            return code, await read_answer(response, limit, chunked=False)
+        return self._session
 
 
 @functools.cache
@@ -199,15 +181,15 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
-def _ack(content: bytearray) -> Ack:
+def _ack(content: bytes) -> Ack:
     return decode_msgpack(content, Ack)
 
 
-def _lines(content: bytearray) -> DecisionLines:
+def _lines(content: bytes) -> DecisionLines:
     return decode_msgpack(content, DecisionLines)
 
 
-def _problem(content: bytearray) -> str:
+def _problem(content: bytes) -> str:
     """The error's constant, if it is a known one."""
     try:
         error = decode_msgpack(content, Problem).error

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 
 from scalerl_operator.local.ports import HOST
 from scalerl_operator.policy.restarts import Cause
 from scalerl_operator.workloads import Container, Probe
+from scalerl_processes.waiting import cancel
 
 
 async def succeeds(probe: Probe, port: int) -> bool:
@@ -43,9 +43,7 @@ async def watch(container: Container, ports: dict[str, int], on_ready: Callable[
             await _until_failed(liveness, ports)
         return Cause.LIVENESS_PROBE
     finally:
-        readiness.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await readiness
+        await cancel(readiness)
 
 
 async def _answers(probe: Probe, ports: dict[str, int], attempts: Iterable[int]) -> bool:
