@@ -252,8 +252,7 @@ def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
     for name in ("labels", "parts"):
         one = found[name] or {}
         found[name] = {
-            shown(key): shown(value) if isinstance(value, str) else value
-            for key, value in one.items()
+            shown(key): shown(value) if isinstance(value, str) else value for key, value in one.items()
         }
     for name in ("prompt", "completion", "reference", "error"):
         if (text := found[name]) is not None:
