@@ -327,3 +327,22 @@ def test_icepop_and_the_off_policy_mask_are_written_so() -> None:
 )
 def test_proximal_policy_is_kept_where_updates_share_sampled_weights(recipe: Any, updates: int) -> None:
     assert RecipeSpec.model_validate(recipe).proximal_updates == updates
+
+
+def test_warnings_about_the_size_of_evaluations() -> None:
+    """A set of all of a file is not counted; held-out prompts that no set evaluates are named."""
+
+    def found(**sets: Any) -> list[str]:
+        run = {**RUN, "spec": {**RUN["spec"], "evaluation": {"everySteps": 1, "sets": [sets]}}}
+        return [
+            str(one)
+            for one in warnings_of(parse_run(yaml.safe_dump(run), "run.yaml").spec)
+            if "evaluat" in str(one)
+        ]
+
+    task = {"jsonl": {"path": "/data/test.jsonl"}, "verifier": {"name": "exact"}}
+    (unused,) = found(name="own", task=task)
+    assert unused.startswith("spec.task.heldOut: no set of evaluation.sets evaluates its ")
+    (unused, large) = found(name="own", task={**task, "size": 100_000})
+    assert "samples" in large
+    assert not [one for one in found(name="same") if "heldOut" in one]

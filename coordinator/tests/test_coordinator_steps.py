@@ -230,6 +230,8 @@ def test_supervised_tokens_count_once_and_seconds_each_time():
     assert report("a", 10, 100, 3.0) == ""
     report("a", 10, 100, 3.0)  # its answer was lost
     report("a", 20, 200, 5.0)
+    world.register("g")
+    assert build_status(world.core).waiting_for == "the end of mid-training, which has done 20 steps"
     world.acknowledge()
     world.crash(0)
     world.hello("b")

@@ -186,8 +186,16 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
                 yield SpecProblem(f"spec.{field}", f"{steps} is more than budget.maxSteps ({most}): {what}")
     batch = recipe.prompts_per_step * recipe.completions_per_prompt
     held_out = {one.name: one.section.held_out.size for one in spec.task.tasks}
+    if spec.task.mix is None and all(one.task is not None for one in spec.evaluation_sets):
+        yield SpecProblem(
+            "spec.task.heldOut",
+            f"no set of evaluation.sets evaluates its {held_out[MAIN_TASK]} prompts, which are not trained on",
+            "add a set without task, or lower size",
+        )
     for at, one in enumerate(spec.evaluation_sets):
-        prompts = (one.task.size or 1000) if one.task is not None else held_out[one.held_out_of or MAIN_TASK]
+        prompts = held_out[one.held_out_of or MAIN_TASK] if one.task is None else one.task.size
+        if prompts is None:
+            continue  # all of its source, and 1,000 at most: the preparation counts them
         evaluation = prompts * (one.samples_per_prompt or spec.evaluation.samples_per_prompt)
         trained = batch * (one.every_steps or spec.evaluation.every_steps)
         if evaluation > trained:

@@ -293,16 +293,16 @@ def test_waiting_line_is_not_repeated_every_second(capsys: pytest.CaptureFixture
         view.snapshot(snapshot(float(second), waiting))
     lines = capsys.readouterr().out.splitlines()
     assert 2 <= len(lines) <= 5
-    assert lines[0].endswith("waiting: waiting for generator-0 to load its weights")
+    assert lines[0].endswith("waiting for generator-0 to load its weights")
 
 
 def test_waiting_line_has_the_last_error_of_what_it_waits_for() -> None:
     waiting = status(phase=Phase.WAITING, waiting_for="a generator to register", step=0, points=[])
     seen = snapshot(5.0, waiting, {"generator-0-server": UnitState.BACK_OFF})
-    assert labels.waiting(seen) == "waiting: waiting for a generator to register"
+    assert labels.waiting(seen) == "waiting for a generator to register"
     seen.units[-1].last_error = "generator-0-server exited with code 1 before it was ready: no such layer"
     assert labels.waiting(seen) == (
-        "waiting: waiting for a generator to register "
+        "waiting for a generator to register "
         "(generator-0-server exited with code 1 before it was ready: no such layer)"
     )
 

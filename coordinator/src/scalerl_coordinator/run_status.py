@@ -139,6 +139,8 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     failed = f"; the last publish failed: {core.publish_problem}" if core.publish_problem else ""
     if not core.membership.members:
         return f"a generator to register{failed}"
+    if phase is Phase.WAITING and state.supervised_steps and state.published < 0:
+        return f"the end of mid-training, which has done {state.supervised_steps:,} steps"
     if phase is Phase.WAITING:
         return f"the first weights to reach a generator{failed}"
     if phase is Phase.FINISHING and state.finish_reason:

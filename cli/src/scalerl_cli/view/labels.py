@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalerl_api.wire import EvaluationPoint
+from scalerl_api.wire import EvaluationPoint, Phase
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.run_view import Snapshot, UnitState, UnitStatus
 from scalerl_operator.workloads import Role
@@ -66,6 +66,8 @@ def waiting(snapshot: Snapshot) -> str:
     if status is None:
         preparing = any(u.role is Role.PREPARE and u.state is not UnitState.DONE for u in snapshot.units)
         return ("preparing the model" if preparing else "waiting for the coordinator") + failing
+    if status.phase is Phase.WAITING and status.waiting_for and not status.stop_reason:
+        return f"waiting for {status.waiting_for}{failing}"
     text = str(status.phase)
     if status.stop_reason:
         text += f" ({status.stop_reason})"

@@ -130,6 +130,8 @@ def _waiting_for(units: Sequence[UnitStatus], status: Status | None) -> str:
             return "the model and tokenizer to be prepared"
     if status is None:
         return "the coordinator to start"
+    if status.phase is Phase.WAITING and _in_mid_training(status):
+        return "the end of mid-training"
     return status.waiting_for or "the first lease"
 
 
