@@ -254,6 +254,20 @@ async def test_stop_ends_the_child_in_order(tmp_path: Path, mark: str) -> None:
     assert await asyncio.wait_for(process.wait(), 120) == 0
 
 
+async def test_kill_during_the_start_is_not_lost(tmp_path: Path, mark: str) -> None:
+    """Also where this process was started with SIGQUIT ignored, as by `nohup ... &` in a script."""
+    before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    try:
+        for _ in range(3):
+            process = ChildProcess.start(
+                command(tmp_path, mark, "python", "-S", "-c", "import time; time.sleep(600)")
+            )
+            process.kill()
+            assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+
+
 async def test_subreaper_passes_no_descriptors_and_sets_the_cpus(tmp_path: Path, mark: str) -> None:
     held = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     try:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -118,7 +118,7 @@ class ChildProcess:
             argv[0] = sys.executable
         cpus = "-" if command.cpus is None else ",".join(map(str, command.cpus))
         limits = (str(command.grace_seconds), str(command.orphan_grace_seconds), cpus)
-        with _open_log(command.log, f"{command.mark}: {' '.join(argv)}") as log:
+        with _open_log(command.log, f"{command.mark}: {' '.join(argv)}") as log, _blocked(subreaper.HANDLED):
             popen, lifeline = start_with_socket(
                 [sys.executable, "-I", "-S", subreaper.__file__, SOCKET, *limits, "--", *argv],
                 held=command.held,
@@ -155,6 +155,17 @@ class ChildProcess:
             except TimeoutError as error:
                 _LOG.error("%s", error)
         self._ended.set_result(code)
+
+
+@contextlib.contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Blocks signals for a process that is started inside, until it handles them: one that comes earlier is kept for it, also
+    where this process ignores it (SIGQUIT below ``nohup ... &``)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _open_log(path: Path, title: str) -> IO[bytes]:

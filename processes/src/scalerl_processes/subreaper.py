@@ -27,6 +27,8 @@ if __name__ == "__main__":  # by its path, without site-packages
 from scalerl_processes.kernel import adopt_orphans, die_with_parent, has_children, reaped
 from scalerl_processes.process_table import descendants, kill_all
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD)
+"""Signals that whoever starts a subreaper blocks until it does."""
 _SWEEP_SECONDS = 30.0
 """Limit for killing a tree; only a process blocked in the kernel survives the first rounds."""
 _LISTINGS = 10
@@ -128,8 +130,9 @@ def main(arguments: list[str]) -> None:
     adopt_orphans()
     wakeup, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD):
+    for number in HANDLED:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     _end_like(_watch(_spawn(arguments[5:], cpus), lifeline, wakeup, grace, orphan_grace))
 
 
