@@ -519,8 +519,11 @@ class Coordinator(RuleBasedStateMachine):
         if really:
             return
         self._everyone_works(data, rounds)
-        self.world.lose_volume()
         version = max(self.checkpoints)
+        weights = self.checkpoints[version][2][version]
+        if self.weights.get(version, weights) != weights:
+            return  # of a lost lineage: the trainer has set it aside when it passed over it
+        self.world.lose_volume()
         snapshot, self.trained, self.weights = self.checkpoints[version]
         start = CoordinatorState.decode(snapshot).slots_of(version)[0]
         self.accepted = {i: g for i, g in self.accepted.items() if g.slot < start}
