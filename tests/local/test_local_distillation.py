@@ -60,6 +60,21 @@ def _tokenizer(folder: Path) -> Any:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+def first_token_kl(student: Path, teacher: Path) -> float:
+    """Mean over the prompts of the exact KL, in nats, from the student's distribution of the first sampled token to the teacher's."""
+    tokenizer = _tokenizer(teacher)
+    prompts = [
+        json.loads(line)["prompt"] for line in EXAMPLE.with_name("data.jsonl").read_text().splitlines()
+    ]
+    rows = torch.tensor([tokenizer.encode(prompt).ids for prompt in prompts[:500]])
+    with torch.no_grad():
+        own, taught = (
+            load_model(str(model), dtype="float32")(rows).logits[:, -1].log_softmax(-1)
+            for model in (student, teacher)
+        )
+    return float((own.exp() * (own - taught)).sum(-1).mean())
+
+
 def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> None:
     student, teacher = tmp_path / "student", tmp_path / "teacher"
     write_models(student, teacher)
@@ -78,14 +93,16 @@ def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> N
             assert started.finish(START_SECONDS + 300) == 0, started.tail()
             rows = started.metrics()
             summary = started.summary()
+            final = started.directory / f"checkpoints/hf/step-{STEPS:08d}"
+            before, after = first_token_kl(student, teacher), first_token_kl(final, teacher)
     kl = [row["teacher_kl"] for row in rows]
     assert len(kl) == STEPS
     # An untrained student's completions all score 0, and none is filtered for that.
     assert {row["filtered_fraction"] for row in rows} == {0.0}
     assert_counts_add_up(summary, run)
     assert fmean(kl[:3]) > 0.5, kl
-    # It falls by .03 a step, with .1 of noise from the prompts of a step.
-    assert fmean(kl[-5:]) < 0.9 * fmean(kl[:5]), kl
+    # Sampled, it has .3 of noise a step.
+    assert after < 0.8 * before, (before, after, kl)
 
 
 def test_run_ends_at_its_budget_while_the_teacher_is_away(tmp_path: Path) -> None:
