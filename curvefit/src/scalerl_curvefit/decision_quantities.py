@@ -130,7 +130,7 @@ def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.where(reachable, (target - drawn.R0) / (asymptote - drawn.R0), 0.5)
     inside = np.clip(share, 1e-12, 1.0 - 1e-12)
-    ln_compute = compute_share(drawn.families[0], inside, np.log(drawn.Cmid), np.log(drawn.B))
+    ln_compute = compute_share(drawn.families[0], inside, drawn.ln_cmid, drawn.ln_b)
     compute = np.where(reachable, np.where(share <= 0.0, 0.0, np.exp(np.minimum(ln_compute, 700.0))), np.inf)
     low, median, high = (float(q) for q in np.quantile(compute, (0.05, 0.5, 0.95), method="higher"))
     return ComputeToTarget(target, float(reachable.mean()), median, low, high)

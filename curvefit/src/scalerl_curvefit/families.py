@@ -35,11 +35,17 @@ def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b
     if family is Family.SIGMOID:
         # Half the time of tanh and a fifth of SciPy's expit. Far below Cmid the power is infinite, its share 0.
         with np.errstate(over="ignore"):
-            return np.asarray(1.0 / (1.0 + np.exp(b * (ln_cmid - ln_compute))))
+            power = np.asarray(np.exp(b * (ln_cmid - ln_compute)))
+        power += 1.0
+        return np.divide(1.0, power, out=power)
     distance = ln_compute - ln_cmid
     if family is Family.STRETCHED:
         return np.asarray(-np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0))))
-    return np.asarray(-np.expm1(-b * np.log1p(np.expm1(LN2 / b) * np.exp(distance))))
+    share = np.asarray(np.expm1(LN2 / b) * np.exp(distance))
+    np.log1p(share, out=share)
+    share *= -b
+    np.expm1(share, out=share)
+    return np.negative(share, out=share)
 
 
 def compute_share(family: Family, share: FloatArray, ln_cmid: FloatArray, ln_b: FloatArray) -> FloatArray:
