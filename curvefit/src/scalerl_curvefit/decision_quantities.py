@@ -167,7 +167,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
     above = _rises_above(
         partial(p_departure_below, ahead.settings.departure_dof),
         over / own,
-        ahead.trend.headroom / own,
+        ahead.reach / own,
         1.0 - (1.0 - ahead.late_rise) ** doublings,
     )
     if ahead.gains is not None and doublings > 0:
@@ -175,7 +175,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
         of, dof = np.flatnonzero(ahead.from_earlier_runs), ahead.gains.dof
         rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings
         above[of] = _rises_above(
-            lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.trend.headroom / earlier, rising
+            lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.reach / earlier, rising
         )
     return float(np.mean(np.where(np.less(level, 0.0), 1.0, np.where(np.less(level, 1.0), above, 0.0))))
 

@@ -18,7 +18,6 @@ are what a prior is for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -116,7 +115,8 @@ class RunSummary:
 
     doubling_k, level_k: log2 compute and smoothed reward, up to its end by its points, beyond by its own forecast.
     end: log2 compute of its last point.
-    departure: scale of its forecast's departure per doubling beyond its end.
+    forecast_scale: scale of its own forecast per doubling beyond its end: of the Student's t of departures, with the variance
+        of departures and of the experts' spread together.
     shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
     sigma: noise sd of an evaluation.
     scatter: the same from the differences of neighbours, without a curve.
@@ -127,7 +127,7 @@ class RunSummary:
     doubling_k: FloatArray
     level_k: FloatArray
     end: float
-    departure: float
+    forecast_scale: float
     shape: FloatArray
     shape_sd: FloatArray
     sigma: float
@@ -242,7 +242,7 @@ def summarize(curve: Curve, pool: ForecastPool, fell: float | None = None) -> Ru
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
-        departure=math.hypot(pool.departure_rate, pool.expert_sd),
+        forecast_scale=pool.forecast_scale,
         shape=np.median(parameters, axis=1),
         shape_sd=parameters.std(axis=1),
         sigma=float(np.median(drawn.sigma)),
@@ -403,7 +403,7 @@ def _gains(
     dof = PRIOR_DOF + max(total - 1.0, 0.0)
     spread_k = PRIOR_DOF * (PRIOR_SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
     beyond_ik = np.maximum(now + AHEAD - np.array([[c.end] for c in summaries]), 0.0)
-    departs_k = weight @ (np.array([[c.departure] for c in summaries]) * beyond_ik) ** 2 / total
+    departs_k = weight @ (np.array([[c.forecast_scale] for c in summaries]) * beyond_ik) ** 2 / total
     sd_k = np.sqrt(spread_k / dof * (1.0 + 1.0 / total) + departs_k)
     start = np.zeros(1)
     return GainPrior(

@@ -41,11 +41,12 @@ def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b
     distance = ln_compute - ln_cmid
     if family is Family.STRETCHED:
         return np.asarray(-np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0))))
-    share = np.asarray(np.expm1(LN2 / b) * np.exp(distance))
-    np.log1p(share, out=share)
-    share *= -b
-    np.expm1(share, out=share)
-    return np.negative(share, out=share)
+    # log and exp take half the time of log1p and expm1; the share is off by 1e-16 of the whole gain, not of itself.
+    power = np.asarray(1.0 + np.expm1(LN2 / b) * np.exp(distance))
+    np.log(power, out=power)
+    power *= -b
+    np.exp(power, out=power)
+    return np.subtract(1.0, power, out=power)
 
 
 def compute_share(family: Family, share: FloatArray, ln_cmid: FloatArray, ln_b: FloatArray) -> FloatArray:

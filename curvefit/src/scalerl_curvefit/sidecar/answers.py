@@ -247,9 +247,10 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
     if request.value is not None and request.price is not None:
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
-    late = p_late_rise(
-        math.log2(request.horizon), request.min_gain, fitted.pool.mean_late_rise, fitted.trend.headroom
-    )
+    # Those after a flat doubling are forecast.
+    pool = fitted.pool
+    rate = fitted.settings.late_rise if pool.gains is None else pool.mean_late_rise
+    late = p_late_rise(math.log2(request.horizon), request.min_gain, rate, fitted.trend.headroom)
     sizes = late_rise_sizes(request.min_gain, fitted.settings.rises)
     decidable = decidable_gain(fitted)
     samples = samples_for(fitted, request.min_gain) if request.min_gain < decidable else None
@@ -289,7 +290,6 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
             wire.PriorEdge(parameter=edge.parameter, side=edge.side, bound=edge.bound, mass=edge.mass)
             for edge in fitted.edges
         ],
-        hindcasts=[],
         discrepancy=fitted.departure,
         p_before_cmid=fitted.p_before_cmid,
         points_used=fitted.points_used,
