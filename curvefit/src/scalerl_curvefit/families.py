@@ -37,7 +37,7 @@ def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b
         with np.errstate(over="ignore"):
             power = np.asarray(np.exp(b * (ln_cmid - ln_compute)))
         power += 1.0
-        return np.divide(1.0, power, out=power)
+        return np.asarray(np.divide(1.0, power, out=power))
     distance = ln_compute - ln_cmid
     if family is Family.STRETCHED:
         return np.asarray(-np.expm1(-LN2 * np.exp(np.minimum(b * distance, 50.0))))
@@ -46,7 +46,7 @@ def gain_share(family: Family, ln_compute: FloatArray, ln_cmid: FloatArray, ln_b
     np.log(power, out=power)
     power *= -b
     np.exp(power, out=power)
-    return np.subtract(1.0, power, out=power)
+    return np.asarray(np.subtract(1.0, power, out=power))
 
 
 def compute_share(family: Family, share: FloatArray, ln_cmid: FloatArray, ln_b: FloatArray) -> FloatArray:

@@ -103,7 +103,7 @@ def _systematic_indices(edges: FloatArray, n: int, random: np.random.Generator) 
     """(n,) indices, ascending, at n evenly spaced quantiles with one random offset of the weights whose sums are `edges`."""
     at = (np.arange(n) + random.random()) * (edges[-1] / n)
     # Rounding may put the last one at the end of the edges.
-    return np.minimum(edges.searchsorted(at, side="right"), edges.size - 1)
+    return np.asarray(np.minimum(edges.searchsorted(at, side="right"), edges.size - 1))
 
 
 def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[FloatArray, ...]:
