@@ -247,3 +247,16 @@ def test_gain_share_sigmoid_matches_logistic_function() -> None:
     np.testing.assert_allclose(got, 0.5 + 0.5 * np.tanh(x), atol=5e-16)
     far = gain_share(cf.Family.SIGMOID, np.array([-np.inf, -1e4, 1e4]), np.float64(0.0), np.log(2.0))
     assert far.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_a_flat_run_of_a_game_rises_again_unless_it_is_near_the_top() -> None:
+    compute = np.arange(1.0, 21.0)
+
+    def p_gain(top: float, rises: cf.LateRises) -> float:
+        curve = cf.Curve(compute, top - 0.1 / compute**2, samples=20_000)
+        fitted = cf.fit(curve, cf.BY_RISES[rises])
+        return cf.p_gain_above(fitted, 2 * fitted.now, 0.04)
+
+    assert p_gain(0.35, cf.LateRises.GAMES) > 0.7
+    assert p_gain(0.95, cf.LateRises.GAMES) < 0.13
+    assert p_gain(0.35, cf.LateRises.LANGUAGE_MODELS) < 0.13

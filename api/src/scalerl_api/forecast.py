@@ -28,7 +28,7 @@ MAX_FORECASTS = 200
 """Maximum length of ``ForecastRequest.at``."""
 MAX_DRAWS = 20_000
 MAX_EARLIER_RUNS = 50
-METHOD = 4
+METHOD = 5
 """Version of the forecasts and of the decisions on them."""
 
 REQUESTS_METRIC = "scalerl_curvefit_requests"
@@ -150,21 +150,9 @@ class PriorEdge(Message, frozen=True, kw_only=True):
     """Posterior probability next to the bound."""
 
 
-class PastForecast(Message, frozen=True, kw_only=True):
-    """An earlier forecast of this run compared with the rewards measured later; only in responses by method 1."""
-
-    made_at: float
-    """Compute at the time of the forecast."""
-    until: float
-    """End of the compared doubling of compute."""
-    departure: float
-    """Deviation of the rewards from the forecast over that doubling."""
-    sd: float
-    """Standard deviation of ``departure`` expected from noise and uncertainty."""
-
-
-class FitAnswer(Message, frozen=True, kw_only=True):
-    """The fit of the last segment. Cmid and all compute count from the start of its recipe."""
+class FitAnswer(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The fit of the last segment. Cmid and all compute count from the start of its recipe.
+    Recorded answers by method 4 and before have an unused field ``hindcasts``, which is skipped."""
 
     A: Interval
     B: Interval
@@ -176,7 +164,6 @@ class FitAnswer(Message, frozen=True, kw_only=True):
     identifiable: bool
     doubts: list[str]
     edges: list[PriorEdge]
-    hindcasts: list[PastForecast]
     discrepancy: float
     """Standard deviation added to forecasts with each doubling of compute."""
     p_before_cmid: float

@@ -130,7 +130,7 @@ def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.where(reachable, (target - drawn.R0) / (asymptote - drawn.R0), 0.5)
     inside = np.clip(share, 1e-12, 1.0 - 1e-12)
-    ln_compute = compute_share(drawn.families[0], inside, np.log(drawn.Cmid), np.log(drawn.B))
+    ln_compute = compute_share(drawn.families[0], inside, drawn.ln_cmid, drawn.ln_b)
     compute = np.where(reachable, np.where(share <= 0.0, 0.0, np.exp(np.minimum(ln_compute, 700.0))), np.inf)
     low, median, high = (float(q) for q in np.quantile(compute, (0.05, 0.5, 0.95), method="higher"))
     return ComputeToTarget(target, float(reachable.mean()), median, low, high)
@@ -167,7 +167,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
     above = _rises_above(
         partial(p_departure_below, ahead.settings.departure_dof),
         over / own,
-        ahead.trend.headroom / own,
+        ahead.reach / own,
         1.0 - (1.0 - ahead.late_rise) ** doublings,
     )
     if ahead.gains is not None and doublings > 0:
@@ -175,7 +175,7 @@ def _p_above(ahead: ForecastPool, compute: float, level: FloatArray | float) -> 
         of, dof = np.flatnonzero(ahead.from_earlier_runs), ahead.gains.dof
         rising = 1.0 - (1.0 - ahead.gains.late_rise) ** doublings
         above[of] = _rises_above(
-            lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.trend.headroom / earlier, rising
+            lambda x: stdtr(dof, x), over[of[:1]] / earlier, ahead.reach / earlier, rising
         )
     return float(np.mean(np.where(np.less(level, 0.0), 1.0, np.where(np.less(level, 1.0), above, 0.0))))
 

@@ -18,9 +18,9 @@ are what a prior is for.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -115,7 +115,8 @@ class RunSummary:
 
     doubling_k, level_k: log2 compute and smoothed reward, up to its end by its points, beyond by its own forecast.
     end: log2 compute of its last point.
-    departure: scale of its forecast's departure per doubling beyond its end.
+    forecast_scale: scale of its own forecast per doubling beyond its end: of the Student's t of departures, with the variance
+        of departures and of the experts' spread together.
     shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
     sigma: noise sd of an evaluation.
     scatter: the same from the differences of neighbours, without a curve.
@@ -126,7 +127,7 @@ class RunSummary:
     doubling_k: FloatArray
     level_k: FloatArray
     end: float
-    departure: float
+    forecast_scale: float
     shape: FloatArray
     shape_sd: FloatArray
     sigma: float
@@ -179,8 +180,9 @@ class ShapePrior:
         return replace(nodes, weight_js=weight_js / weight_js.sum())
 
     def _density(self, i: int, x: FloatArray) -> FloatArray:
+        # The power by a logarithm takes a third of the time.
         z = (x - self.centre[i]) / self.spread[i]
-        return np.asarray((1.0 + z * z / self.dof) ** (-0.5 * (self.dof + 1.0)))
+        return np.asarray(np.exp(-0.5 * (self.dof + 1.0) * np.log(1.0 + z * z / self.dof)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,12 +237,12 @@ def summarize(curve: Curve, pool: ForecastPool, fell: float | None = None) -> Ru
     doublings, rises = late_rises(curve)
     drawn = pool.curves
     first = drawn.family == 0
-    parameters = np.stack([drawn.A[first], np.log(drawn.B[first]), np.log(drawn.Cmid[first])])
+    parameters = np.stack([drawn.A[first], drawn.ln_b[first], drawn.ln_cmid[first]])
     return RunSummary(
         doubling_k=np.concatenate([knots, end + AHEAD]),
         level_k=np.clip(np.concatenate([level_k, level_k[-1] + ahead[1:] - ahead[0]]), 0.0, 1.0),
         end=end,
-        departure=math.hypot(pool.departure_rate, pool.expert_sd),
+        forecast_scale=pool.forecast_scale,
         shape=np.median(parameters, axis=1),
         shape_sd=parameters.std(axis=1),
         sigma=float(np.median(drawn.sigma)),
@@ -264,25 +266,27 @@ def earlier_runs_prior(
     at = curve.first_trained
     back = max(now - 1.0, float(np.log2(curve.compute[at])))
     own_back = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], np.array([back]), WINDOW)
-    at_k = np.concatenate([[back, now], now + AHEAD])
-    back_i, level_i, *ahead_i = np.array([c.level(at_k) for c in summaries]).T
+    path_k = now - PATH[now - PATH >= np.log2(curve.compute[at])]
+    at_k = np.concatenate([[back, now], now + AHEAD, path_k])
+    levels_ik = np.array([c.level(at_k) for c in summaries])
+    back_i, level_i = levels_ik[:, 0], levels_ik[:, 1]
+    ahead_ik, path_ik = np.split(levels_ik[:, 2:], [AHEAD.size], axis=1)
     begin, end = np.array([(c.doubling_k[0], c.end) for c in summaries]).T
     covered = np.clip(end - now, 0.0, 1.0) * (now >= begin)
     own_gain = local.level - float(own_back[0])
-    path_k = now - PATH[now - PATH >= np.log2(curve.compute[at])]
     own_k = smoothed(np.log2(curve.compute[at:]), curve.reward[at:], path_k, WINDOW)
-    path_ik = np.array([c.level(path_k) for c in summaries])
     apart_i = np.sqrt(np.mean((path_ik - own_k) ** 2, axis=1))
     noise_i = np.log(np.array([c.scatter for c in summaries]) / _scatter(curve.reward[at:]))
-    similarity, reasons = _similarity(
+    similarity, differs = _similarity(
         level_i, level_i - back_i, local.level, own_gain, apart_i, noise_i, covered > 0
     )
-    if foreign := _foreign(apart_i, path_ik):
-        similarity, reasons = np.zeros_like(similarity), [foreign] * len(reasons)
-    weight = similarity * covered
-    used = iter([_use(w, c, r, k) for w, c, r, k in zip(weight, covered, reasons, summaries, strict=True)])
+    foreign = _foreign(apart_i, path_ik)
+    weight = np.zeros_like(similarity) if foreign else similarity * covered
+    number = iter(range(len(summaries)))
     uses = tuple(
-        EarlierUse(name, 0.0, found) if isinstance(found, str) else EarlierUse(name, *next(used))
+        EarlierUse(name, 0.0, found)
+        if isinstance(found, str)
+        else _use(name, weight[i := next(number)], covered[i], foreign or partial(differs, i), found)
         for name, found in runs
     )
     total = float(weight.sum())
@@ -294,7 +298,7 @@ def earlier_runs_prior(
     return EarlierRunsPrior(
         uses,
         # The gains of the earlier runs contain their late rises.
-        gains=_gains(summaries, np.array(ahead_i).T - level_i[:, None], weight, now, public / watched),
+        gains=_gains(summaries, ahead_ik - level_i[:, None], weight, now, public / watched),
         shape=_shape(summaries, weight),
         noise=(
             float(np.exp(share @ np.log([max(c.sigma, settings.noise_floor) for c in summaries]))),
@@ -315,8 +319,8 @@ def _similarity(
     apart: FloatArray,
     noise: FloatArray,
     counts: NDArray[np.bool_],
-) -> tuple[FloatArray, list[str]]:
-    """Similarity of each earlier run to the new run so far, from 0 to 1, and its largest difference as a message.
+) -> tuple[FloatArray, Callable[[int], str]]:
+    """Similarity of each earlier run to the new run so far, from 0 to 1, and the message of the largest difference of one.
 
     level, gain: level of each earlier run at the new run's compute, and its gain over the last doubling up to there.
     own_level, own: level and gain of the new run.
@@ -328,18 +332,18 @@ def _similarity(
     z_level, z_path = (distance / unit * np.sqrt(PATH_WEIGHT) for distance in (level - own_level, apart))
     z_noise = 3.0 * np.maximum(np.abs(noise) - np.log(NOISE_FACTOR), 0.0)
     z_gain = (gain - own) / np.hypot(MIN_GAIN_SPREAD, between_gain) * np.sqrt(GAIN_WEIGHT)
-    texts = [
-        [
-            f"it had {at_level:.2f} at this compute, this run has {own_level:.2f}",
-            f"it gained {at_gain:.2f} over the last doubling, this run {own:.2f}",
-            f"its rewards so far differ from this run's by {off:.2f} at equal compute",
-            f"its evaluations scatter {np.exp(ratio):.2g} times as much as this run's",
-        ]
-        for at_level, at_gain, off, ratio in zip(level, gain, apart, noise, strict=True)
-    ]
     z_4i = np.abs([z_level, z_gain, z_path, z_noise])
-    reasons = [text[worst] for text, worst in zip(texts, z_4i.argmax(axis=0).tolist(), strict=True)]
-    return np.exp(-0.5 * (z_4i**2).sum(axis=0)), reasons
+
+    def differs(i: int) -> str:
+        texts = (
+            f"it had {level[i]:.2f} at this compute, this run has {own_level:.2f}",
+            f"it gained {gain[i]:.2f} over the last doubling, this run {own:.2f}",
+            f"its rewards so far differ from this run's by {apart[i]:.2f} at equal compute",
+            f"its evaluations scatter {np.exp(noise[i]):.2g} times as much as this run's",
+        )
+        return texts[int(z_4i[:, i].argmax())]
+
+    return np.exp(-0.5 * (z_4i**2).sum(axis=0)), differs
 
 
 def _foreign(apart: FloatArray, path_ik: FloatArray) -> str:
@@ -352,7 +356,8 @@ def _foreign(apart: FloatArray, path_ik: FloatArray) -> str:
     count = apart.size
     if count < FEWEST_FOR_FOREIGN:
         return ""
-    between_ij = np.sqrt(np.mean((path_ik[:, None] - path_ik[None]) ** 2, axis=2))
+    path_ki = path_ik.T.copy()
+    between_ij = np.sqrt(np.mean((path_ki[:, :, None] - path_ki[:, None]) ** 2, axis=0))
     theirs = float(between_ij.sum(axis=1).max()) / (count - 1)
     if apart.mean() <= FOREIGN * max(theirs, 0.5 * MIN_LEVEL_SPREAD):
         return ""
@@ -369,9 +374,16 @@ def _scatter(reward: FloatArray) -> float:
     return max(difference_sd(reward) * float(np.sqrt(CONSECUTIVE / 2.0)), SCATTER_FLOOR)
 
 
-def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tuple[float, str]:
-    """Weight and reason of one run's `EarlierUse`."""
-    why = [] if weight >= REPORTED_BELOW * covered else [differs]
+def _use(
+    name: str, weight: float, covered: float, differs: str | Callable[[], str], summary: RunSummary
+) -> EarlierUse:
+    """The use of one run.
+
+    differs: its largest difference from the new run, or a function that says it: of fifty runs few need it.
+    """
+    why = []
+    if weight < REPORTED_BELOW * covered:
+        why.append(differs if isinstance(differs, str) else differs())
     if covered < REPORTED_BELOW:
         why.append(
             f"its points cover {covered:.2f} of the next doubling"
@@ -380,7 +392,7 @@ def _use(weight: float, covered: float, differs: str, summary: RunSummary) -> tu
         )
     if summary.fell is not None:
         why.append(f"it fell at compute {summary.fell:g}; only the points before are used")
-    return float(weight), "; ".join(why)
+    return EarlierUse(name, float(weight), "; ".join(why))
 
 
 def _gains(
@@ -391,7 +403,7 @@ def _gains(
     dof = PRIOR_DOF + max(total - 1.0, 0.0)
     spread_k = PRIOR_DOF * (PRIOR_SPREAD * AHEAD) ** 2 + weight @ (gain_ik - mean_k) ** 2
     beyond_ik = np.maximum(now + AHEAD - np.array([[c.end] for c in summaries]), 0.0)
-    departs_k = weight @ (np.array([[c.departure] for c in summaries]) * beyond_ik) ** 2 / total
+    departs_k = weight @ (np.array([[c.forecast_scale] for c in summaries]) * beyond_ik) ** 2 / total
     sd_k = np.sqrt(spread_k / dof * (1.0 + 1.0 / total) + departs_k)
     start = np.zeros(1)
     return GainPrior(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .collapse import detect_collapse
 from .curve import Curve, FloatArray
@@ -64,8 +65,14 @@ class Estimate:
     @classmethod
     def of(cls, values: FloatArray) -> Estimate:
         """The estimate from draws (d,)."""
-        low, median, high = interval(values)
-        return cls(float(median), float(low), float(high))
+        (estimate,) = cls.each(values)
+        return estimate
+
+    @classmethod
+    def each(cls, *values: FloatArray) -> list[Estimate]:
+        """The estimates from several (d,)."""
+        low_v, median_v, high_v = interval(np.stack(values).T).tolist()
+        return [cls(*estimate) for estimate in zip(median_v, low_v, high_v, strict=True)]
 
     @property
     def width(self) -> float:
@@ -196,7 +203,9 @@ def fit(
     seed = content_seed(curve, settings, [run.seed for run in known])
     random = np.random.default_rng(seed)
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)
-    a, before = Estimate.of(drawn.A), float(np.mean(drawn.Cmid > curve.now))
+    cmids = drawn.Cmid
+    a, b, cmid, r0, sigma = Estimate.each(drawn.A, drawn.B, cmids, drawn.R0, drawn.sigma)
+    before = _share(cmids > curve.now)
     used = len(curve) - at
     point = _point(main, points)
     checked = _checked(point, points, trust)
@@ -205,10 +214,10 @@ def fit(
         curve=curve,
         settings=settings,
         A=a,
-        B=Estimate.of(drawn.B),
-        Cmid=Estimate.of(drawn.Cmid),
-        R0=Estimate.of(drawn.R0),
-        sigma=Estimate.of(drawn.sigma),
+        B=b,
+        Cmid=cmid,
+        R0=r0,
+        sigma=sigma,
         rho=float(np.mean(drawn.rho)),
         point=point,
         identifiable=not doubts,
@@ -424,7 +433,7 @@ def _checked(point: LeastSquaresFit, points: _Points, trust: FloatArray) -> Pred
 
 
 def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...]:
-    ln_cmid, ln_b = np.log(drawn.Cmid), np.log(drawn.B)
+    ln_cmid, ln_b = drawn.ln_cmid, drawn.ln_b
     margin_cmid = 0.03 * (prior.ln_cmid[1] - prior.ln_cmid[0])
     margin_b = 0.03 * (prior.ln_b[1] - prior.ln_b[0])
     candidates = [
@@ -437,8 +446,12 @@ def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...
         # A falling curve is outside the model: R0 is cut off at A, and B and Cmid then mean nothing.
         ("A - R0", "low", 0.0, drawn.A - drawn.R0 < 0.002),
     ]
-    edges = [Edge(name, side, bound, float(hit.mean())) for name, side, bound, hit in candidates]
+    edges = [Edge(name, side, bound, _share(hit)) for name, side, bound, hit in candidates]
     if len(settings.rho) > 1:
         top = max(settings.rho)
-        edges.append(Edge("rho", "high", top, float(np.mean(drawn.rho == top)) - 0.5))
+        edges.append(Edge("rho", "high", top, _share(drawn.rho == top) - 0.5))
     return tuple(edge for edge in edges if edge.mass > EDGE_MASS)
+
+
+def _share(hit: NDArray[np.bool_]) -> float:
+    return float(np.count_nonzero(hit)) / hit.size

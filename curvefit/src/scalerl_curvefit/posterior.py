@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -100,7 +100,7 @@ class Prior:
     ln_rho_weight_r: FloatArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Nodes:
     """Weighted nodes of one family; columns s are (Cmid, B, ρ), rows j are values of A.
 
@@ -120,6 +120,11 @@ class Nodes:
     r0_slope_s: FloatArray
     precision_s: FloatArray
     dof: float
+
+    @cached_property
+    def upto_sj(self) -> FloatArray:
+        """Sums of the weights up to each (s, j), j fastest."""
+        return self.weight_js.ravel(order="F").cumsum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,15 @@ from .posterior import Nodes
 class Draws:
     """Curves drawn from the posterior; all arrays are (d,), one entry per draw.
 
+    ln_b, ln_cmid: ln B and ln Cmid.
     sigma: stationary sd of the evaluation noise.
     rho: AR(1) coefficient of the noise.
     family: index into `families`.
     """
 
     A: FloatArray
-    B: FloatArray
-    Cmid: FloatArray
+    ln_b: FloatArray
+    ln_cmid: FloatArray
     R0: FloatArray
     sigma: FloatArray
     rho: FloatArray
@@ -35,18 +36,27 @@ class Draws:
     def __len__(self) -> int:
         return int(self.A.size)
 
+    @property
+    def B(self) -> FloatArray:
+        """(d,) exponents."""
+        return np.exp(self.ln_b)
+
+    @property
+    def Cmid(self) -> FloatArray:
+        """(d,) midpoints."""
+        return np.exp(self.ln_cmid)
+
     def share(self, compute: FloatArray) -> FloatArray:
         """(d, c) share of the gain reached at compute (c,), values ≥ 0."""
         with np.errstate(divide="ignore"):
             ln_compute_c1 = np.log(np.asarray(compute, dtype=np.float64))[:, None]
-        ln_cmid, ln_b = np.log(self.Cmid), np.log(self.B)
         # The long index comes last until the transposition: NumPy is several times slower over rows of a few columns.
         if len(self.families) == 1:
-            return gain_share(self.families[0], ln_compute_c1, ln_cmid, ln_b).T
+            return gain_share(self.families[0], ln_compute_c1, self.ln_cmid, self.ln_b).T
         share_cd = np.empty((ln_compute_c1.size, len(self)))
         for index, family in enumerate(self.families):
-            of = self.family == index
-            share_cd[:, of] = gain_share(family, ln_compute_c1, ln_cmid[of], ln_b[of])
+            of = np.flatnonzero(self.family == index)
+            share_cd[:, of] = gain_share(family, ln_compute_c1, self.ln_cmid[of], self.ln_b[of])
         return share_cd.T
 
     def reward(self, compute: FloatArray) -> FloatArray:
@@ -70,12 +80,12 @@ def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.rando
     counts = systematic(weights, n, random)
     parts = [_sample_family(node, count, random) for node, count in zip(nodes, counts, strict=True)]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    a, b, cmid, r0, sigma, rho = columns
+    a, ln_b, ln_cmid, r0, sigma, rho = columns
     order = random.permutation(n)  # nodes are sorted, and a prefix of the draws must be a fair sample too
     return Draws(
         A=a[order],
-        B=b[order],
-        Cmid=cmid[order],
+        ln_b=ln_b[order],
+        ln_cmid=ln_cmid[order],
         R0=r0[order],
         sigma=sigma[order],
         rho=rho[order],
@@ -85,21 +95,19 @@ def sample(nodes: Sequence[Nodes], weights: FloatArray, n: int, random: np.rando
 
 
 def systematic(weights: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
-    """Systematic sampling: number of draws of each index, from n evenly spaced quantiles with one random offset."""
-    edges = weights / weights.sum()
-    np.cumsum(edges, out=edges)
-    edges *= n
-    edges -= random.random()
-    # Rounding may put the last of these sums above n.
-    upto = np.minimum(np.ceil(edges, out=edges), n, out=edges).astype(np.intp)
-    upto[-1] = n
-    return np.diff(upto, prepend=0)
+    """Systematic sampling: number of draws of each index."""
+    return np.bincount(_systematic_indices(np.cumsum(weights), n, random), minlength=weights.size)
+
+
+def _systematic_indices(edges: FloatArray, n: int, random: np.random.Generator) -> NDArray[np.intp]:
+    """(n,) indices, ascending, at n evenly spaced quantiles with one random offset of the weights whose sums are `edges`."""
+    at = (np.arange(n) + random.random()) * (edges[-1] / n)
+    # Rounding may put the last one at the end of the edges.
+    return np.asarray(np.minimum(edges.searchsorted(at, side="right"), edges.size - 1))
 
 
 def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[FloatArray, ...]:
-    weight_sj = nodes.weight_js.T
-    cells = np.repeat(np.arange(weight_sj.size), systematic(weight_sj.ravel(), n, random))
-    s, j = np.divmod(cells, weight_sj.shape[1])
+    s, j = np.divmod(_systematic_indices(nodes.upto_sj, n, random), len(nodes.a_js))
     a = nodes.a_js[j, s] + nodes.a_step_s[s] * (random.random(n) - 0.5)
     variance = nodes.spread_js[j, s] / random.chisquare(nodes.dof, n)
     mean = nodes.r0_at_zero_s[s] - nodes.r0_slope_s[s] * a
@@ -108,4 +116,4 @@ def _sample_family(nodes: Nodes, n: int, random: np.random.Generator) -> tuple[F
     r0 = np.minimum(mean + sd * ndtri(below), a)
     rho = nodes.rho_s[s]
     sigma = np.sqrt(variance / (1.0 - rho * rho))
-    return a, np.exp(nodes.ln_b_s[s]), np.exp(nodes.ln_cmid_s[s]), r0, sigma, rho
+    return a, nodes.ln_b_s[s], nodes.ln_cmid_s[s], r0, sigma, rho

@@ -69,7 +69,6 @@ def answer(
         identifiable=width <= 0.15 and before_cmid <= 0.2 and points >= 10,
         doubts=[],
         edges=[],
-        hindcasts=[],
         discrepancy=0.01,
         p_before_cmid=before_cmid,
         points_used=points,

@@ -95,6 +95,14 @@ def test_verify_names_a_garbage_line(recorded: tuple[bytes, list[Line]], garbage
     assert read == recorded[1][:4] + recorded[1][5:]
 
 
+def test_record_of_an_older_method_is_read_and_repeated(recorded: tuple[bytes, list[Line]]) -> None:
+    content, lines = recorded
+    assert (old := content.replace(b'"edges":[', b'"hindcasts":[],"edges":[')) != content
+    assert verify(old) == (lines, [])
+    with_unknown = content.replace(b'"guard":{', b'"hindcasts":[],"guard":{', 1)
+    assert verify(with_unknown)[1], "only the fit had that field"
+
+
 def test_verify_names_a_torn_last_line(recorded: tuple[bytes, list[Line]]) -> None:
     _, found = verify(recorded[0][:-10])
     assert [(d.line, d.message) for d in found] == [(len(recorded[1]), "unfinished: its end is missing")]

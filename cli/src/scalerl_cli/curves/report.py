@@ -195,7 +195,7 @@ def _basis(made: Analysis) -> Iterator[str]:
         f"  noise of one evaluation: sd {made.scale.differences(noise)}, correlation of neighbours {formatting.reward(fitted.rho)}"
     )
     yield f"  beyond now a forecast departs by an sd of {made.scale.difference(fitted.departure)} with each doubling"
-    rate, size = fitted.pool.mean_late_rise, fitted.trend.headroom
+    rate, size = fitted.pool.mean_late_rise, fitted.pool.reach
     yield f"  late rise: with probability {formatting.reward(rate)} a doubling, by up to {made.scale.difference(size)}"
     for past in made.hindcasts:
         yield (

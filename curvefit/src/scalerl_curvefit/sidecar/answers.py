@@ -64,7 +64,7 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
     earlier, excluded = list[SummarizedRun](), dict[str, str]()
     for run in request.earlier:
         points = _HashedPoints.of(run.points)
-        found = _earlier_segment(points, settings)
+        found = _earlier_segment(points, settings.rises)
         if points.points is None:
             yield None
         if isinstance(found, str):
@@ -72,7 +72,8 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
         elif found.recipe_changed != (segment.start > 0):
             excluded[run.name] = "compute counts from a change of recipe in only one of the two runs"
         else:
-            earlier.append(replace(found.run, name=run.name))
+            known = found.run
+            earlier.append(SummarizedRun(run.name, known.seed, known.eval_version, known.summary))
     fitted = _fit(segment.curve, request, earlier, settings)
     checked = detect_collapse(
         segment.curve,
@@ -158,7 +159,7 @@ class _EarlierSegment:
 
 
 @lru_cache(maxsize=1024)
-def _earlier_segment(hashed: _HashedPoints, settings: FitSettings) -> _EarlierSegment | str:
+def _earlier_segment(hashed: _HashedPoints, rises: LateRises) -> _EarlierSegment | str:
     """The last segment of an earlier run, or the reason why its points are invalid; cached, since requests repeat earlier runs."""
     points, hashed.points = hashed.points, None
     assert points is not None
@@ -166,7 +167,7 @@ def _earlier_segment(hashed: _HashedPoints, settings: FitSettings) -> _EarlierSe
         segment = _last_segment(points)
     except CurveError as error:
         return str(error)
-    return _EarlierSegment(summarize_run(EarlierRun("", segment.curve), settings), segment.start > 0)
+    return _EarlierSegment(summarize_run(EarlierRun("", segment.curve), BY_RISES[rises]), segment.start > 0)
 
 
 def _earlier_uses(
@@ -246,9 +247,10 @@ def _outlook(fitted: Fit, start: float, request: wire.ForecastRequest) -> wire.O
     if request.value is not None and request.price is not None:
         best = best_block(fitted, request.value, request.price, horizon)
         block = wire.BestBlock(compute=best.compute, gain=best.gain, net=best.net)
-    late = p_late_rise(
-        math.log2(request.horizon), request.min_gain, fitted.pool.mean_late_rise, fitted.trend.headroom
-    )
+    # Those after a flat doubling are forecast.
+    pool = fitted.pool
+    rate = fitted.settings.late_rise if pool.gains is None else pool.mean_late_rise
+    late = p_late_rise(math.log2(request.horizon), request.min_gain, rate, fitted.trend.headroom)
     sizes = late_rise_sizes(request.min_gain, fitted.settings.rises)
     decidable = decidable_gain(fitted)
     samples = samples_for(fitted, request.min_gain) if request.min_gain < decidable else None
@@ -288,7 +290,6 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
             wire.PriorEdge(parameter=edge.parameter, side=edge.side, bound=edge.bound, mass=edge.mass)
             for edge in fitted.edges
         ],
-        hindcasts=[],
         discrepancy=fitted.departure,
         p_before_cmid=fitted.p_before_cmid,
         points_used=fitted.points_used,

@@ -168,7 +168,8 @@ class Sidecar:
                 415, "content_encoding", f"send the body as it is, without the encoding {encoding!r}"
             )
         try:
-            return await asyncio.wait_for(request.read(), self._limits.read_seconds)
+            async with asyncio.timeout(self._limits.read_seconds):
+                return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise Rejected(413, "body_size", f"the body exceeds {self._limits.body_bytes} bytes") from error
         except TimeoutError as error:
