@@ -56,6 +56,8 @@ UPLOAD_SECONDS = 1800.0
 """Time to finish the upload of the last checkpoint at the end of the run."""
 STOPPED_UPLOAD_SECONDS = 150.0
 """The same once the trainer is asked to stop, within the 300 s of grace of its pod."""
+START_EVERY = 4
+"""Versions between two comparisons with the start of the run: of a tiny model, one takes a few per cent of a step."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 MAX_EQUAL_PUBLISH_FAILURES = 3
@@ -437,7 +439,7 @@ class Leader:
                 problem += f"; {len(silent)} did not answer" if silent else ""
             log.error("%s", problem)
         stats = measured.stats
-        if worker.engine.start is not None:
+        if worker.engine.start is not None and worker.version % START_EVERY == 0:
             self._command(Command.SCORE)
             stats |= worker.engine.start_kl()
         stats |= {"probe_seconds": time.perf_counter() - begin}
