@@ -49,7 +49,8 @@ def since(failing: Iterable[int]) -> int | None:
     >>> since([3, 4, 20, 25]), since([])
     (20, None)
     """
-    first = before = None
+    first: int | None = None
+    before: int | None = None
     for step in failing:
         first = step if before is None or step - before > LAST else first
         before = step

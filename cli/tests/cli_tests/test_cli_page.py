@@ -405,10 +405,14 @@ def test_verifier_fails_since_the_step_at_which_it_began(tmp_path: Path) -> None
 
 
 def test_timeline_waits_for_no_fit(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, held = Run(run), []
-    monkeypatch.setattr(
-        "scalerl_cli.page.runs.curve", lambda path: held.append(shown._lock.locked()) or {"points": []}
-    )
+    shown = Run(run)
+    held: list[bool] = []
+
+    def fit(path: Path) -> dict[str, Any]:
+        held.append(shown._lock.locked())
+        return {"points": []}
+
+    monkeypatch.setattr("scalerl_cli.page.runs.curve", fit)
     shown.state()
     shown.timeline(None, 12)
     assert held == [False]
