@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from scalerl_api.health import LAST, LONG, RAISED, HealthMonitor, rows_of
+from scalerl_api.health import LAST, LONG, RAISED, HealthMonitor, Steps, health, rows_of, since
 
 Row = dict[str, float]
 
@@ -67,6 +67,18 @@ def test_first_steps_are_compared_in_a_long_run_alone() -> None:
         for step in range(steps):
             monitor.add({"step": step, "entropy": 1.0 if step < LAST else 0.01})
         assert ("entropy" in monitor.problem) == (steps >= LONG + RAISED - 1)
+
+
+def test_verifier_fails_since_the_step_at_which_it_began() -> None:
+    """Not since the oldest of the judged steps; an earlier failure that ended is another one."""
+    monitor = HealthMonitor()
+    for step in range(60):
+        monitor.add({"step": step, "rollouts": 100, "grading_errors": 5 * (step == 2) or 20 * (step >= 40)})
+    assert monitor.problem == "the verifier failed for 6% of the completions since step 41 (at step 43)"
+    last = [{"step": step, "rollouts": 100, "grading_errors": 20.0} for step in range(50, 60)]
+    assert health(Steps([], last, since([2, *range(20, 60)]))) == (
+        "the verifier failed for 20% of the completions since step 21"
+    )
 
 
 def test_load_as_after_the_steps() -> None:

@@ -383,6 +383,17 @@ def test_sample_of_an_evaluation_is_bounded_and_spread(paths: RunPaths) -> None:
     assert len(rows[0]["prompt"]) == 4000
 
 
+def test_sample_while_files_are_merged_has_each_row_once(paths: RunPaths) -> None:
+    record_evaluation(paths, 0, prompts=4)
+    once = sample_of_evaluation(paths.rollouts, 0)
+    (source,) = paths.rollouts.iterdir()
+    merged = source.with_name("held_out-00000000-00000020-00000009.parquet")
+    pq.write_table(pq.read_table(source).replace_schema_metadata({"replaces": source.name}), merged)
+    assert sample_of_evaluation(paths.rollouts, 0) == once
+    source.unlink()
+    assert sample_of_evaluation(paths.rollouts, 0) == once
+
+
 def test_follow_waits_for_the_rollouts_of_the_newest_evaluation_alone(paths: RunPaths) -> None:
     sink, waits = Lists(False), [0]
     paths.rollouts.mkdir()

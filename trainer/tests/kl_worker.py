@@ -10,13 +10,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_worker import SETTINGS, parameters, share
+from engine_worker import SETTINGS, parameters, share, whole_batch
 
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.policy import Policy
+from scalerl_trainer.packing import Sequence
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import write_weights
 from scalerl_trainer.saved_state import SavedState
@@ -66,13 +67,25 @@ def gradient(job: dict[str, Any]) -> dict[str, Any]:
     return {"loss": stats.loss, "kl": stats.loss_means["reference_kl"], "gradient": found}
 
 
+def start_kl(engine: Engine) -> dict[str, float]:
+    if rank == 0:
+        return engine.start_kl()
+    engine.logprobs([])
+    return {}
+
+
 def resume(job: dict[str, Any]) -> dict[str, Any]:
     """Three steps from the reference itself; the third again after a restart from the checkpoint of the second."""
     loss = WithKl(Cispo(), "k2", 0.5)
     start = load_model(given["start"], dtype="float32")
     engine = engine_of(job)
     engine.set_reference(start)
-    kl = [engine.step(share(step, rank, world), loss).loss_means["reference_kl"] for step in range(2)]
+    sample = whole_batch(0)["sequences"] if rank == 0 else []
+    engine.keep_start([Sequence(one.prompt, one.completion) for one in sample])
+    kl, since_start = [], [start_kl(engine)]
+    for step in range(2):
+        kl.append(engine.step(share(step, rank, world), loss).loss_means["reference_kl"])
+        since_start.append(start_kl(engine))
     state = f"{given['name']}-{job['name']}"
     saved(engine, state)
     write_weights(engine, out / f"{state}.safetensors", ranks)
@@ -85,6 +98,7 @@ def resume(job: dict[str, Any]) -> dict[str, Any]:
 
     again = engine_of(job)
     again.load(out / state)
+    start_again = start_kl(again)
     again.set_reference(load_model(given["start"], dtype="float32"))
     kl_again = again.step(share(2, rank, world), loss).loss_means["reference_kl"]
     final_again = parameters(again)
@@ -92,6 +106,8 @@ def resume(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "kl": kl,
         "kl_again": kl_again,
+        "since_start": since_start,
+        "start_again": start_again,
         "final": final,
         "final_again": final_again,
         "written": written,

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer import batch as batch_module
 from scalerl_trainer.batch import (
     MIN_COMPARED_TOKENS,
     MIN_PROBED_TOKENS,
     PROBE_TOKENS,
+    START_SEQUENCES,
     Staleness,
     check_logprobs,
     probe_sequences,
     rank_batch,
     recorded,
+    start_sequences,
 )
 from scalerl_trainer.engine.engine import _add_differences, _differences
 from scalerl_trainer.errors import BadBatchError, DivergedError
@@ -384,19 +385,32 @@ def test_probe_of_long_prompts_compares_enough_tokens(completions: list[int], co
     assert [len(s.token_ids) - s.prompt_tokens for s in chosen] == compared
 
 
-def test_probe_sequences_are_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "MIN_COMPARED_TOKENS", 1)
+def test_probe_sequences_are_evenly_spaced() -> None:
     metas, sequences = make_step(1, 6, 4)
     shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
-    chosen = probe_sequences(shard, 3, 100)
+    chosen = probe_sequences(shard, 3, 100, 1)
     assert len(chosen) == 3
     assert chosen[0].token_ids.tobytes() == sequences[0].prompt_token_ids + sequences[0].token_ids
     assert chosen[0].prompt_tokens == len(sequences[0].prompt_token_ids) // 4
-    assert len(probe_sequences(shard, 1000, 100)) == len(sequences)
-    assert probe_sequences(shard, 0, 100) == []
+    assert len(probe_sequences(shard, 1000, 100, 1)) == len(sequences)
+    assert probe_sequences(shard, 0, 100, 1) == []
     lengths = sorted(len(s.prompt_token_ids + s.token_ids) // 4 for s in sequences)
     # A server refuses a prompt that fills its context, and one such sequence would fail the whole probe.
-    assert max(len(s.token_ids) for s in probe_sequences(shard, 1000, lengths[-1])) < lengths[-1]
+    assert max(len(s.token_ids) for s in probe_sequences(shard, 1000, lengths[-1], 1)) < lengths[-1]
+
+
+def test_sequences_of_the_start_are_bounded_and_may_be_few() -> None:
+    metas, sequences = make_step(1, 6, 4)
+    few = wire.Shard(step=0, groups=metas, sequences=sequences[:1])
+    (one,) = start_sequences(few, 100)
+    assert [one.prompt, one.completion] == [
+        np.frombuffer(ids, "<i4").tolist() for ids in (sequences[0].prompt_token_ids, sequences[0].token_ids)
+    ]
+    ids = np.zeros(4_000, "<i4").tobytes()
+    long = msgspec.structs.replace(sequences[0], prompt_token_ids=ids[:400], token_ids=ids, logprobs=ids)
+    chosen = start_sequences(wire.Shard(step=0, groups=metas, sequences=[long] * 200), 20_000)
+    assert len(chosen) == START_SEQUENCES
+    assert sum(one.tokens for one in chosen) <= PROBE_TOKENS + 4_100
 
 
 # --- distillation -----------------------------------------------------------------------------

@@ -34,6 +34,13 @@ RESUMES = [
 ]
 
 
+def start_logprobs(network: Any, sequence: Any) -> torch.Tensor:
+    """Of all tokens of a completion, in the network's dtype."""
+    ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
+    logits = network(ids).logits[0, len(sequence.prompt) - 1 : -1] / SETTINGS["temperature"]
+    return logits.log_softmax(-1).gather(1, torch.tensor(sequence.completion)[:, None])[:, 0]
+
+
 @pytest.fixture(scope="module")
 def models(make_model: Any) -> dict[str, Path]:
     """The policy's start, and other weights of the same shapes."""
@@ -131,6 +138,27 @@ class TestReference:
         assert got["kl_again"] == pytest.approx(got["kl"][2], rel=1e-6)
         for name, expected in got["final"].items():
             assert torch.equal(got["final_again"][name], expected), name
+
+    def test_kl_from_the_start_equals_the_definition(
+        self, world: int, job: dict[str, Any], models: dict[str, Path], results: dict[int, dict[str, Any]]
+    ) -> None:
+        """Against both models in float64, sequence by sequence; a restart has the same sample."""
+        got = results[world][job["name"]]
+        assert got["since_start"][0] == {"start_kl": 0.0, "start_kl_k1": 0.0}
+        assert 1e-6 < got["since_start"][1]["start_kl"] < got["since_start"][2]["start_kl"]
+        assert got["start_again"] == got["since_start"][2]
+        if job["dtype"] == "float32":
+            start, now = (load_model(str(models["start"]), dtype="float32").double() for _ in range(2))
+            now.load_state_dict({n: t.double() for n, t in got["written"].items()}, strict=False)
+            with torch.no_grad():
+                d_n = torch.cat(
+                    [
+                        start_logprobs(start, one) - start_logprobs(now, one)
+                        for one in whole_batch(0)["sequences"]
+                    ]
+                )
+            expected = {"start_kl": float(((-d_n).exp() - 1 + d_n).mean()), "start_kl_k1": float(d_n.mean())}
+            assert got["since_start"][2] == pytest.approx(expected, rel=1e-4)
 
     def test_written_weights_are_the_policys(
         self, world: int, job: dict[str, Any], results: dict[int, dict[str, Any]]

@@ -51,7 +51,7 @@ def publishing(
         coordinator=coordinator,
         version=5,
         probes=[object()],
-        engine=SimpleNamespace(checkpoint_shapes=dict),
+        engine=SimpleNamespace(checkpoint_shapes=dict, start=None),
         ranks=SimpleNamespace(broadcast=lambda command, kind: command),
         metrics=Metrics(),
     )

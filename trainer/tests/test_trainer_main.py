@@ -39,6 +39,9 @@ def test_whole_run(new_run: Any, zero_stage: int) -> None:
     ):
         assert name in rows[-1], f"{name} is missing from {sorted(rows[-1])}"
     assert all(row["staleness_max"] <= 2 for row in rows)
+    assert [row.get("start_kl", 0.0) > 0 for row in rows] == [
+        version % 4 == 0 < version for version in range(6)
+    ]
     versions = sorted(int(p.stem[1:]) for p in directory.glob("v*.pt"))
     assert versions == list(range(7)), "every version was published"
     last = torch.load(directory / "v6.pt")

@@ -27,6 +27,8 @@ class Steps:
     first: Sequence[Row]
     """The first :data:`LAST` ones; empty in a run of fewer than :data:`LONG`."""
     last: Sequence[Row]
+    failing_since: int | None = None
+    """Step at which the verifier began to fail (:func:`since`), if all rows are known."""
 
     def total(self, name: str) -> float:
         return sum(row.get(name, 0.0) for row in self.last)
@@ -39,6 +41,25 @@ class Steps:
         """Means over the first and over the last steps; None if one is not known."""
         found = [[row[name] for row in rows if name in row] for rows in (self.first, self.last)]
         return (fmean(found[0]), fmean(found[1])) if all(found) else None
+
+
+def since(failing: Iterable[int]) -> int | None:
+    """Where the last stretch of ``failing`` steps, ascending, begins: they follow each other within :data:`LAST` steps.
+
+    >>> since([3, 4, 20, 25]), since([])
+    (20, None)
+    """
+    first: int | None = None
+    before: int | None = None
+    for step in failing:
+        first = step if before is None or step - before > LAST else first
+        before = step
+    return first
+
+
+def failing(rows: Iterable[Row]) -> list[int]:
+    """Steps in which the verifier failed."""
+    return [int(row["step"]) for row in rows if row.get("grading_errors")]
 
 
 def _skipped(steps: Steps) -> str | None:
@@ -54,12 +75,10 @@ def _checkpoints(steps: Steps) -> str | None:
 
 def _ungraded(steps: Steps) -> str | None:
     share = steps.share("grading_errors", "rollouts")
-    since = next((int(row["step"]) for row in steps.last if row.get("grading_errors")), 0)
-    return (
-        f"the verifier failed for {share:.0%} of the completions since step {since}"
-        if share >= 0.01
-        else None
-    )
+    if share < 0.01:
+        return None
+    begun = since(failing(steps.last)) if steps.failing_since is None else steps.failing_since
+    return f"the verifier failed for {share:.0%} of the completions since step {(begun or 0) + 1}"
 
 
 def _given_up(steps: Steps) -> str | None:
@@ -196,6 +215,7 @@ class HealthMonitor:
         self._steps = 0
         self._first: list[Row] = []
         self._last = deque[Row](maxlen=LAST)
+        self._failing: list[int] = []
         for row in rows:
             self.add(row)
 
@@ -204,8 +224,10 @@ class HealthMonitor:
         if len(self._first) < LAST and row["step"] == len(self._first):
             self._first.append(row)
         self._last.append(row)
+        self._failing += failing([row])
         first = self._first if row["step"] + 1 >= LONG else []
-        judged = broken_rule(Steps(first, list(self._last))) if len(self._last) == LAST else None
+        steps = Steps(first, list(self._last), since(self._failing))
+        judged = broken_rule(steps) if len(self._last) == LAST else None
         rule, text = judged or ("", "")
         self._steps = self._steps + 1 if rule == self._found else 1
         self._found = rule

@@ -128,6 +128,8 @@ def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
     """The files of the record, without those that others replace. Raises :class:`Problem`."""
     if find_spec("pyarrow") is None:
         raise Problem("scalerl rollouts needs pyarrow, which this installation does not have")
+    # Before its import, which reads it: else Arrow returns the memory of each row group, and the kernel clears it for the next.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
     paths = RunPaths(directory)
     if not directory.is_dir():
@@ -319,13 +321,18 @@ def _read(
     by_group: dict[tuple[Path, int], list[Place]] = {}
     for one in chosen:
         by_group.setdefault(one[:2], []).append(one)
-    rows: dict[Place, dict[str, Any]] = {}
-    for (path, number), members in by_group.items():
+
+    def read(group: tuple[tuple[Path, int], list[Place]]) -> dict[Place, dict[str, Any]]:
+        (path, number), members = group
         try:
-            table = files[path].read_row_group(number, columns=columns).take([row for _, _, row in members])
-            rows.update(zip(members, table.to_pylist(maps_as_pydicts="lossy"), strict=True))
+            table = files[path].read_row_group(number, columns=columns, use_threads=False)
+            found = table.take([row for _, _, row in members]).to_pylist(maps_as_pydicts="lossy")
+            return dict(zip(members, found, strict=True))
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise Problem(f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere") from error
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        rows = {place: row for some in pool.map(read, by_group.items()) for place, row in some.items()}
     return [rows[one] for one in chosen]
 
 

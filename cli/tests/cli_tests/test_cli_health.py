@@ -62,7 +62,7 @@ RULE_CASES: list[tuple[str, Callable[[int], dict[str, Any]], Callable[[int], dic
         "_ungraded",
         lambda n: {"grading_errors": 2 * (n > 3)},
         lambda n: {"grading_errors": int(n > 3)},
-        "the verifier failed for 1% of the completions since step 44",
+        "the verifier failed for 1% of the completions since step 45",
     ),
     (
         "_given_up",

@@ -367,6 +367,57 @@ async def test_metrics_that_were_written_again_are_read_again(run: Path) -> None
         assert (await page.get("/api/state"))["runs"][0]["steps"] == 0
 
 
+async def test_file_that_shrank_and_grew_beyond_its_size_is_read_again(run: Path) -> None:
+    """Between two requests: the inode is the same, and its size says nothing."""
+    async with browser(run) as page:
+        await page.enter()
+        await page.get("/api/state")
+        inode = (run / "metrics.jsonl").stat().st_ino
+        metrics(run, 5, entropy=2.5)
+        assert (run / "metrics.jsonl").stat().st_ino == inode
+        assert (await page.get("/api/state"))["runs"][0]["steps"] == 5
+        series = (await page.get("/api/metrics", names="entropy"))["series"]
+        assert series["entropy"] == [[0, 1, 2, 3, 4], [2.5] * 5]
+
+
+async def test_curves_of_other_evaluation_sets(run: Path) -> None:
+    (run / "curve.csv").write_text("compute,reward\n0,0.5\n1,0.625\n")
+    (run / "curve-hard.csv").write_text("compute,reward\n0,0.25\n1,0.375\n")
+    (run / "curve-torn.csv").write_text("compute,rew")
+    async with browser(run) as page:
+        await page.enter()
+        found = await page.get("/api/curve")
+        assert [point[1] for point in found["points"]] == [0.5, 0.625]
+        assert found["others"] == {"hard": [[0, 0.25, 0], [1, 0.375, 0]]}
+        before = (await page.get("/api/state"))["runs"][0]["revisions"]["curve"]
+        (run / "curve-easy.csv").write_text("compute,reward\n0,0.75\n")
+        assert (await page.get("/api/state"))["runs"][0]["revisions"]["curve"] != before
+        assert sorted((await page.get("/api/curve"))["others"]) == ["easy", "hard"]
+
+
+def test_verifier_fails_since_the_step_at_which_it_began(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "rollouts": 100, "reward": 0.5, "grading_errors": 5 * (step == 2 or step >= 14)}
+        for step in range(60)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Run(tmp_path).state()["health"] == "the verifier failed for 5% of the completions since step 15"
+
+
+def test_timeline_waits_for_no_fit(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Run(run)
+    held: list[bool] = []
+
+    def fit(path: Path) -> dict[str, Any]:
+        held.append(shown._lock.locked())
+        return {"points": []}
+
+    monkeypatch.setattr("scalerl_cli.page.runs.curve", fit)
+    shown.state()
+    shown.timeline(None, 12)
+    assert held == [False]
+
+
 async def test_long_series_keep_their_extremes(tmp_path: Path) -> None:
     metrics(tmp_path, 10_000, entropy=1.0)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -471,6 +522,8 @@ def test_copy_of_a_run_on_a_cluster_follows_it(run: Path, tmp_path: Path) -> Non
     assert f"rollouts/{torn.name}" not in copied()
     volume.cut = 2**30
     assert copied() == wanted()
+    metrics(run, 50)
+    assert copied() == wanted(), "begun again, and grown beyond its former size"
 
 
 def test_name_without_a_directory_is_a_run_on_a_cluster(

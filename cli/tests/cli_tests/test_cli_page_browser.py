@@ -160,6 +160,15 @@ async def test_reader_finds_the_worst_and_compares_versions(run: Path) -> None:
         assert tab.problems == []
 
 
+async def test_curves_of_other_sets_have_a_chart(run: Path) -> None:
+    (run / f"curve-{HOSTILE[:9].replace('/', '')}.csv").write_text("compute,reward\n0,0.25\n100,0.5\n")
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        assert await tab.run("document.querySelectorAll('figure').length") == 2
+        assert "<script" in await tab.text("figure:nth-of-type(2) .legend")
+        assert tab.problems == []
+
+
 async def test_page_is_live_and_says_when_its_server_is_gone(run: Path) -> None:
     async with chromium.tab() as tab:
         async with browser(run) as page:

@@ -308,7 +308,7 @@ class RolloutRecord:
             if path.name.startswith("."):
                 path.unlink()  # incomplete
         found = [part for path in self._directory.iterdir() if (part := RecordPart.parse(path)) is not None]
-        sources = {part: names for part in found if (names := _read(part.path, _replaced)) is not None}
+        sources = {part: names for part in found if (names := _read(part.path, replaced_by)) is not None}
         merged = {name for names in sources.values() for name in names}
         for part in sources:
             if part.path.name in merged:  # a crash came between the merge and the deletion of its sources
@@ -448,7 +448,7 @@ def _read(path: Path, read: Callable[[Path], Result]) -> Result | None:
         return None
 
 
-def _replaced(path: Path) -> list[str]:
+def replaced_by(path: Path) -> list[str]:
     """Names of the files that were merged into this one."""
     import pyarrow.parquet as pq
 

@@ -30,6 +30,8 @@ UNUSABLE_FRACTION = 0.5
 PROBE_TOKENS = 8192
 """Tokens of a probe besides the sequence with its longest completion, prompts included. A token counts at most ``OUTLIER_LIMITS`` = 20 times the limit, so a mean of k3
 at the limit has a standard deviation of at most √(19 / n) of it: 5 % at this n. More only cost time."""
+START_SEQUENCES = 32
+"""Completions that the weights are compared on with those of the start."""
 MIN_PROBED_TOKENS = 64
 """Of a completion, so that most of what is computed is also compared."""
 
@@ -166,11 +168,13 @@ def check_logprobs(shard: wire.Shard) -> None:
         )
 
 
-def probe_sequences(shard: wire.Shard, count: int, context_tokens: int) -> list[ProbeSequence]:
+def probe_sequences(
+    shard: wire.Shard, count: int, context_tokens: int, min_tokens: int = MIN_COMPARED_TOKENS
+) -> list[ProbeSequence]:
     """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish.
 
     They are shorter than ``context_tokens``: a server scores a sequence as a prompt, which leaves room for one token.
-    Of all but one, beginnings suffice; too few tokens to compare are no probe (:func:`_shortened`).
+    Of all but one, beginnings suffice; fewer than ``min_tokens`` tokens to compare are no probe (:func:`_shortened`).
     """
     usable = [
         s
@@ -186,20 +190,26 @@ def probe_sequences(shard: wire.Shard, count: int, context_tokens: int) -> list[
                 len(s.prompt_token_ids) // Int32.itemsize,
             )
             for s in chosen
-        ]
+        ],
+        min_tokens,
     )
 
 
-def _shortened(sequences: list[ProbeSequence]) -> list[ProbeSequence]:
+def start_sequences(shard: wire.Shard, context_tokens: int) -> list[Sequence]:
+    """The completions that later weights are compared on with those of the start, chosen as for a probe."""
+    return [one.sequence for one in probe_sequences(shard, START_SEQUENCES, context_tokens, min_tokens=1)]
+
+
+def _shortened(sequences: list[ProbeSequence], min_tokens: int) -> list[ProbeSequence]:
     """The sequence with the longest completion, whole, and of the others beginnings with :data:`PROBE_TOKENS` tokens in total, in
-    their order; none if fewer than :data:`MIN_COMPARED_TOKENS` tokens would be compared.
+    their order; none if fewer than ``min_tokens`` tokens would be compared.
 
     The whole one covers all positions, the others as many contents as possible. Shorter ones leave their part to longer ones; one
     whose prompt leaves no room for :data:`MIN_PROBED_TOKENS` of its completion is left out, unless the minimum needs it.
     """
     totals = [len(s.token_ids) for s in sequences]
     prompts = [s.prompt_tokens for s in sequences]
-    if sum(totals) - sum(prompts) < MIN_COMPARED_TOKENS:
+    if sum(totals) - sum(prompts) < min_tokens:
         return []
     whole = max(range(len(sequences)), key=lambda i: (totals[i] - prompts[i], totals[i]))
     others = sorted((i for i in range(len(sequences)) if i != whole), key=totals.__getitem__)
@@ -211,7 +221,7 @@ def _shortened(sequences: list[ProbeSequence]) -> list[ProbeSequence]:
             continue
         left -= length
         kept[i] = length
-    missing = MIN_COMPARED_TOKENS - sum(length - prompts[i] for i, length in kept.items())
+    missing = min_tokens - sum(length - prompts[i] for i, length in kept.items())
     for i in omitted:
         if missing <= 0:
             break

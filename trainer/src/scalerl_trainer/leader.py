@@ -42,7 +42,6 @@ from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumab
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.exporter import Exporter
-from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
@@ -57,6 +56,8 @@ UPLOAD_SECONDS = 1800.0
 """Time to finish the upload of the last checkpoint at the end of the run."""
 STOPPED_UPLOAD_SECONDS = 150.0
 """The same once the trainer is asked to stop, within the 300 s of grace of its pod."""
+START_EVERY = 4
+"""Versions between two comparisons with the start of the run: of a tiny model, one takes a few per cent of a step."""
 MAX_CONSECUTIVE_SKIPPED_STEPS = 3
 """This many consecutive skipped steps are not caused by a bad batch, but by broken weights or generators."""
 MAX_EQUAL_PUBLISH_FAILURES = 3
@@ -437,7 +438,11 @@ class Leader:
                 silent = [m.member_id for m in holders if m.member_id not in k3_n]
                 problem += f"; {len(silent)} did not answer" if silent else ""
             log.error("%s", problem)
-        stats = measured.stats | {"probe_seconds": time.perf_counter() - begin}
+        stats = measured.stats
+        if worker.engine.start is not None and worker.version % START_EVERY == 0:
+            self._command(Command.SCORE)
+            stats |= worker.engine.start_kl()
+        stats |= {"probe_seconds": time.perf_counter() - begin}
         return _ProbeResult(stats, refused, silent, problem)
 
     def _check_refused(self, members: Sequence[wire.Member], probed: _ProbeResult, error: str) -> None:
@@ -523,15 +528,7 @@ class Leader:
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
         self._command(Command.SCORE)
-        scored = self._worker.engine.logprobs(
-            [
-                PackedSequence(
-                    s.token_ids[: s.prompt_tokens].tolist(), s.token_ids[s.prompt_tokens :].tolist()
-                )
-                for s in sequences
-            ],
-            temperature=1.0,
-        )
+        scored = self._worker.engine.logprobs([one.sequence for one in sequences], temperature=1.0)
         return scored.per_sequence()
 
     def _export(self) -> None:

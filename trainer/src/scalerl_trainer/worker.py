@@ -6,7 +6,7 @@ command               what every rank does
 ``SYNC``              gathers whether any rank is to stop and whether the checkpoint is flushed
 ``TRAIN``             fetches its shard of the step and updates the weights
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
-``SCORE``             takes part in scoring rank 0's sequences
+``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
 ``SAVE``              writes its state to the staging folder and starts to flush it
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
 ``EXIT``              returns
@@ -27,7 +27,14 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import TrainedSequence
 from scalerl_trainer.algo.losses import Loss
-from scalerl_trainer.batch import Staleness, check_logprobs, probe_sequences, rank_batch, recorded
+from scalerl_trainer.batch import (
+    Staleness,
+    check_logprobs,
+    probe_sequences,
+    rank_batch,
+    recorded,
+    start_sequences,
+)
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
@@ -144,11 +151,13 @@ class Worker:
         check_logprobs(shard)
         shard_batch = rank_batch(shard, self.spec.recipe)
         fetched = time.perf_counter()
+        count, context_tokens = self.spec.weight_sync.probe_sequences, self.spec.model.context_tokens
+        if self.engine.steps_done == 0:  # the batch is of the weights of the start, and they still hold
+            self.engine.keep_start(start_sequences(shard, context_tokens) if self.ranks.is_leader else [])
         updates = self.spec.recipe.proximal_updates
         if updates and (self.version % updates == 0 or not self.engine.has_proximal):
             self.engine.set_proximal()
         step_stats = self.engine.step(shard_batch.batch, self.loss)
-        count, context_tokens = self.spec.weight_sync.probe_sequences, self.spec.model.context_tokens
         self.probes = probe_sequences(shard, count, context_tokens) or self.probes
         self.version += 1
         self.metrics.version.set(self.version)

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Final
 
 _BLOCK: Final = 2**22
+_TAIL: Final = 4096
 
 
 class Appended:
-    """A file of lines that another process appends to. A file that was shortened or replaced is read again from its start."""
+    """A file of lines that another process appends to. A file that was shortened or replaced is read again from its start, also
+    if it has grown beyond its former size since."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._inode = 0
+        self._tail = b""
+        """Bytes before the offset."""
 
     def read(self) -> Iterator[tuple[bool, list[bytes]]]:
         """The complete lines since the last call, in blocks; the first says whether the lines begin anew."""
@@ -28,8 +32,10 @@ class Appended:
             return
         with file:
             status = os.fstat(file.fileno())
-            anew = status.st_ino != self._inode or status.st_size < self._offset
-            self._inode, self._offset = status.st_ino, 0 if anew else self._offset
+            file.seek(max(0, self._offset - len(self._tail)))
+            anew = status.st_ino != self._inode or file.read(len(self._tail)) != self._tail
+            if anew:
+                self._inode, self._offset, self._tail = status.st_ino, 0, b""
             file.seek(self._offset)
             yield anew, []
             rest = b""
@@ -38,4 +44,5 @@ class Appended:
                 end = block.rfind(b"\n") + 1
                 rest = block[end:]  # of the last block: a line that may be incomplete
                 self._offset += end
+                self._tail = (self._tail + block[:end])[-_TAIL:] if end < _TAIL else block[end - _TAIL : end]
                 yield False, block[:end].splitlines()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from scalerl_cli.curves.analysis import Analysis, State, analyse, interval_json
 from scalerl_cli.curves.pace import pace_of
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import report
-from scalerl_cli.curves.source import read_curve
+from scalerl_cli.curves.source import CurveFile, read_curve
 from scalerl_curvefit import draws
 
 _GRID: Final = 120
@@ -26,14 +27,27 @@ def curve(path: Path) -> dict[str, Any]:
         file = read_curve(path)
     except CurveProblem as problem:
         return {"points": [], "problem": _local(problem, path)}
-    versions = file.version if file.version is not None else np.zeros(len(file.curve))
-    columns = (file.curve.compute.tolist(), file.curve.reward.tolist(), versions.tolist())
-    found: dict[str, Any] = {"points": list(zip(*columns, strict=True)), "unit": file.unit}
+    found: dict[str, Any] = {"points": _points(file), "unit": file.unit}
     try:
         made = analyse(file)
         return found | _fitted(made)
     except CurveProblem as problem:
         return found | {"problem": _local(problem, path)}
+
+
+def other_curves(paths: Iterable[Path]) -> dict[str, list[tuple[float, ...]]]:
+    """Points of other evaluation sets, by the name of the set; those of a file that is no curve are left out."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(CurveProblem):
+            found[path.stem.removeprefix("curve-")] = _points(read_curve(path))
+    return found
+
+
+def _points(file: CurveFile) -> list[tuple[float, ...]]:
+    """Compute, reward and version of each evaluation."""
+    versions = file.version if file.version is not None else np.zeros(len(file.curve))
+    return list(zip(file.curve.compute.tolist(), file.curve.reward.tolist(), versions.tolist(), strict=True))
 
 
 def _local(problem: CurveProblem, path: Path) -> str:

@@ -10,9 +10,10 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from scalerl_api.paths import RunPaths
+from scalerl_api.spec import RunSpec
 from scalerl_cli.clusters.runs import find, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Trouble, open_session
 from scalerl_cli.clusters.volume import Entry, opened
@@ -27,6 +28,8 @@ _PATHS: Final = RunPaths(Path())
 _FIRST: Final = tuple(map(str, (_PATHS.metrics, _PATHS.curve, _PATHS.decisions, _PATHS.summary)))
 _ALL: Final = (*_FIRST, str(_PATHS.trace), f"{_PATHS.trace}.1", str(_PATHS.rollouts))
 _APPENDED: Final = ".jsonl"
+_KNOWN: Final = 4096
+"""Bytes before the new part of a file that are read again: a run that returns to a checkpoint writes other lines."""
 _FAILURES: Final = (errors.ApiError, Trouble, CommandFailed, Interrupted, OSError)
 
 
@@ -47,20 +50,39 @@ def update(files: Files, directory: Path, paths: Sequence[str] = _ALL) -> None:
         if local.exists() and here == entry.size and local.suffix in (_APPENDED, ".parquet"):
             continue
         local.parent.mkdir(parents=True, exist_ok=True)
-        if local.suffix == _APPENDED and here < entry.size:
-            with local.open("ab") as file:
-                file.writelines(files.read(entry, here))
+        if local.suffix == _APPENDED and 0 < here < entry.size and _continued(files, entry, local, here):
             continue
         staging = local.with_name(f".{local.name}")
         with staging.open("wb") as file:
             file.writelines(files.read(entry, 0))
         if staging.stat().st_size == entry.size:  # otherwise it was cut off: the next time
             os.replace(staging, local)
-    if paths == _ALL:
+    if str(_PATHS.rollouts) in paths:
         kept = {entry.path for entry in found}
         for local in (directory / _PATHS.rollouts).glob("*.parquet"):
             if str(local.relative_to(directory)) not in kept:
                 local.unlink()
+
+
+def _continued(files: Files, entry: Entry, local: Path, here: int) -> bool:
+    """Append the new part of a file to its copy of ``here`` bytes; False if the file has begun again since."""
+    known = min(here, _KNOWN)
+    with local.open("r+b") as file:
+        file.seek(here - known)
+        before = file.read()
+        read = b"".join(files.read(entry, here - known))
+        if read[:known] != before[: len(read)]:
+            return False
+        file.write(read[known:])
+    return True
+
+
+def _curves(spec: dict[str, Any]) -> list[str]:
+    """Files with the curves of other evaluation sets; none of a spec of another release."""
+    try:
+        return [str(_PATHS.set_curve(one.name)) for one in RunSpec.model_validate(spec).evaluation_sets]
+    except ValueError:
+        return []
 
 
 @contextlib.contextmanager
@@ -86,11 +108,12 @@ def mirrored(where: str, arguments: argparse.Namespace) -> Iterator[Run]:
         shown = Run(directory)
         shown.name = where
         ended = threading.Event()
+        paths = (*_ALL, *_curves(run.spec))
 
         def follow() -> None:
             while not ended.is_set():
                 try:
-                    update(volume, directory)
+                    update(volume, directory, paths)
                     shown.note = ""
                 except _FAILURES as error:
                     shown.note = f"not up to date: {plain(str(error))}"

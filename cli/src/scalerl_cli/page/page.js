@@ -13,6 +13,7 @@ const CHARTS = [
   ["Shares of the prompts that score only 0, only 1", ["unsolved_groups_fraction", "solved_groups_fraction"]],
   ["Gradient norm", ["grad_norm"]],
   ["Distinct completions of a prompt, share", ["distinct_fraction"]],
+  ["KL from the start of the run, nats", ["start_kl", "start_kl_k1"]],
   ["KL to the reference, nats", ["reference_kl"]],
   ["Tokens per second", ["generated_tokens_per_second", "consumed_tokens_per_second"]],
   ["Share of the time without work", ["trainer_bubble_fraction", "generator_bubble_fraction"]],
@@ -205,8 +206,11 @@ const VIEWS = {
         if (curve.why) words.push(make("details", { open: runs.length === 1 }, make("summary", {}, curve.state === "BROKEN" ? `${of}why is there no forecast?` : `${of}why is the forecast as wide as it is?`),
           make("ul", {}, curve.why.map((text) => make("li", {}, sentence(text))))), make("details", {}, make("summary", {}, `${of}all figures of the fit`), make("pre", {}, curve.text)));
       });
+      const others = curves.flatMap((curve, run) => Object.entries(curve.others || {}).map(([name, points], at) => ({ label: runs.length > 1 ? `${runs[run].name}: ${name}` : name,
+        tone: runs.length > 1 ? run % 6 : (at + 1) % 6, dash: runs.length > 1 ? at % 4 : 0, x: points.map((p) => p[0]), y: points.map((p) => p[1]) })));
       const unit = (curves.find((curve) => curve.unit) || {}).unit || "compute";
       place.replaceChildren(...(lines.length ? [chart(`Reward of the evaluations over compute (${unit})`, { lines, bands, whiskers, marks, unit: "compute", height: 330 })] : []), ...words,
+        others.length ? chart(`Reward of the other evaluation sets over compute (${unit})`, { lines: others, unit: "compute", height: 220 }) : "",
         make("p", { class: "row" }, make("a", { href: link("rollouts", WORST) }, "the worst completions of the last evaluation")));
     },
   },

@@ -18,7 +18,7 @@ from scalerl_cli import argument_types, rollouts
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.appended import Appended
-from scalerl_cli.page.curve import curve
+from scalerl_cli.page.curve import curve, other_curves
 from scalerl_cli.page.series import Series
 from scalerl_cli.page.timeline import Timeline
 
@@ -84,7 +84,7 @@ class Run:
             "changed": self._changed(),
             "revisions": {
                 "series": series.revision,
-                "curve": _stamp(self.paths.curve),
+                "curve": _stamps(*self._curve_files()),
                 "rollouts": _stamp(self.paths.rollouts),
                 "timeline": f"{series.revision} {_stamp(self.paths.trace)}",
                 "decisions": self._decided,
@@ -118,15 +118,20 @@ class Run:
             return {"series": {name: self._series.points(name) for name in names if name in known}}
 
     def curve(self) -> dict[str, Any]:
-        stamp = _stamp(self.paths.curve)
+        """The forecast's curve, with its fit, and the points of other evaluation sets."""
+        main, *others = self._curve_files()
+        stamp = _stamps(main, *others)
         if self._curve[0] != stamp or not self._curve[1]:
-            self._curve = stamp, curve(self.paths.curve)
+            self._curve = stamp, curve(main) | {"others": other_curves(others)}
         return self._curve[1]
 
+    def _curve_files(self) -> list[Path]:
+        return [self.paths.curve, *sorted(self.directory.glob("curve-*.csv"))]
+
     def timeline(self, last: int | None, count: int) -> dict[str, Any]:
+        evaluated = {int(point[2]) for point in self.curve()["points"]}  # fits the curve: not with the lock
         with self._lock:
             self._timeline.update()
-            evaluated = {int(point[2]) for point in self.curve()["points"]}
             return self._timeline.window(last, count, evaluated)
 
     def perfetto(self) -> dict[str, Any]:
@@ -271,6 +276,10 @@ def _stamp(path: Path) -> str:
     except OSError:
         return ""
     return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+
+
+def _stamps(*paths: Path) -> str:
+    return " ".join(map(_stamp, paths))
 
 
 def _name(run_file: Path) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from scalerl_api.health import LAST, Steps
+from scalerl_api.health import LAST, Steps, since
 from scalerl_cli.page.appended import Appended
 
 MAX_POINTS: Final = 2000
@@ -67,10 +67,13 @@ class Series:
         return {name: column[at] for name, column in self.columns.items() if math.isfinite(column[at])}
 
     def steps(self) -> Steps:
-        """What the run's health is judged by, as :func:`scalerl_cli.health.run_status` reads it."""
+        """What the run's health is judged by, as by :func:`scalerl_cli.health.run_status`, which reads the last rows alone."""
         first = range(LAST if self.rows >= 3 * LAST else 0)
         last = range(max(0, self.rows - LAST), self.rows)
-        return Steps([self.row(at) for at in first], [self.row(at) for at in last])
+        failing = self.column("step")[self.column("grading_errors") > 0]
+        return Steps(
+            [self.row(at) for at in first], [self.row(at) for at in last], since(failing.astype(int).tolist())
+        )
 
     def points(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values, at most :data:`MAX_POINTS`: of each interval the smallest and the largest value, so that none is hidden."""

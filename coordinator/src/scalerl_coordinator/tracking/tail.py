@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 
 from scalerl_api.curve import curve_figures
 from scalerl_coordinator.accounting import Row
-from scalerl_coordinator.rollout_record import RecordPart
+from scalerl_coordinator.rollout_record import RecordPart, replaced_by
 from scalerl_coordinator.tracking.sink import HELD_OUT
 
 
@@ -122,18 +122,22 @@ def sample_of_evaluation(directory: Path, version: int) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    tables = []
+    columns = [*SAMPLE_COLUMNS, "prompt_index"]
+    tables: dict[str, pa.Table] = {}
+    replaced: list[str] = []
     for path in sorted(directory.glob("held_out-*.parquet")):
         part = RecordPart.parse(path)  # None: not a file of the record
         if part is not None and part.first <= version <= part.last:
             try:
-                columns = [*SAMPLE_COLUMNS, "prompt_index"]
-                tables.append(pq.read_table(path, columns=columns, filters=[("step", "==", version)]))
+                replaced += replaced_by(path)
+                tables[path.name] = pq.read_table(path, columns=columns, filters=[("step", "==", version)])
             except (OSError, pa.ArrowException):
                 return []
+    # While files are merged, the sources and the file that replaces them are there.
+    kept = [table for name, table in tables.items() if name not in replaced]
     found = (
-        pa.concat_tables(tables).sort_by([(n, "ascending") for n in ("task", "prompt_index", "sample")])
-        if tables
+        pa.concat_tables(kept).sort_by([(n, "ascending") for n in ("task", "prompt_index", "sample")])
+        if kept
         else None
     )
     if not found:

@@ -38,6 +38,7 @@ from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModul
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import pack_shard
+from scalerl_trainer.engine.start import StartSample
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames
@@ -129,6 +130,8 @@ class Engine:
         shapes = [(name, self._deepspeed.shape(p)) for name, p in self._parameters.items()]
         self._checkpoint = CheckpointNames(causal_lm, shapes, stored)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self.start: StartSample | None = None
+        """Completions of the weights before the first update; on rank 0."""
         self._separates: bool | None = None
         self._shares_rows()
 
@@ -197,6 +200,18 @@ class Engine:
                     logprobs_n[micro.flat_m] = logprobs_m.cpu()
                     entropies_n[micro.flat_m] = entropies_m.cpu()
         return FlatLogprobs(logprobs_n, entropies_n, packed.trainable_s)
+
+    def keep_start(self, sequences: Items[Sequence]) -> None:
+        """Keep rank 0's ``sequences``, which the current weights sampled, to measure later ones against (:mod:`.start`)."""
+        logprobs_n = self.logprobs(sequences).logprobs_n
+        if self._rank == 0 and len(logprobs_n) and bool(logprobs_n.isfinite().all()):
+            self.start = StartSample.of(sequences, logprobs_n, self.settings.temperature)
+
+    def start_kl(self) -> dict[str, float]:
+        """Estimates of KL(π_start ‖ π) of the current weights, on rank 0, which has ``start``; the others call ``logprobs``."""
+        start = self.start
+        assert start is not None
+        return start.kl(self.logprobs(start.sequences, temperature=start.temperature).logprobs_n)
 
     def gather_parameters(
         self, bucket_bytes: int, dtype: torch.dtype | None = None
@@ -337,6 +352,8 @@ class Engine:
         if self._rank == 0:
             steps = self._deepspeed.optimizer_steps
             write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
+            if self.start is not None:
+                self.start.save(directory)
 
     def load(self, directory: Path) -> None:
         """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
@@ -355,6 +372,8 @@ class Engine:
                 saved.read(name.removeprefix(PREFIX), PROXIMAL, start, flat)
             self._proximal_updates = 1
         self.steps_done = saved.header.steps_done
+        if self._rank == 0:
+            self.start = StartSample.load(directory, self.settings.micro_batch_tokens)
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks. The process group stays open."""

@@ -22,6 +22,7 @@ from scalerl_trainer.algo.mismatch import (
     position_buckets,
     ratio_table,
 )
+from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.publish.actor_control import ActorControl
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,12 @@ class ProbeSequence:
     """Token ids of prompt and completion."""
     prompt_tokens: int
     """Number of prompt tokens, which are not scored."""
+
+    @property
+    def sequence(self) -> PackedSequence:
+        """Prompt and completion for the engine."""
+        prompt, completion = np.split(self.token_ids, [self.prompt_tokens])
+        return PackedSequence(prompt.tolist(), completion.tolist())
 
 
 Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
