@@ -525,9 +525,7 @@ class Leader:
         self._command(Command.SCORE)
         scored = self._worker.engine.logprobs(
             [
-                PackedSequence(
-                    s.token_ids[: s.prompt_tokens].tolist(), s.token_ids[s.prompt_tokens :].tolist()
-                )
+                PackedSequence(s.token_ids[: s.prompt_tokens], s.token_ids[s.prompt_tokens :])
                 for s in sequences
             ],
             temperature=1.0,
