@@ -310,7 +310,7 @@ def main() -> None:
     engine_module.FrozenModule = lambda module, *_: torch.no_grad()(module)  # type: ignore[misc,assignment]
     engine_module.gather_vectors = gathered_vectors
     # It exchanges the shard's sizes, which have values, in tensors of the device.
-    engine_module.exchange_sizes = lambda shard, _: exchange_sizes(shard, torch.device("cpu"))
+    engine_module.exchange_sizes = lambda shard, device: exchange_sizes(shard, torch.device("cpu"))
     found: dict[str, Any] = {}
     with Accelerator() as mode:
         for name, loss in LOSSES.items():

@@ -221,8 +221,8 @@ def _ranges(firsts: Ints, counts: Ints) -> Ints:
     [5, 6, 8, 9, 10]
     """
     starts = _starts(counts)
-    numbers: Ints = np.arange(starts[-1])
-    return numbers + np.repeat(firsts - starts[:-1], counts)
+    found: Ints = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], counts)
+    return found
 
 
 def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> MicroBatch:
