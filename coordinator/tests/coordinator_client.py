@@ -91,8 +91,12 @@ class Client:
         message = wire.NextRequest(incarnation=incarnation, version=version, wait_seconds=wait)
         return await self.post(endpoints.TRAINER_NEXT, message, wire.Next)
 
-    async def shard(self, incarnation: str, step: int, rank: int = 0, world_size: int = 1) -> wire.Shard:
-        message = wire.ShardRequest(incarnation=incarnation, step=step, rank=rank, world_size=world_size)
+    async def shard(
+        self, incarnation: str, step: int, rank: int = 0, world_size: int = 1, wait: float = 0.0
+    ) -> wire.Shard:
+        message = wire.ShardRequest(
+            incarnation=incarnation, step=step, rank=rank, world_size=world_size, wait_seconds=wait
+        )
         return await self.post(endpoints.TRAINER_SHARD, message, wire.Shard)
 
     async def report(self, incarnation: str, step: int, stats: dict[str, float] | None = None) -> None:

@@ -287,6 +287,22 @@ async def test_shard_returns_pushed_bytes(local, serving):
         await serving.shard("t", 3)
 
 
+async def test_shard_waits_until_its_step_is_closed(serving):
+    leases = [
+        le for le in (await serving.lease(serving.member, 0, 64)).leases if le.split is wire.Split.TRAIN
+    ]
+    ahead = asyncio.create_task(serving.shard("t", 0, wait=30.0))
+    await serving.push(serving.member, [make_group(lease) for lease in leases[1:]])
+    await asyncio.sleep(0.1)
+    assert not ahead.done()
+    await serving.push(serving.member, [make_group(leases[0])])
+    assert (await asyncio.wait_for(ahead, 10.0)).step == 0
+    with pytest.raises(ErrorAnswer, match="not-ready"):
+        await serving.shard("t", 3, wait=0.1)
+    with pytest.raises(ErrorAnswer, match="superseded"):
+        await serving.shard("other", 0, wait=30.0)
+
+
 async def test_unauthorized_bodies_are_not_read(local):
     async with aiohttp.ClientSession() as session:
         stranger = Client(session, local.url, token="guess")

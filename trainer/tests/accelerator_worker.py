@@ -50,7 +50,7 @@ from scalerl_trainer.algo.losses import (
 from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch
 from scalerl_trainer.engine import engine as engine_module
 from scalerl_trainer.engine.deepspeed_engine import ClippingAdamW
-from scalerl_trainer.engine.shard import pack_shard
+from scalerl_trainer.engine.shard import exchange_sizes
 from scalerl_trainer.models import head as head_module
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.publish.buckets import fill, tensor_spec
@@ -311,7 +311,7 @@ def main() -> None:
     engine_module.FrozenModule = lambda module, *_: torch.no_grad()(module)  # type: ignore[misc,assignment]
     engine_module.gather_vectors = gathered_vectors
     # It exchanges the shard's sizes, which have values, in tensors of the device.
-    engine_module.pack_shard = lambda *a, device, **k: pack_shard(*a, device=torch.device("cpu"), **k)  # type: ignore[assignment]
+    engine_module.exchange_sizes = lambda shard, device: exchange_sizes(shard, torch.device("cpu"))
     found: dict[str, Any] = {}
     with Accelerator() as mode:
         for name, loss in LOSSES.items():

@@ -243,7 +243,9 @@ def test_rank_batch_ignores_masked_tokens() -> None:
     )
     shard = wire.Shard(step=STEP, groups=metas, sequences=[one])
     done = rank_batch(shard, RecipeSpec())
-    assert done.batch.sequences[0].trainable == [True, False, False, True, True]
+    trainable = done.batch.sequences[0].trainable
+    assert trainable is not None
+    assert list(trainable) == [True, False, False, True, True]
     assert done.batch.generator_logprobs_n is not None
     assert done.batch.fresh_n is not None
     assert done.batch.generator_logprobs_n.tolist() == [-1, -4, -5]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 from scalerl_trainer.models import LogprobHead, Policy
 from scalerl_trainer.models.logits import LogitTransform
-from scalerl_trainer.packing import PackedBatch, Sequence, one_row, pack
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row, pack
 
 VOCABULARY = 31
 
@@ -114,6 +117,68 @@ def test_pack_predicts_each_trainable_token_once_within_limit(
     assert target == expected
     assert batch.trainable_s.tolist() == [len(s.trainable_places()) for s in sequences]
     assert seen == batch.tokens + batch.padding
+
+
+def token_by_token(
+    rows: list[list[int]], sequences: list[Sequence], one_row: bool
+) -> dict[str, list[int] | list[list[int]]]:
+    """A micro-batch of these rows, by a loop over tokens."""
+    places = [s.trainable_places() for s in sequences]
+    firsts = [sum(map(len, places[:index])) for index in range(len(sequences))]
+    lengths = [
+        s.tokens - 1 if one_row else len(s.prompt) + p[-1] if p else 0
+        for s, p in zip(sequences, places, strict=True)
+    ]
+    width = max(sum(lengths[index] for index in row) for row in rows)
+    found: dict[str, list[Any]] = {name: [] for name in MicroBatch.__slots__}
+    for number, row in enumerate(rows):
+        ids: list[int] = []
+        positions: list[int] = []
+        for index in row:
+            sequence = sequences[index]
+            for nth, place in enumerate(places[index]):
+                found["predict_at_m"].append(number * width + len(ids) + len(sequence.prompt) - 1 + place)
+                found["target_m"].append(int(sequence.completion[place]))
+                found["flat_m"].append(firsts[index] + nth)
+                found["sequence_m"].append(index)
+            ids += [*sequence.prompt, *sequence.completion][: lengths[index]]
+            positions += range(lengths[index])
+        found["input_ids_bt"].append(ids + [0] * (width - len(ids)))
+        found["position_ids_bt"].append([*positions, *range(len(ids), width)])
+    return found
+
+
+@given(sequences=shares(), most=st.integers(20, 160), shared=st.booleans(), arrays=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_pack_equals_a_loop_over_tokens(
+    sequences: list[Sequence], most: int, shared: bool, arrays: bool
+) -> None:
+    given_ones = sequences
+    if arrays:
+        given_ones = [
+            Sequence(
+                np.array(s.prompt, np.int32),
+                np.array(s.completion, np.int32),
+                None if s.trainable is None else np.array(s.trainable, np.bool_),
+            )
+            for s in sequences
+        ]
+    micro_batches = [(micro, False) for micro in pack(given_ones, most, shared_rows=shared).micro_batches]
+    if sequences:
+        micro_batches.append((one_row(given_ones), True))
+    for micro, single in micro_batches:
+        rows: list[list[int]] = [[] for _ in micro.input_ids_bt]
+        if single:
+            rows = [list(range(len(sequences)))]
+        else:
+            width = micro.input_ids_bt.shape[1]
+            for place, index in zip(micro.predict_at_m.tolist(), micro.sequence_m.tolist(), strict=True):
+                if index not in rows[place // width]:
+                    rows[place // width].append(index)
+        for name, expected in token_by_token(rows, sequences, single).items():
+            tensor = getattr(micro, name)
+            assert tensor.dtype == torch.int64
+            assert tensor.tolist() == expected, name
 
 
 def test_pack_first_fit_decreasing() -> None:

@@ -131,7 +131,7 @@ class Server:
         self._record = make_record(self._metrics.lost_rollouts.inc) if make_record is not None else None
         self._guard = RequestGuard(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._step_groups: tuple[int, list[str], dict[str, r.StoredGroup]] | None = None
+        self._step_groups: dict[int, tuple[list[str], dict[str, r.StoredGroup]]] = {}
         self._step_lock = asyncio.Lock()
         self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._points_written: list[wire.EvaluationPoint] | None = None
@@ -302,7 +302,7 @@ class Server:
             return
         self._core.rebase(state, self._now())
         self._core.journal_start()
-        self._step_groups = None
+        self._step_groups.clear()
 
     async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
         """Call ``attempt`` now and at every event of ``topic``, until it returns a result or ``wait_seconds`` have passed.
@@ -463,7 +463,7 @@ class Server:
 
     async def _record_step(self, step: int, sequences: Sequence[wire.TrainedSequence] = ()) -> None:
         """Record the groups of a step that was trained or skipped."""
-        state, cached = self._core.state, self._step_groups
+        state, cached = self._core.state, self._step_groups.get(step)
         if self._record is None:
             return
         recorded = [
@@ -472,8 +472,8 @@ class Server:
             if self._core.settings.records(state.prompts[slot])
         ]
         skipped, settled = step in state.skips, state.first_kept_step
-        if cached is not None and cached[0] == step:
-            groups = cached[2]
+        if cached is not None:
+            _, groups = cached
         else:
             try:
                 lease_ids = [group.lease_id for _, _, group in recorded]
@@ -513,7 +513,7 @@ class Server:
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
         welcome = await self._decided(lambda now: self._training.hello(request, now))
-        self._step_groups = None
+        self._step_groups.clear()
         if self._record is not None:
             self._record.truncate(self._core.state.version)
         await self._write_rows(whole=True)
@@ -535,6 +535,8 @@ class Server:
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
+        if request.wait_seconds:
+            await self._poll(TRAINER, request.wait_seconds, lambda _: self._training.has_step(request))
         if self._journal.refusing is None:
             plan = await self._decided(lambda _: self._training.plan_shard(request))
         else:  # the state is what the disk holds, and reading needs no space
@@ -543,11 +545,14 @@ class Server:
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
     async def _groups_of(self, plan: ShardPlan) -> dict[str, r.StoredGroup]:
-        """The groups of a step by lease id, read once for all ranks and cached until the step's report."""
+        """The groups of a step by lease id, read once for all ranks and cached until the step's report: those of the step that is
+        trained, and of the next."""
         async with self._step_lock:
-            cached = self._step_groups
-            if cached is None or cached[:2] != (plan.step, plan.lease_ids):
-                self._step_groups = None
+            cached = self._step_groups.get(plan.step)
+            if cached is None or cached[0] != plan.lease_ids:
+                self._step_groups.pop(plan.step, None)
+                if len(self._step_groups) > 1:
+                    del self._step_groups[min(self._step_groups)]
                 try:
                     groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
                 except KeyError as problem:
@@ -556,8 +561,8 @@ class Server:
                     ) from None
                 except (CorruptJournal, OSError) as problem:
                     raise self._fail(problem) from problem
-                self._step_groups = cached = (plan.step, plan.lease_ids, groups)
-            return cached[2]
+                self._step_groups[plan.step] = cached = (plan.lease_ids, groups)
+            return cached[1]
 
     def _read_groups(self, lease_ids: list[str]) -> dict[str, r.StoredGroup]:
         wanted = [lease_id for lease_id in lease_ids if lease_id]
@@ -574,7 +579,8 @@ class Server:
         if row is not None:
             self._monitor.add(row)
             await self._record_step(report.step, report.sequences)
-        self._step_groups = None
+        for step in [step for step in self._step_groups if step <= report.step]:
+            del self._step_groups[step]
         await self._write_rows()
         return wire.StepReported(publish=self._training.publishes(report.step + 1))
 

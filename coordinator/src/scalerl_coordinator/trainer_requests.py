@@ -300,6 +300,11 @@ class TrainerRequests:
 
     # --- steps ----------------------------------------------------------------------------------
 
+    def has_step(self, request: wire.ShardRequest) -> bool | None:
+        """True if the step is closed, or was deleted; None while it is not. Raises Refusal."""
+        self.check(request.incarnation)
+        return request.step < self.core.state.first_kept_step or self.core.state.closed(request.step) or None
+
     def plan_shard(self, request: wire.ShardRequest) -> ShardPlan:
         """Balance the sequences of a closed step over the ranks, by tokens; returns the plan of one rank. Raises Refusal."""
         self.check(request.incarnation)

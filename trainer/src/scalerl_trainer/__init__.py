@@ -4,7 +4,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
 
     coordinator      Leader.lead()                    every rank: Worker.follow()                     generators
        │ TRAIN step    Leader._train() ─ Command ─▶    Worker.train()
-       ├─ shard ───────────────────────────────▶         rank_batch() ▶ pack() rows of tokens
+       ├─ next shard ──────────────────────────▶         Prefetch: rank_batch() ▶ pack() rows of tokens
        │                                                 advantages() ▶ engine: Engine.step()
        │                                                   losses, aggregation.per_token(); DeepSpeed's update
        │◀ step report ──────────────────────── sums ──  Trained
@@ -25,6 +25,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
     ``spec_settings`` derives settings from the spec
+    ``background``    threads beside a step: fetches the next one
     ``batch``         converts a shard of a step from the wire to tensors
     ``publish``       sends weights to the generators
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,

@@ -106,8 +106,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         stale = np.maximum(age, 0)  # tokens of a lost lineage may be newer than their step
         staleness += Staleness(len(age), int(stale.sum()), int(stale.max(initial=0)))
         prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
-        mask = None if trained.all() else trained.tolist()
-        sequences.append(Sequence(prompt.tolist(), tokens.tolist(), mask))
+        sequences.append(Sequence(prompt, tokens, None if trained.all() else trained))
         logprobs.append(scores[trained])
         if recipe.distillation is not None:
             teacher_logprobs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)

@@ -51,6 +51,10 @@ class Superseded(CoordinatorError):
     """A newer trainer incarnation has registered; this one must exit."""
 
 
+class NotReady(CoordinatorError):
+    """The step is not closed yet, or was deleted."""
+
+
 class Unresumable(CoordinatorError):
     """The coordinator's state and the checkpoint do not match; a restart does not help."""
 
@@ -59,7 +63,7 @@ _UNRESUMABLE = ("bad-snapshot", "identity", "no-state", "checkpoints-lost", "unk
 
 
 class Coordinator:
-    """The coordinator's API for one rank. Not thread-safe.
+    """The coordinator's API for one rank. Only :meth:`shard` may be called on another thread.
 
     Args:
         retry_seconds: deadline of one call with its retries, and of one answer, however slowly it arrives: the other ranks wait in
@@ -107,12 +111,22 @@ class Coordinator:
         )
         return self._once(endpoints.TRAINER_NEXT, message, wire.Next, wait_seconds)
 
-    def shard(self, step: int, rank: int, world_size: int) -> wire.Shard:
-        """Fetch a rank's shard of the step's batch."""
+    def shard(self, step: int, rank: int, world_size: int, wait_seconds: float) -> wire.Shard:
+        """Fetch a rank's shard of the step's batch, once it is closed.
+
+        Raises:
+            NotReady: it was not within ``wait_seconds``.
+        """
         message = wire.ShardRequest(
-            incarnation=self._incarnation, step=step, rank=rank, world_size=world_size
+            incarnation=self._incarnation,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            wait_seconds=wait_seconds,
         )
-        return self._call(endpoints.TRAINER_SHARD, message, wire.Shard, MAX_SHARD_BYTES, alone=False)
+        return self._call(
+            endpoints.TRAINER_SHARD, message, wire.Shard, MAX_SHARD_BYTES, wait_seconds, alone=False
+        )
 
     def report(
         self,
@@ -222,16 +236,18 @@ class Coordinator:
         message: wire.Struct,
         answer: type[T],
         limit: int = MAX_ANSWER_BYTES,
+        wait_seconds: float = 0.0,
         *,
         alone: bool = True,
         retry: bool = True,
     ) -> T:
-        """``alone``: the other ranks wait for a command; otherwise ``while_full`` must not send them one."""
+        """``alone``: the other ranks wait for a command, and this is not another thread; otherwise ``while_full`` must not send
+        them one."""
         deadline = time.monotonic() + self._retry_seconds
         backoff = Backoff()
         while True:
             try:
-                return self._once(path, message, answer, 0.0, limit, deadline)
+                return self._once(path, message, answer, wait_seconds, limit, deadline)
             except CoordinatorUnreachable as error:
                 full, pause = isinstance(error, VolumeFull), backoff.next_seconds()
                 too_late = not full and time.monotonic() + pause >= deadline
@@ -274,6 +290,8 @@ class Coordinator:
             raise CoordinatorUnreachable(reason)
         if problem.error == "superseded":
             raise Superseded(reason)
+        if problem.error == "not-ready":
+            raise NotReady(reason)
         raise Unresumable(reason) if problem.error in _UNRESUMABLE else CoordinatorError(reason)
 
 

@@ -9,31 +9,36 @@ The layout depends on the kernel. Variable-length kernels skip pairs of differen
 micro-batch, with little padding and without a mask.
 
 Shapes: ``b`` row of a micro-batch, ``t`` position in the row, ``n`` trainable token in flat order (sequence after
-sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch.
+sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch, ``r`` sequence of a micro-batch in the order
+of its rows. There is no Python loop over tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 
+Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
+"""Of any width."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
     """A prompt and one completion, as token ids."""
 
-    prompt: Items[int]
-    completion: Items[int]
-    trainable: Items[bool] | None = None
+    prompt: Items[int] | Ints
+    completion: Items[int] | Ints
+    trainable: Items[bool] | Ints | None = None
     """For each completion token, whether the policy sampled it; None if it sampled all."""
 
     def __post_init__(self) -> None:
-        if not self.prompt:
+        if not len(self.prompt):
             raise BadBatchError(
                 "a sequence needs at least one prompt token: the first completion token is predicted from it"
             )
@@ -105,37 +110,30 @@ def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bo
     """
     if micro_batch_tokens < 1:
         raise ValueError(f"micro_batch_tokens {micro_batch_tokens} must be positive")
-    places = [sequence.trainable_places() for sequence in sequences]
     for index, sequence in enumerate(sequences):
         if sequence.tokens > micro_batch_tokens:
             raise SequenceTooLongError(index, sequence.tokens, micro_batch_tokens)
+    tokens = _Tokens.of(sequences)
     # Tokens from the last trainable one on predict no trainable token.
-    lengths = [len(s.prompt) + p[-1] if p else 0 for s, p in zip(sequences, places, strict=True)]
+    some_s = tokens.trainable_s > 0
+    length_s = np.zeros_like(tokens.prompt_s)
+    length_s[some_s] = tokens.prompt_s[some_s] + tokens.place_n[tokens.offset_s[1:][some_s] - 1]
+    lengths = length_s.tolist()
     if shared_rows:
         groups = [[row] for row in _first_fit_decreasing(lengths, micro_batch_tokens)]
     else:
         groups = _by_length(lengths, micro_batch_tokens)
-    offsets = [0]
-    for place in places:
-        offsets.append(offsets[-1] + len(place))
-    micro_batches = []
-    computed = 0
-    for group in groups:
-        micro = _micro_batch(group, sequences, places, lengths, offsets)
-        computed += micro.input_ids_bt.numel()
-        micro_batches.append(micro)
-    trainable_s = torch.tensor([end - start for start, end in pairwise(offsets)], dtype=torch.long)
-    return PackedBatch(tuple(micro_batches), trainable_s, sum(lengths), computed - sum(lengths))
+    micro_batches = tuple(_micro_batch(group, tokens, length_s) for group in groups)
+    computed = sum(micro.input_ids_bt.numel() for micro in micro_batches)
+    return PackedBatch(
+        micro_batches, torch.from_numpy(tokens.trainable_s), sum(lengths), computed - sum(lengths)
+    )
 
 
 def one_row(sequences: Items[Sequence]) -> MicroBatch:
     """A micro-batch of one row with these sequences in their order."""
-    places = [sequence.trainable_places() for sequence in sequences]
-    lengths = [sequence.tokens - 1 for sequence in sequences]
-    offsets = [0]
-    for place in places:
-        offsets.append(offsets[-1] + len(place))
-    return _micro_batch([list(range(len(sequences)))], sequences, places, lengths, offsets)
+    length_s = np.array([sequence.tokens - 1 for sequence in sequences])
+    return _micro_batch([list(range(len(sequences)))], _Tokens.of(sequences), length_s)
 
 
 def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -172,45 +170,87 @@ def _by_length(lengths: list[int], budget: int) -> list[list[list[int]]]:
     return groups
 
 
-def _micro_batch(
-    rows: list[list[int]],
-    sequences: Items[Sequence],
-    places: list[list[int]],
-    lengths: list[int],
-    offsets: list[int],
-) -> MicroBatch:
-    width = max(sum(lengths[index] for index in row) for row in rows)
-    ids: list[list[int]] = []
-    positions: list[list[int]] = []
-    predict_at: list[int] = []
-    target: list[int] = []
-    flat: list[int] = []
-    owner: list[int] = []
-    for number, row in enumerate(rows):
-        row_ids: list[int] = []
-        row_positions: list[int] = []
-        for index in row:
-            sequence, length = sequences[index], lengths[index]
-            start = number * width + len(row_ids)
-            row_ids.extend([*sequence.prompt, *sequence.completion][:length])
-            row_positions.extend(range(length))
-            first = start + len(sequence.prompt) - 1
-            predict_at.extend(first + place for place in places[index])
-            target.extend(sequence.completion[place] for place in places[index])
-            flat.extend(range(offsets[index], offsets[index + 1]))
-            owner.extend([index] * len(places[index]))
-        # Only rows with one sequence are padded. Attention is causal, so no token attends to the padding. The positions of
-        # the padding continue the sequence, so that transformers does not detect packing and the kernel needs no mask.
-        padding = range(len(row_ids), width)
-        row_ids.extend([0] * len(padding))
-        row_positions.extend(padding)
-        ids.append(row_ids)
-        positions.append(row_positions)
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of all sequences, one sequence after the other, all int64."""
+
+    ids: Ints
+    start_s: Ints
+    """Index of each sequence's first token in ``ids``."""
+    prompt_s: Ints
+    """Number of prompt tokens."""
+    trainable_s: Ints
+    """Number of trainable tokens."""
+    offset_s: Ints
+    """Index of each sequence's first trainable token in the flat order, and their number, ``[S + 1]``."""
+    place_n: Ints
+    """Index of each trainable token in its completion."""
+
+    @classmethod
+    def of(cls, sequences: Items[Sequence]) -> _Tokens:
+        parts = [np.asarray(part, np.int64) for s in sequences for part in (s.prompt, s.completion)]
+        prompt_s, completion_s = (
+            np.array([len(part) for part in parts[side::2]], np.int64) for side in (0, 1)
+        )
+        masks = [
+            np.ones(len(s.completion), np.bool_) if s.trainable is None else np.asarray(s.trainable, np.bool_)
+            for s in sequences
+        ]
+        keep = np.concatenate([np.empty(0, np.bool_), *masks])
+        owner_n = np.repeat(np.arange(len(sequences)), completion_s)[keep]
+        trainable_s = np.bincount(owner_n, minlength=len(sequences))
+        return cls(
+            np.concatenate([np.empty(0, np.int64), *parts]),
+            _starts(prompt_s + completion_s)[:-1],
+            prompt_s,
+            trainable_s,
+            _starts(trainable_s),
+            _ranges(np.zeros_like(completion_s), completion_s)[keep],
+        )
+
+
+def _starts(counts: Ints) -> Ints:
+    """Sums of the counts before each one, and of all."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+
+
+def _ranges(firsts: Ints, counts: Ints) -> Ints:
+    """``[first, first + count)`` of each, one after the other.
+
+    >>> _ranges(np.array([5, 0, 8]), np.array([2, 0, 3])).tolist()
+    [5, 6, 8, 9, 10]
+    """
+    starts = _starts(counts)
+    found: Ints = np.arange(starts[-1]) + np.repeat(firsts - starts[:-1], counts)
+    return found
+
+
+def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> MicroBatch:
+    sequence_r = np.array([index for row in rows for index in row], dtype=np.int64)
+    size_b = np.array([len(row) for row in rows])
+    length_r, trainable_r = length_s[sequence_r], tokens.trainable_s[sequence_r]
+    end_r = _starts(length_r)
+    before_b = end_r[_starts(size_b)]  # positions of the rows before each
+    width = int(np.diff(before_b).max())
+    # Of each sequence's first token, in the flattened rows.
+    start_r = end_r[:-1] + np.repeat(np.arange(len(rows)) * width - before_b[:-1], size_b)
+    at = _ranges(start_r, length_r)
+    ids = np.zeros(len(rows) * width, np.int64)
+    ids[at] = tokens.ids[_ranges(tokens.start_s[sequence_r], length_r)]
+    # Only rows with one sequence are padded. Attention is causal, so no token attends to the padding. The positions of
+    # the padding continue the sequence, so that transformers does not detect packing and the kernel needs no mask.
+    positions = np.tile(np.arange(width), len(rows))
+    positions[at] = _ranges(np.zeros_like(length_r), length_r)
+    flat_m = _ranges(tokens.offset_s[sequence_r], trainable_r)
+    sequence_m = np.repeat(sequence_r, trainable_r)
+    completion_m = tokens.start_s[sequence_m] + tokens.prompt_s[sequence_m]
+    place_m = tokens.place_n[flat_m]
+    predict_at_m = np.repeat(start_r + tokens.prompt_s[sequence_r] - 1, trainable_r) + place_m
     return MicroBatch(
-        torch.tensor(ids, dtype=torch.long),
-        torch.tensor(positions, dtype=torch.long),
-        torch.tensor(predict_at, dtype=torch.long),
-        torch.tensor(target, dtype=torch.long),
-        torch.tensor(flat, dtype=torch.long),
-        torch.tensor(owner, dtype=torch.long),
+        torch.from_numpy(ids.reshape(len(rows), width)),
+        torch.from_numpy(positions.reshape(len(rows), width)),
+        torch.from_numpy(predict_at_m),
+        torch.from_numpy(tokens.ids[completion_m + place_m]),
+        torch.from_numpy(flat_m),
+        torch.from_numpy(sequence_m),
     )

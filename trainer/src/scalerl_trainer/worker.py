@@ -4,7 +4,7 @@
 command               what every rank does
 ===================== ===========================================================================
 ``SYNC``              gathers whether any rank is to stop and whether the checkpoint is flushed
-``TRAIN``             fetches its shard of the step and updates the weights
+``TRAIN``             updates the weights from its shard of the step, and fetches that of the next on a thread
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
 ``SAVE``              writes its state to the staging folder and starts to flush it
@@ -25,9 +25,11 @@ from enum import Enum, auto
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import TrainedSequence
+from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
+from scalerl_trainer.background import Prefetch
 from scalerl_trainer.batch import (
+    RankBatch,
     Staleness,
     check_logprobs,
     probe_sequences,
@@ -37,13 +39,16 @@ from scalerl_trainer.batch import (
 )
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
-from scalerl_trainer.engine import Engine, StepStats
+from scalerl_trainer.engine import Engine, PackedShard, StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.uploader import UploadState
+
+FETCH_SECONDS = 30.0
+"""The next step's shard is requested this often before the step is closed."""
 
 
 class Command(Enum):
@@ -77,6 +82,16 @@ class Trained:
     """All ranks' sequences that are recorded."""
 
 
+@dataclass(frozen=True)
+class _Fetched:
+    """A step as fetched and converted while the one before it was trained."""
+
+    shard: Shard
+    batch: RankBatch
+    packed: PackedShard
+    probes: list[ProbeSequence]
+
+
 @dataclass
 class Worker:
     """One rank, rank 0 included."""
@@ -92,6 +107,9 @@ class Worker:
     version: int
     probes: list[ProbeSequence] = field(default_factory=list)
     """Sequences of the last batch for the probe after a publish; :mod:`.publish.first_probe` before the first batch."""
+
+    def __post_init__(self) -> None:
+        self._steps = Prefetch(self._fetch, self.engine.device)
 
     def follow(self) -> None:
         """Execute rank 0's commands until ``EXIT``.
@@ -144,21 +162,29 @@ class Worker:
             uploader.advance([state for _, _, state in states])
         return any(stop for stop, _, _ in states), all(flushed for _, flushed, _ in states)
 
+    def _fetch(self, step: int) -> _Fetched:
+        """Fetch this rank's shard of a step, and convert and pack it. On a thread."""
+        shard = self.coordinator.shard(step, self.ranks.rank, self.ranks.world, FETCH_SECONDS)
+        check_logprobs(shard)
+        batch = rank_batch(shard, self.spec.recipe)
+        count, context_tokens = self.spec.weight_sync.probe_sequences, self.spec.model.context_tokens
+        probes = probe_sequences(shard, count, context_tokens)
+        return _Fetched(shard, batch, self.engine.pack(batch.batch), probes)
+
     def train(self) -> Trained:
         """Train the next step. A collective."""
         begin = time.perf_counter()
-        shard = self.coordinator.shard(self.version, self.ranks.rank, self.ranks.world)
-        check_logprobs(shard)
-        shard_batch = rank_batch(shard, self.spec.recipe)
+        step = self._steps.take(self.version)
+        shard, shard_batch = step.shard, step.batch
         fetched = time.perf_counter()
-        count, context_tokens = self.spec.weight_sync.probe_sequences, self.spec.model.context_tokens
         if self.engine.steps_done == 0:  # the batch is of the weights of the start, and they still hold
-            self.engine.keep_start(start_sequences(shard, context_tokens) if self.ranks.is_leader else [])
+            kept = start_sequences(shard, self.spec.model.context_tokens) if self.ranks.is_leader else []
+            self.engine.keep_start(kept)
         updates = self.spec.recipe.proximal_updates
         if updates and (self.version % updates == 0 or not self.engine.has_proximal):
             self.engine.set_proximal()
-        step_stats = self.engine.step(shard_batch.batch, self.loss)
-        self.probes = probe_sequences(shard, count, context_tokens) or self.probes
+        step_stats = self.engine.step(shard_batch.batch, self.loss, shard=step.packed)
+        self.probes = step.probes or self.probes
         self.version += 1
         self.metrics.version.set(self.version)
         own_seconds = {

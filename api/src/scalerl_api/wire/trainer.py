@@ -75,6 +75,8 @@ class ShardRequest(Struct, frozen=True, kw_only=True):
     step: int
     rank: int
     world_size: int
+    wait_seconds: float = 0.0
+    """The answer to a request for a step that is not closed waits for it this long."""
 
 
 def trained_tokens(lengths: list[int], masked_tokens: list[int], ungraded: list[int]) -> list[int]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from scalerl_trainer.engine.distributed import Rank, destroy_process_group, init_process_group
 from scalerl_trainer.engine.engine import Engine
 from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.engine.shard import PackedShard
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 
 __all__ = [
     "Engine",
     "EngineSettings",
     "FlatLogprobs",
+    "PackedShard",
     "ParameterBucket",
     "Rank",
     "StepStats",

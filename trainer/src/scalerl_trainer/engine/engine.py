@@ -37,7 +37,7 @@ from scalerl_trainer.algo.mismatch import (
 from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModule
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.engine.shard import pack_shard
+from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
 from scalerl_trainer.engine.start import StartSample
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
@@ -189,7 +189,8 @@ class Engine:
 
         Raises ``SequenceTooLongError`` on every rank.
         """
-        packed, counts = self._pack(sequences, None)
+        shard = self._pack(sequences, None)
+        packed, counts = shard.packed, exchange_sizes(shard, self.device)
         logprobs_n = torch.empty(packed.trainable)
         entropies_n = torch.empty(packed.trainable)
         self._policy.eval()
@@ -251,7 +252,18 @@ class Engine:
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def step(self, batch: TrainBatch, loss: Loss, *, learning_rate: float | None = None) -> StepStats:
+    def pack(self, batch: TrainBatch) -> PackedShard:
+        """Pack a batch for :meth:`step`. Not a collective; on any thread."""
+        return self._pack(batch.sequences, batch)
+
+    def step(
+        self,
+        batch: TrainBatch,
+        loss: Loss,
+        *,
+        learning_rate: float | None = None,
+        shard: PackedShard | None = None,
+    ) -> StepStats:
         """Update the weights from this rank's shard of a batch.
 
         A batch without trainable tokens on any rank changes nothing (``applied=False``). All ranks skip a step whose loss
@@ -260,12 +272,14 @@ class Engine:
 
         Args:
             learning_rate: overrides the settings' schedule.
+            shard: the batch as ``pack`` returned it; None to pack it now.
 
         Raises, on all ranks and before anything is applied: ``BadBatchError`` (and ``NonFiniteLogprobError``,
         ``SequenceTooLongError``).
         """
         begin = time.perf_counter()
-        packed, counts = self._pack(batch.sequences, batch)
+        shard = shard or self.pack(batch)
+        packed, counts = shard.packed, exchange_sizes(shard, self.device)
         micro_batches, trainable, tokens, padding, sequences = (int(c) for c in counts.sum(0)[:5])
         rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
         if trainable == 0:
@@ -415,14 +429,14 @@ class Engine:
             if parameter.requires_grad
         }
 
-    def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> tuple[PackedBatch, torch.Tensor]:
+    def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> PackedShard:
         return pack_shard(
             sequences,
             batch,
             micro_batch_tokens=self.settings.micro_batch_tokens,
             shared_rows=self._shares_rows(),
             vocabulary=int(self.config.vocab_size),
-            device=self.device,
+            pinned=self.device.type == "cuda",
         )
 
     def _shares_rows(self) -> bool:

@@ -1,4 +1,5 @@
-"""Packs and checks a rank's shard of a batch; all ranks exchange sizes and errors before anything is computed.
+"""Packs and checks a rank's shard of a batch, without the other ranks; all ranks exchange sizes and errors before anything is
+computed.
 
 If only one rank raised for a bad shard, the others would wait in their collectives until the timeout. Therefore all ranks
 raise together.
@@ -7,6 +8,7 @@ raise together.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -14,7 +16,20 @@ from scalerl_trainer.algo.mismatch import check_generator_logprobs
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError
-from scalerl_trainer.packing import PackedBatch, Sequence, pack
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, pack
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """A rank's shard in micro-batches."""
+
+    packed: PackedBatch
+    """Empty after an error."""
+    sequences: int
+    fresh_known: bool
+    """Whether the batch has :attr:`.TrainBatch.fresh_n`."""
+    error: BadBatchError | None
+    """Why it cannot be trained on."""
 
 
 def pack_shard(
@@ -24,18 +39,13 @@ def pack_shard(
     micro_batch_tokens: int,
     shared_rows: bool,
     vocabulary: int,
-    device: torch.device,
-) -> tuple[PackedBatch, torch.Tensor]:
-    """Pack this rank's shard, and gather the sizes and errors of all ranks. A collective.
+    pinned: bool,
+) -> PackedShard:
+    """Pack this rank's shard.
 
     Args:
         batch: the batch of the sequences; None if they are only scored.
-
-    Returns:
-        The packed shard, and ``counts`` of shape ``[world, 7]``. Its columns are the numbers of micro-batches, trainable
-        tokens, tokens, padding and sequences, whether the shard is bad, and whether its fresh tokens are known.
-
-    Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
+        pinned: put the micro-batches in pinned memory, from which they are copied to the device while it computes.
     """
     error: BadBatchError | None = None
     packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
@@ -44,8 +54,27 @@ def pack_shard(
         _check_tokens(packed, vocabulary)
         if batch is not None:
             _check_batch(batch, packed)
+        if pinned:
+            packed = replace(packed, micro_batches=tuple(map(_pinned, packed.micro_batches)))
     except BadBatchError as caught:
         error = caught
+    return PackedShard(packed, len(sequences), batch is not None and batch.fresh_n is not None, error)
+
+
+def _pinned(micro: MicroBatch) -> MicroBatch:
+    return MicroBatch(*(getattr(micro, field.name).pin_memory() for field in fields(micro)))
+
+
+def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
+    """Gather the sizes and errors of all ranks. A collective.
+
+    Returns:
+        ``counts`` of shape ``[world, 7]``. Its columns are the numbers of micro-batches, trainable tokens, tokens, padding and
+        sequences, whether the shard is bad, and whether its fresh tokens are known.
+
+    Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
+    """
+    packed = shard.packed
     counts = gather_vectors(
         torch.tensor(
             [
@@ -53,20 +82,20 @@ def pack_shard(
                 packed.trainable,
                 packed.tokens,
                 packed.padding,
-                len(sequences),
-                error is not None,
-                batch is not None and batch.fresh_n is not None,
+                shard.sequences,
+                shard.error is not None,
+                shard.fresh_known,
             ],
             dtype=torch.long,
             device=device,
         )
     )
-    if error is not None:
-        raise error
+    if shard.error is not None:
+        raise shard.error
     if bool(counts[:, 5].any()):
         ranks = counts[:, 5].nonzero().flatten().tolist()
         raise BadBatchError(f"the shard of rank {ranks[0]} cannot be trained on; see its log")
-    return packed, counts
+    return counts
 
 
 def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:

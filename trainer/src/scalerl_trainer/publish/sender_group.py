@@ -6,7 +6,6 @@ closing the server ends the wait of all joining members immediately.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
+from scalerl_trainer.background import device_of_thread
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.errors import GroupError
 
@@ -138,7 +138,7 @@ def open_group(
 
     def construct() -> None:
         try:
-            with _device_of_thread(device):
+            with device_of_thread(device):
                 process_groups.append(
                     _new_process_group(epoch, backend, world_size, store.address, timeout_seconds)
                 )
@@ -162,11 +162,6 @@ def open_group(
         _release_in_thread(process_groups, backend == "nccl")
         raise
     return SenderGroup(epoch, backend, world_size, store, process_groups)
-
-
-def _device_of_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes ``device`` the current one of a new thread, which is otherwise the first: NCCL would create its communicator there."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _first_allreduce(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:

@@ -1,0 +1,82 @@
+"""Work on threads beside the computation of a step.
+
+The threads are daemons, so none keeps the process alive. What one raises is raised where its result is used, so a thread that
+dies ends the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+import torch
+
+from scalerl_trainer.coordinator_client import NotReady
+
+T = TypeVar("T")
+
+
+def in_background(name: str, work: Callable[[], T], device: torch.device) -> Future[T]:
+    """Start ``work`` on a new thread whose current device is ``device``; returns its future result or exception."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with device_of_thread(device):
+                result = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def device_of_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` the current one of a new thread, which is otherwise the first: NCCL would create its communicator there,
+    and pinned memory a context."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Prefetch(Generic[T]):
+    """Fetches the next step while the present one is computed.
+
+    Args:
+        fetch: called with a step, on a thread. While that step is not closed, it may wait a while and raise ``NotReady``.
+    """
+
+    def __init__(self, fetch: Callable[[int], T], device: torch.device) -> None:
+        self._fetch = fetch
+        self._device = device
+        self._step = -1
+        self._needed = threading.Event()
+        self._ahead: Future[T] | None = None
+
+    def take(self, step: int) -> T:
+        """The closed ``step``; begins to fetch the one after it. Raises what ``fetch`` raises."""
+        ahead = self._ahead
+        if ahead is None or self._step != step or (ahead.done() and ahead.exception() is not None):
+            ahead = self._begin(step)
+        self._needed.set()
+        result = ahead.result()
+        self._ahead = self._begin(step + 1)
+        return result
+
+    def _begin(self, step: int) -> Future[T]:
+        needed = threading.Event()
+
+        def work() -> T:
+            while True:
+                was_needed = needed.is_set()
+                try:
+                    return self._fetch(step)
+                except NotReady:
+                    if was_needed:  # the step was closed when it was requested
+                        raise
+
+        self._step, self._needed = step, needed
+        return in_background(f"fetch-{step}", work, self._device)
