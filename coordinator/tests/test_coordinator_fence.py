@@ -351,4 +351,3 @@ async def test_processes_on_one_volume(make_process: Any, monkeypatch: pytest.Mo
         third = start(1, "c", ready=False)
         assert await asyncio.to_thread(third.process.wait, 120) == SUPERSEDED_EXIT_CODE
         assert (await new.status()).counts.acknowledged == acknowledged
-        assert (await new.push(member, [make_group(train[2])])).results == ["accepted"]
