@@ -168,7 +168,8 @@ class Stage:
     ) -> None:
         self.api, self.calls, self.namespace, self.kubectl = api, calls, namespace, kubectl
         self._own = own  # the test's own requests are not counted
-        self.now = 0.0
+        self.now, self.stepped = 0.0, 0.0
+        """Seconds by which time has passed, and by which the operator's wall clock alone was set."""
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.leads, self.namespaced = True, False
         self.writes_left: int | None = None
@@ -191,6 +192,7 @@ class Stage:
             namespaced=self.namespaced,
             background=False,
             clock=self.clock,
+            monotonic=lambda: time.monotonic() + self.now,
         )
 
     def may_write(self) -> bool:
@@ -202,7 +204,7 @@ class Stage:
         return True
 
     def clock(self) -> float:
-        return time.time() + self.now
+        return time.time() + self.now + self.stepped
 
     async def reconcile(self, name: str = "tiny-addition") -> float | None:
         """Update the state that watches and pollers maintain, then reconcile once."""

@@ -1,4 +1,5 @@
-"""A node of the trainer is lost: with the real controllers of nodes, evictions and Jobs, the next attempt starts by itself."""
+"""A node of the trainer or of the coordinator is lost: with the real controllers of nodes, evictions, Jobs and StatefulSets, the next one
+starts by itself."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_operator import names
 from scalerl_operator.build import render
+from scalerl_operator.build.coordinator import GRACE_SECONDS
 from scalerl_operator.controller import apply, observe
+from scalerl_operator.kube.errors import ApiError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -189,6 +193,11 @@ async def test_suspended_run_does_not_wait_for_the_lost_pod(there: Stage) -> Non
             assert pod is not None
             leaving = "deletionTimestamp" in pod["metadata"]
         await there.reconcile()
+        for there.stepped in (86_400.0, -86_400.0, 0.0):
+            await there.reconcile()
+            run = await there.get("ScaleRLRun", "tiny-addition")
+            assert run is not None
+            assert run["status"]["phase"] == "Suspending", "a clock that was set makes no pod count as lost"
         there.now += pod["metadata"]["deletionGracePeriodSeconds"] + observe.LOST_SECONDS + 1.0
         await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
         await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
@@ -198,3 +207,105 @@ async def test_suspended_run_does_not_wait_for_the_lost_pod(there: Stage) -> Non
         assert trainer(run)["consecutiveFailures"] == 0
         assert await there.get("Job", "tiny-addition-trainer-1") is not None
         assert await there.get("Job", "tiny-addition-trainer-2") is not None
+
+
+async def running_on_a_node_to_be_lost(there: Stage, nodes: Nodes) -> Object:
+    """A run whose coordinator is on that node; returns the coordinator's pod."""
+    await there.create(
+        tiny(trainer={"replicas": 1}, coordinator={"podTemplate": {"tolerations": TOLERATIONS}})
+    )
+    await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
+    await there.end("prepare")
+    await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
+    (pod,) = await there.pods("coordinator")
+    await nodes.bind(pod)
+    await there.begin("coordinator")
+    await there.begin("generator")
+    await there.begin("trainer", 1)
+    await ready_pod(there, pod["metadata"]["name"], "True")
+    await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
+    return pod
+
+
+def number(pod: Object) -> str:
+    (given,) = (e["value"] for e in pod["spec"]["containers"][0]["env"] if e["name"] == "SCALERL_ATTEMPT")
+    assert given.endswith(f".{pod['metadata']['labels'][names.ATTEMPT]}")
+    return str(pod["metadata"]["labels"][names.ATTEMPT])
+
+
+async def test_next_coordinator_starts_without_the_lost_pod(there: Stage) -> None:
+    """[coordinator] Its number is in the status before the lost pod is deleted by force, whichever write the operator ends after."""
+    nodes = Nodes(there)
+    async with nodes.there():
+        lost = await running_on_a_node_to_be_lost(there, nodes)
+        name, uid = lost["metadata"]["name"], lost["metadata"]["uid"]
+        assert number(lost) == "1"
+        await nodes.report(nodes.lost, "Unknown")
+        await ready_pod(there, name, "False")
+        for _ in range(600):
+            pod = await there.get("Pod", name)
+            if pod is not None and "deletionTimestamp" in pod["metadata"]:
+                break
+            await asyncio.sleep(0.1)
+        for writes in (0, 1, 2, 3):
+            there.writes_left = writes
+            with contextlib.suppress(ApiError):
+                await there.reconcile()
+            run, pod = await there.get("ScaleRLRun", "tiny-addition"), await there.get("Pod", name)
+            assert run is not None
+            if pod is None or pod["metadata"]["uid"] != uid:
+                assert run["status"]["coordinatorAttempt"] == 2
+                break
+            await there.fresh_operator()
+        there.writes_left = None
+        for _ in range(600):
+            await there.reconcile()
+            pods = [p for p in await there.all("Pod", "coordinator") if p["metadata"]["uid"] != uid]
+            if pods and number(pods[0]) == "2":
+                break
+            await asyncio.sleep(0.1)
+        assert number(pods[0]) == "2"
+        run = await there.get("ScaleRLRun", "tiny-addition")
+        assert run is not None
+        assert run["status"]["coordinatorAttempt"] == 2
+        assert trainer(run)["attempt"] == 1, "the trainer waits for the next coordinator"
+        assert any(reason == "NodeLost" and name in text for reason, text in await there.events())
+        await there.begin("coordinator")
+        await there.reconcile_until(lambda r: condition(r, "CoordinatorReady") == "Ready")
+        await there.reconcile()
+        there.calls.counts.clear()
+        for _ in range(3):
+            await there.reconcile()
+        assert there.calls.writes == 0
+
+
+async def test_run_that_is_suspended_meanwhile_resumes_with_a_greater_number(there: Stage) -> None:
+    """[coordinator] Its StatefulSet is gone only when the lost pod is, and so would be the name of the next one."""
+    nodes = Nodes(there)
+    async with nodes.there():
+        lost = await running_on_a_node_to_be_lost(there, nodes)
+        await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspending")
+        await there.end("trainer", 0)
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
+        name = lost["metadata"]["name"]
+        for _ in range(600):
+            await there.reconcile()
+            pod = await there.get("Pod", name)
+            if pod is not None and "deletionTimestamp" in pod["metadata"]:
+                break
+            await asyncio.sleep(0.1)
+        await there.reconcile()
+        there.now += GRACE_SECONDS + observe.LOST_SECONDS + 1.0
+        for _ in range(600):
+            await there.reconcile()
+            if await there.get("Pod", name) is None:
+                break
+            await asyncio.sleep(0.1)
+        assert await there.get("Pod", name) is None
+        await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
+        await there.end("prepare")
+        await there.reconcile_until(lambda r: r["status"]["phase"] == "Running")
+        (pod,) = await there.pods("coordinator")
+        assert number(pod) == "2"

@@ -242,8 +242,8 @@ class Reason(_Explained):
     EVICTED = "Evicted", "The node evicted the pod; it is rescheduled."
     NODE_LOST = (
         "NodeLost",
-        "The pod's node does not answer. The trainer's next attempt starts without it; a coordinator is replaced when its node "
-        "returns, is deleted, or gets the taint node.kubernetes.io/out-of-service.",
+        "The pod's node does not answer. The trainer's next attempt, or the next coordinator, starts without it, where its volume "
+        "can be mounted on another node.",
     )
     REFUSED_BY_NODE = (
         "RefusedByNode",

@@ -25,7 +25,9 @@ restarts the pods."""
 TRAINER_HOST = "SCALERL_TRAINER_HOST"
 """Trainers only: address of this rank's weight store for generators; default: loopback."""
 ATTEMPT = "SCALERL_ATTEMPT"
-"""Trainers on a cluster only: the :class:`.Attempt`, by which an earlier attempt that still runs is fenced out."""
+"""Trainers and coordinators on a cluster only: the :class:`.Attempt`, by which an earlier attempt that still runs is fenced out."""
+POD = "SCALERL_POD_UID"
+"""Coordinators on a cluster only: uid of the pod."""
 
 OWN_DIRECTORY = "SCALERL_OWN_DIRECTORY"
 """``true`` if the run's directory is this pod's alone, by ``storage.mountedBy: Coordinator``: it starts empty, and what other pods
@@ -41,7 +43,7 @@ REPORT_FILE = "SCALERL_REPORT_FILE"
 termination message."""
 
 OPTIONAL = (
-    *(TRAINER_HOST, ATTEMPT, OWN_DIRECTORY, MODEL_CACHE, SOURCE_DIR, COMPILE_CACHE, REPORT_FILE),
+    *(TRAINER_HOST, ATTEMPT, POD, OWN_DIRECTORY, MODEL_CACHE, SOURCE_DIR, COMPILE_CACHE, REPORT_FILE),
     *("SCALERL_VLLM_TOKEN", "SCALERL_VLLM_PREPARED", "SCALERL_VLLM_CAUSES"),
 )
 """Variables that a runtime may leave out, and those that the vLLM server sets for its own processes. Empty, they count as not
@@ -56,7 +58,7 @@ STEPS_LOST_EXIT_CODE = 4
 PUBLISH_REFUSED_EXIT_CODE = 5
 """Exit code of the trainer if generators cannot load the weights that it publishes, or compute something else with them."""
 SUPERSEDED_EXIT_CODE = 6
-"""Exit code of a trainer after a later attempt has begun: it has changed no checkpoint since."""
+"""Exit code of a trainer, or a coordinator, after a later attempt has begun: it has changed no checkpoint, or acknowledged nothing, since."""
 COORDINATOR_TIMEOUT_SECONDS = 300.0
 """Time after which a trainer exits because the coordinator does not respond. The operator waits equally long during a drain: a
 restart of the coordinator takes seconds, on another node (image, volume) minutes."""
@@ -81,7 +83,9 @@ class ProcessEnvironment:
     trainer_host: str = "127.0.0.1"
     """Address of this rank's weight store."""
     attempt: Attempt | None = None
-    """The trainer's attempt; None on one machine, where a lock excludes two at once."""
+    """Of the trainer, or of the coordinator; None on one machine, where a lock excludes two at once."""
+    pod: str = ""
+    """Uid of the coordinator's pod."""
     own_directory: bool = False
     """Whether the run's directory is this pod's alone (:data:`OWN_DIRECTORY`)."""
 
@@ -123,5 +127,6 @@ class ProcessEnvironment:
             token,
             environ.get(TRAINER_HOST) or cls.trainer_host,
             attempt=attempt,
+            pod=environ.get(POD, ""),
             own_directory=environ.get(OWN_DIRECTORY) == "true",
         )

@@ -309,6 +309,8 @@ class RunStatus(StatusModel):
     """When the run started to drain, to be suspended or deleted."""
     coordinator_unreachable_time: Time | None = None
     """When the coordinator stopped responding during a drain; after five minutes the trainer's Job is deleted."""
+    coordinator_attempt: Count = 1
+    """Number of the coordinator; one with a greater number takes the journal over from a pod on a lost node."""
     rest: Literal["", "Asked", "Resting"] = ""
     """``Asked``: stopped by its forecast, but spec.suspend is not set yet. ``Resting``: suspended and drained."""
     resumed: bool = False

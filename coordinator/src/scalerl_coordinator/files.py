@@ -24,12 +24,16 @@ from scalerl_coordinator.decisions import DecisionLog
 
 
 class RunFiles:
-    """Writes the files of one run."""
+    """Writes the files of one run.
 
-    def __init__(self, paths: RunPaths) -> None:
+    staging: folder for files that are not complete, the journal's: a coordinator that was replaced cannot rename a file from there, since
+        the next one has removed it. None: beside the file.
+    """
+
+    def __init__(self, paths: RunPaths, staging: Path | None = None) -> None:
         self._metrics = paths.metrics
         self._paths = paths
-        self._exports = paths.exports
+        self._exports, self._staging = paths.exports, staging
         self.decisions = DecisionLog(paths.decisions)
         self._present: set[int] | None = None
         """Steps of the rows in the last write; None if the contents of the file are uncertain."""
@@ -46,7 +50,7 @@ class RunFiles:
     def keep_exports(self, exports: Exports) -> None:
         """Keep the exported models of a trainer that has a directory of its own. Raises OSError."""
         self._exports.mkdir(parents=True, exist_ok=True)
-        _write_whole(self._exports / EXPORTS_FILE, msgspec.json.encode(exports).decode())
+        self._write_whole(self._exports / EXPORTS_FILE, msgspec.json.encode(exports).decode())
 
     def write_rows(self, rows: Mapping[int, Row], version: int, *, whole: bool = False) -> None:
         """Write a line for each of ``rows`` (by step) to metrics.jsonl; all steps are below ``version``.
@@ -81,7 +85,7 @@ class RunFiles:
         kept |= {step: _line(row) for step, row in rows.items() if step < version}
         correct = "".join(kept[step] for step in sorted(kept))
         if correct != text or not self._metrics.exists():
-            _write_whole(self._metrics, correct)
+            self._write_whole(self._metrics, correct)
 
     def write_curves(self, points: Sequence[EvaluationPoint], forecast_task: int) -> None:
         """Replace the curve file of each evaluation set, and ``labels.csv`` with the breakdown of all sets.
@@ -93,14 +97,22 @@ class RunFiles:
             if point.task != forecast_task:
                 others.setdefault(point.set_name, []).append(point)
         followed = [point for point in points if point.task == forecast_task]
-        _write_whole(self._paths.curve, curve_csv(followed))
+        self._write_whole(self._paths.curve, curve_csv(followed))
         for name in {point.set_name for point in followed}:
             # Written while the forecast followed another set.
             self._paths.set_curve(name).unlink(missing_ok=True)
         for name, curve in others.items():
-            _write_whole(self._paths.set_curve(name), curve_csv(curve))
+            self._write_whole(self._paths.set_curve(name), curve_csv(curve))
         if any(point.by_label for point in points):
-            _write_whole(self._paths.labels, labels_csv(points))
+            self._write_whole(self._paths.labels, labels_csv(points))
+
+    def _write_whole(self, path: Path, text: str) -> None:
+        staging = (self._staging or path.parent) / f"{path.name}.tmp"
+        with staging.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.rename(path)
 
 
 def _line(row: Row) -> str:
@@ -116,12 +128,3 @@ def _step_of(line: str) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    staging = path.with_name(path.name + ".tmp")
-    with staging.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    staging.rename(path)

@@ -8,12 +8,15 @@ When a write or sync fails, no record of the failed batch was acknowledged. All 
 the partial tail and written a new segment. It needs a new segment because a file whose sync failed must not be synced
 again: the kernel may have dropped its dirty pages. Any other failure ends the writer, and ``on_failure`` reports it.
 
+On a cluster, nothing is acknowledged once another coordinator has taken the journal over (:mod:`.fence`).
+
 :mod:`.recovery` reads a journal, at start and for a roll-back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import logging
@@ -28,6 +31,7 @@ from pathlib import Path
 import msgspec
 
 from scalerl_coordinator import frames
+from scalerl_coordinator.fence import Fence
 from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.recovery import BlobIndex, Layout, Location, Recovery, Snapshot
 
@@ -37,6 +41,8 @@ SEGMENT_BYTES = 64 * 2**20
 _HEADROOM_BYTES = 2**20
 """After a failed write, this many bytes must be writable before the journal accepts records again."""
 _RETRY_SECONDS = 1.0
+_CHECK_SECONDS = 2.0
+"""Between two checks of the fence while there is nothing to write: a coordinator that was replaced does not answer for longer."""
 _RESERVE_BYTES = 2**30
 """Free space that optional files must leave for the journal and the checkpoints, capped at a 20th of the volume."""
 
@@ -104,16 +110,23 @@ class JournalCounters:
 
 
 class Journal:
-    """The journal in one directory, which a lock file reserves for one process.
+    """The journal in one directory, which a lock file, or the fence, reserves for one process.
 
     Life cycle: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`. Blobs are read through ``blobs``.
+
+    fence: checked after each group commit. None: there is a lock file, which a lost node would not release.
 
     Raises:
         JournalLocked: another process holds the lock.
     """
 
     def __init__(
-        self, directory: Path, *, disk: Disk | None = None, segment_bytes: int = SEGMENT_BYTES
+        self,
+        directory: Path,
+        *,
+        disk: Disk | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        fence: Fence | None = None,
     ) -> None:
         self.directory = directory
         self.counters = JournalCounters()
@@ -121,13 +134,8 @@ class Journal:
         self.on_failure: Callable[[BaseException], object] = lambda error: None
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _open_lock(directory / "lock")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise JournalLocked(f"{directory}: another coordinator serves this run; stop it first") from None
+        self._fence = fence
+        self._lock = _lock(directory) if fence is None else -1
         self._layout = Layout(directory)
         self.blobs = BlobIndex(self._layout)
         self._recovery: Recovery | None = None
@@ -184,7 +192,10 @@ class Journal:
         self._thread.shutdown(wait=True)
         if self._fd >= 0:
             os.close(self._fd)
-        os.close(self._lock)
+        if self._fence is None:
+            os.close(self._lock)
+        else:
+            self._fence.end()
 
     # --- appending ------------------------------------------------------------------------------
 
@@ -282,7 +293,11 @@ class Journal:
                 if self._closing:
                     return
                 self._wake.clear()
-                await self._wake.wait()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), None if self._fence is None else _CHECK_SECONDS)
+                except TimeoutError:
+                    with contextlib.suppress(OSError):
+                        await loop.run_in_executor(self._thread, self._check)
                 continue
             batch = self._pending.popleft()
             try:
@@ -321,12 +336,19 @@ class Journal:
             while data:
                 data = data[self._disk.write(self._fd, data) :]
             self._disk.sync(self._fd)
+            self._check()
             self._synced += batch.size
             self.counters.syncs += 1
             self.counters.sync_seconds += time.perf_counter() - started
             self.counters.bytes_written += batch.size
         if batch.rotation is not None:
+            self._check()
             self._rotate_files(*batch.rotation)
+
+    def _check(self) -> None:
+        """Worker thread: raises :class:`.Replaced`, which ends the writer, if another coordinator has taken the journal over."""
+        if self._fence is not None:
+            self._fence.check()
 
     def _rotate_files(self, snapshot: bytes, segments_with_blobs: frozenset[int]) -> None:
         """Worker thread: create the next segment, write its snapshot, and delete the files that both replace."""
@@ -366,6 +388,7 @@ class Journal:
 
     def _open_tail(self) -> None:
         """Worker thread, at the start: continue the last segment, or create the first."""
+        self._check()
         for path in self.directory.glob("*.tmp"):
             path.unlink()
         if self._recovery is None:
@@ -444,6 +467,7 @@ class Journal:
 
     def _reopen(self) -> None:
         """Worker thread: truncate the partial tail, and open a new segment if there is space. Raises OSError; may be retried."""
+        self._check()
         self._truncate_tail()
         # Without this sync, the new segment could reach the disk before the truncation does.
         self._disk.sync(self._fd)
@@ -456,6 +480,17 @@ class Journal:
 
     def _truncate_tail(self) -> None:
         self._disk.truncate(self._fd, self._synced)
+
+
+def _lock(directory: Path) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = _open_lock(directory / "lock")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise JournalLocked(f"{directory}: another coordinator serves this run; stop it first") from None
+    return lock
 
 
 def _open_lock(path: Path) -> int:

@@ -1,8 +1,8 @@
 """``python -m scalerl_coordinator.main --listen HOST:PORT``: the coordinator's process.
 
 Exit codes: 0 after SIGTERM or SIGINT; 2 for errors that a restart does not fix (environment, run file, task; a journal that
-is damaged, belongs to another run, or is in use); 4 if the run's steps are missing from its volume; any other code is a
-crash, after which the process may be restarted.
+is damaged, belongs to another run, or is in use); 4 if the run's steps are missing from its volume; 6 if another coordinator has
+replaced this one; any other code is a crash, after which the process may be restarted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.fork import Fork
 from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import STEPS_LOST_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
+from scalerl_api.process import (
+    STEPS_LOST_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    EnvironmentProblem,
+    ProcessEnvironment,
+)
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator.core import Core, Refusal
 from scalerl_coordinator.evaluation import fold_labels
+from scalerl_coordinator.fence import Fence, Replaced, current_folder
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
@@ -84,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StepsLost as problem:
         log.error("%s", problem)
         return STEPS_LOST_EXIT_CODE
+    except Replaced as problem:
+        log.error("%s", problem)
+        return SUPERSEDED_EXIT_CODE
     except _INPUT_ERRORS as problem:
         log.error("%s", problem)
         return 2
@@ -117,7 +126,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     if settings.rollouts is not None and find_spec("pyarrow") is None:
         log.warning("rollouts are not recorded: this image has no pyarrow")
         settings = replace(settings, rollouts=None)
-    journal = Journal(environment.paths.journal)
+    journal = await asyncio.to_thread(_open_journal, environment)
     state = await asyncio.to_thread(load_state, journal)
     steps_lost = _steps_lost(environment.paths, state)
     if steps_lost and run.spec.checkpoint.to is None:
@@ -137,7 +146,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     core.steps_lost = steps_lost
     await journal.start()
     trackers = Trackers(run.spec.trackers)
-    files = RunFiles(environment.paths)
+    files = RunFiles(environment.paths, journal.directory)
     make_trace = partial(Trace, environment.paths.trace, core, run.spec.generator) if settings.trace else None
     history = await asyncio.to_thread(_open_history, settings, environment.paths, train)
     server = Server(
@@ -151,6 +160,15 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     finally:
         await server.close()
         await trackers.close()
+
+
+def _open_journal(environment: ProcessEnvironment) -> Journal:
+    """The run's journal. On a cluster, this takes it over from all other coordinators."""
+    root, attempt = environment.paths.journal, environment.attempt
+    if attempt is None:
+        return Journal(current_folder(root))
+    fence = Fence.begin(root, attempt, environment.pod)
+    return Journal(fence.folder, fence=fence)
 
 
 def _forked_step(paths: RunPaths) -> int:

@@ -73,6 +73,7 @@ memories = st.builds(
     drain_since=times,
     unreachable_since=times,
     held_since=times,
+    coordinator_attempt=st.integers(1, 9),
     rest=st.sampled_from(Suspension),
     resumed=st.booleans(),
     outcome=st.none()

@@ -345,7 +345,7 @@ def test_lost_pod_is_one_whose_node_cannot_confirm_its_end(
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6], ids=["behind", "alike", "ahead"])
 def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
-    """skew: of the operator's clock, against that of deletionTimestamp."""
+    """skew: of the operator's monotonic clock, against that of deletionTimestamp."""
     pod = {"kind": "Pod", **a_pod("a", "Running", leaving=True)}
     pod["metadata"]["deletionGracePeriodSeconds"] = 300
     state, objects = RunState(), {("Pod", "a"): pod}
@@ -360,8 +360,6 @@ def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
     # Another deletion, with a shorter grace period.
     pod["metadata"] |= {"deletionTimestamp": rfc3339(NOW + 7), "deletionGracePeriodSeconds": 5}
     assert [lost(limit + 2), lost(limit + 2 + 65), lost(limit + 2 + 66)] == [False, False, True]
-    assert not lost(-3600), "a clock that was set back begins anew"
-    assert lost(-3600 + 66)
     objects.clear()
     assert state.terminating_seconds((), NOW) == {}
     assert state.terminating == {}, "pods that are gone are forgotten"
@@ -416,3 +414,29 @@ def test_number_of_an_abandoned_attempt_is_not_used_again() -> None:
     assert (
         decide(SPEC, replace(RUNNING, trainer=Job(JobState.ACTIVE, 4, abandoned=3)), gone.memory).trainer == 4
     )
+
+
+def coordinators(*numbers: int) -> Observed:
+    """Pods of coordinators on lost nodes, with those numbers; 0: without one."""
+    pods = [a_pod(f"c{n}", "Running", role=Role.COORDINATOR, leaving=True) for n in numbers]
+    for pod, number in zip(pods, numbers, strict=True):
+        pod["status"]["conditions"] = [TAINTED, *ready("False", "True")]
+        if number:
+            pod["metadata"]["labels"][ATTEMPT] = str(number)
+    objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods}
+    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+
+
+@pytest.mark.parametrize(
+    ("lost", "before", "after"), [((), 1, 1), ((0,), 1, 1), ((1,), 1, 2), ((1,), 2, 2), ((1, 2), 2, 3)]
+)
+def test_coordinator_after_a_lost_one_has_a_greater_number(
+    lost: tuple[int, ...], before: int, after: int
+) -> None:
+    found = replace(RUNNING, coordinator=coordinators(*lost).service(Role.COORDINATOR))
+    assert [pod.attempt for pod in coordinators(*lost).lost_coordinators] == [n for n in lost if n]
+    for observed in (found, replace(found, suspend=True), replace(found, deleting=True)):
+        decision = decide(SPEC, observed, replace(FIRST, coordinator_attempt=before))
+        assert decision.memory.coordinator_attempt == after
+        status = report(findings(RUN, decision=decision))
+        assert remembered(status).coordinator_attempt == after

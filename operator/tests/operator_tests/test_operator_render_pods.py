@@ -29,6 +29,8 @@ from scalerl_api import process
 from scalerl_api.pods import RANK_VARIABLES
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_operator.build.pods import probes
+from scalerl_operator.build.scope import Desired
+from scalerl_operator.names import ATTEMPT
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
 
@@ -421,3 +423,38 @@ def test_loopback_port_has_an_exec_probe(server: int) -> None:
     assert ask(("8000", str(server))) == 0
     assert ask(("8000", str(server)), ("/health", "/else")) == 1
     assert ask(("8000", "1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ([], ["not-ready", "unreachable"]),
+        ([{"key": "gpu", "operator": "Exists"}], ["not-ready", "unreachable"]),
+        ([{"key": "node.kubernetes.io/unreachable", "operator": "Exists"}], ["not-ready"]),
+        ([{"operator": "Exists"}], []),
+    ],
+)
+def test_coordinator_leaves_a_node_that_does_not_answer_before_the_trainer_gives_it_up(
+    given: list[dict[str, str]], own: list[str]
+) -> None:
+    run = cluster_run(coordinator={"podTemplate": {"tolerations": given}})
+    found = pod_spec(
+        rendered(run, Desired(coordinator=True, coordinator_attempt=3))["StatefulSet/coordinator"]
+    )["tolerations"]
+    assert found[: len(given)] == given
+    assert [toleration["key"].rpartition("/")[2] for toleration in found[len(given) :]] == own
+    assert all(
+        toleration["tolerationSeconds"] < process.COORDINATOR_TIMEOUT_SECONDS
+        for toleration in found[len(given) :]
+    )
+
+
+def test_coordinator_has_its_number_and_its_pods_uid() -> None:
+    made = rendered(cluster_run(), Desired(coordinator=True, coordinator_attempt=3))[
+        "StatefulSet/coordinator"
+    ]
+    known = environment(container(made, "coordinator"))
+    assert known[process.ATTEMPT].endswith(".3")
+    assert known[process.POD] == "metadata.uid"
+    assert made["spec"]["template"]["metadata"]["labels"][ATTEMPT] == "3"
+    assert ATTEMPT not in made["spec"]["selector"]["matchLabels"]

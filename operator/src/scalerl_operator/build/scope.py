@@ -49,6 +49,7 @@ class Desired:
     generators: replicas; 0: no Deployment.
     trainer_attempt: number of the attempt, from 1; None: no trainer.
     trained: the run has trained steps, which its volume must hold.
+    coordinator_attempt: number of the coordinator, from 1.
     gang: of a queued run, whose trainer, coordinator and generators exist once it is admitted.
     source_claim: of the run that this one forks, for its preparation; None: it mounts none.
     """
@@ -58,6 +59,7 @@ class Desired:
     generators: int = 0
     trainer_attempt: int | None = None
     trained: bool = False
+    coordinator_attempt: int = 1
     gang: Gang | None = None
     source_claim: str | None = None
 

@@ -21,7 +21,7 @@ from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang import is_wanted
-from scalerl_operator.controller.observe import JOB_NAME, is_abandoned, is_settled
+from scalerl_operator.controller.observe import JOB_NAME, attempt_of, is_abandoned, is_settled
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, preflight, refused
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
@@ -98,6 +98,7 @@ class Applier:
         observed, checks = findings.observed, findings.checks
         desired = Desired(
             *(decision.prepare, decision.coordinator, decision.generators, decision.trainer, run.steps > 0),
+            coordinator_attempt=decision.memory.coordinator_attempt,
             gang=observed.gang if is_wanted(decision, observed.prepare) else None,
             source_claim=checks.source_claim,
         )
@@ -117,6 +118,7 @@ class Applier:
                 state.fingerprint = fingerprint(findings, desired, images)
         if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in observed.pods):
             await self._replace_unlabelled_coordinator(run)
+        await self._delete_lost_coordinators(findings)
         blocked = blocked or next(iter(state.refused.values()), None)
         state.blocked = blocked or await diagnose(self._api, findings)
         return state.blocked
@@ -242,6 +244,22 @@ class Applier:
             await self._api.delete("Pod", run.namespace, name, uid=pod["metadata"]["uid"])
             text = f"Pod {name}: its labels were removed; deleted, so that the StatefulSet creates another"
             await self._api.event(run.obj, "Warning", Reason.REPAIRED_DRIFT, text)
+
+    async def _delete_lost_coordinators(self, findings: Findings) -> None:
+        """Deletes the coordinator's pods on lost nodes by force, once no other with their number can follow. They may still run: the
+        next one takes the journal over."""
+        run = findings.run
+        owner = run.objects.get(("StatefulSet", Names(run.name).coordinator))
+        for pod in findings.observed.lost_coordinators:
+            if (
+                owner is not None
+                and not is_deleted(owner)
+                and attempt_of(owner["spec"]["template"]) <= pod.attempt
+            ):
+                continue
+            if await self._api.delete("Pod", run.namespace, pod.name, uid=pod.uid, grace_seconds=0):
+                text = f"Pod {pod.name}: its node does not answer; deleted by force, so that the next coordinator starts"
+                await self._api.event(run.obj, "Warning", Reason.NODE_LOST, text)
 
     async def _end_failed_gang(self, run: Run, job: str) -> None:
         """Deletes the remaining pods of a failed Job, or of one with a lost pod, with a short grace period: they have nothing to

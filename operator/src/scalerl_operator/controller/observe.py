@@ -90,9 +90,9 @@ def observe(
         jobs = [o for (kind, _), o in own.items() if kind == "Job" and label(o, COMPONENT) == role]
         abandoned = [o for o in jobs if role is Role.TRAINER and is_abandoned(o, pods)]
         jobs = [o for o in jobs if o not in abandoned]
-        last = max(map(_attempt, abandoned), default=0)
+        last = max(map(attempt_of, abandoned), default=0)
         # The operator creates one at a time; if there are more, the last that has not ended counts.
-        jobs.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), _attempt(o)))
+        jobs.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), attempt_of(o)))
         found = _job(jobs[-1], pods, hashes[role]) if jobs else Job()
         return replace(found, abandoned=last)
 
@@ -167,6 +167,7 @@ def pod_view(pod: Object, terminating_seconds: float = 0.0) -> PodView:
         started=bool(own) and all(c.get("started") is True for c in own),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in own),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
+        attempt=attempt_of(pod),
         spec_hash=str((metadata.get("annotations") or {}).get(SPEC_HASH, "")),
     )
 
@@ -310,8 +311,9 @@ def _job_state(job: Object) -> JobState:
     return JobState.COMPLETE if true_condition(job, "Complete") else JobState.ACTIVE
 
 
-def _attempt(job: Object) -> int:
-    text = label(job, ATTEMPT)
+def attempt_of(obj: Object) -> int:
+    """Number of a Job, a pod or a template; 0 without one."""
+    text = label(obj, ATTEMPT)
     return int(text) if text.isdigit() else 0
 
 
@@ -337,7 +339,7 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
         state = JobState.FAILED  # its controller waits for the end of the lost pod
     return Job(
         state=state,
-        attempt=_attempt(job),
+        attempt=attempt_of(job),
         ends=ends or evicted,
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,

@@ -136,6 +136,7 @@ class PodView:
     disrupted: evicted, or refused by its node.
     started: its startup probes have succeeded, so that it responds though it may not be ready.
     lost: it is being deleted, and its node, which does not answer, cannot confirm that it has ended.
+    attempt: number of the trainer or the coordinator; 0: it has none.
     steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
     model: what a preparation that has ended well reports of the model.
     spec_hash: of the spec that it was created for; empty if unknown.
@@ -157,6 +158,7 @@ class PodView:
     bad_input: Ended | None
     disrupted: bool = False
     lost: bool = False
+    attempt: int = 0
     started: bool = False
     steps_lost: bool = False
     model: ModelStatus | None = None
@@ -198,6 +200,11 @@ class Observed:
         """The pods of a role that are not being deleted."""
         return tuple(p for p in self.pods if p.role == role and not p.terminating)
 
+    @property
+    def lost_coordinators(self) -> tuple[PodView, ...]:
+        """On lost nodes, and with a number, by which the next one takes the journal over."""
+        return tuple(pod for pod in self.pods if pod.role == Role.COORDINATOR and pod.lost and pod.attempt)
+
     def service(self, role: Role, spec_hash: str = "") -> Service:
         """The lifecycle's input about a role that runs as a service.
 
@@ -207,12 +214,14 @@ class Observed:
         own = [pod for pod in pods if not spec_hash or pod.spec_hash in ("", spec_hash)]
         worst = max(own, key=lambda p: p.restarts, default=None)
         rejecting = [pod for pod in own if pod.bad_input is not None]
+        lost = self.lost_coordinators if role is Role.COORDINATOR else ()
         return Service(
             ready=sum(p.ready for p in pods),
             starting=sum(not p.ready and p not in rejecting for p in pods),
             restarts=worst.restarts if worst is not None else 0,
             restarted=worst.name if worst is not None else "",
             bad_input=rejecting[0].bad_input if rejecting else None,
+            lost=max((pod.attempt for pod in lost), default=0),
         )
 
     def problem(self, role: Role) -> Problem | None:

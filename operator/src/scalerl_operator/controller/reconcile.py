@@ -65,6 +65,7 @@ class Reconciler:
     wake: called for a run whose coordinator has responded.
     background: see :class:`.CoordinatorPollers`.
     clock: Unix seconds.
+    monotonic: seconds that no correction of the clock changes.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api = api
         self._cache = cache
@@ -91,6 +93,7 @@ class Reconciler:
         self._make_autoscaler = autoscaler
         self._on_status = on_status
         self._clock = clock
+        self._monotonic = monotonic
         self._known = KnownRuns(self.coordinators.forget)
 
     async def forget_all(self) -> None:
@@ -153,7 +156,7 @@ class Reconciler:
         """None: the coordinator has not responded since the run's pods changed; its poller wakes the run."""
         await self._applier.find_unlabelled(run)
         queued = await gang.find(self._api, run, accepted, served=self._gangs())
-        terminating = run.state.terminating_seconds(run.objects.values(), run.unix_seconds)
+        terminating = run.state.terminating_seconds(run.objects.values(), self._monotonic())
         seen = observe(run.objects, run.uid, accepted.spec_hashes(), terminating)
         seen = gang.observed_in_queue(run, replace(seen, gang=queued))
         seen = ignore_young_pods(seen, run.unix_seconds)

@@ -53,7 +53,7 @@ class RunState:
     pod_searched: float = 0.0
     """When the coordinator's pod was last searched by name."""
     terminating: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """By uid of each pod that is being deleted: its deletionTimestamp, and when it was first seen with that."""
+    """By uid of each pod that is being deleted: its deletionTimestamp, and when it was first seen with that, by a monotonic clock."""
 
     settled: dict[ObjectName, tuple[str, int]] = field(default_factory=dict)
     """Hashes of each object as rendered, and of its content after it was applied."""
@@ -86,17 +86,17 @@ class RunState:
     autoscaler: Autoscaler | None = None
 
     def terminating_seconds(self, objects: Iterable[Object], now: float) -> dict[str, float]:
-        """For how long each pod has been seen to be deleted, by uid. An object's own times are those of another clock."""
+        """For how long each pod has been seen to be deleted, by uid. An object's own times are those of another clock.
+
+        now: by a monotonic clock, since a corrected one would make pods count as lost that are ending.
+        """
         before, self.terminating = self.terminating, {}
         for obj in objects:
             metadata = obj["metadata"]
             if obj["kind"] == "Pod" and (deleted := metadata.get("deletionTimestamp")) is not None:
                 known, since = before.get(metadata["uid"], (deleted, now))
-                # A deletion with a shorter grace period begins anew; so does a clock that was set back.
-                self.terminating[metadata["uid"]] = (
-                    deleted,
-                    since if known == deleted and since <= now else now,
-                )
+                # A deletion with a shorter grace period begins anew.
+                self.terminating[metadata["uid"]] = (deleted, since if known == deleted else now)
         return {uid: now - since for uid, (_, since) in self.terminating.items()}
 
     def may_repair(self, key: ObjectName, now: float) -> bool:

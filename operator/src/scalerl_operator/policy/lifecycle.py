@@ -89,6 +89,9 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if observed.trainer.abandoned > memory.last_recorded_attempt:
         # Deleted before its end was recorded, as by a suspension. Its number is not used again: a greater one fences it out.
         memory = replace(memory, last_recorded_attempt=observed.trainer.abandoned)
+    if observed.coordinator.lost >= memory.coordinator_attempt:
+        # It may still run: the next one takes the journal over by its greater number.
+        memory = replace(memory, coordinator_attempt=observed.coordinator.lost + 1)
     memory = _note_training(observed, memory)
     if memory.outcome is not None:
         return _after_outcome(observed, memory, memory.outcome)

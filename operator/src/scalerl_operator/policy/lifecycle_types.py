@@ -67,6 +67,7 @@ class Service:
     restarted: that container.
     bad_input: the end of a container with wrong input, for which a restart cannot help.
     given_up: the last end of a container whose starts all fail, where its runtime says so; a cluster's tries on without end.
+    lost: the greatest attempt of a coordinator on a lost node; 0 without one.
     starting: number of replicas that are not ready and had neither such end.
     """
 
@@ -76,6 +77,7 @@ class Service:
     restarted: str = ""
     bad_input: Ended | None = None
     given_up: Ended | None = None
+    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class Memory:
     held_since: since when a queue has held this attempt.
     drain_since: start of the present drain.
     unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
+    coordinator_attempt: of the coordinator, from 1; greater than that of each one on a lost node.
     rest: the run is drained, and nothing exists until ``suspend`` becomes false.
     resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
     has_trained: steps, of RL or of mid-training.
@@ -173,6 +176,7 @@ class Memory:
     held_since: float | None = None
     drain_since: float | None = None
     unreachable_since: float | None = None
+    coordinator_attempt: int = 1
     rest: Suspension = Suspension.NO
     resumed: bool = False
     has_trained: bool = False

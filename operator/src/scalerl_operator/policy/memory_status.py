@@ -63,6 +63,7 @@ def remembered(status: RunStatus) -> Memory:
         held_since=seconds(trainer.held_time) or None,
         drain_since=seconds(status.drain_start_time) or None,
         unreachable_since=seconds(status.coordinator_unreachable_time) or None,
+        coordinator_attempt=status.coordinator_attempt,
         rest=Suspension(status.rest),
         resumed=status.resumed,
         has_trained=status.has_trained,
@@ -83,6 +84,7 @@ def memory_fields(memory: Memory) -> dict[str, Any]:
     return {
         "drain_start_time": _time(memory.drain_since),
         "coordinator_unreachable_time": _time(memory.unreachable_since),
+        "coordinator_attempt": memory.coordinator_attempt,
         "rest": memory.rest.value,
         "resumed": memory.resumed,
         "has_trained": memory.has_trained,
