@@ -257,9 +257,9 @@ class Applier:
                 and attempt_of(owner["spec"]["template"]) <= pod.attempt
             ):
                 continue
-            if await self._api.delete("Pod", run.namespace, pod.name, uid=pod.uid, grace_seconds=0):
-                text = f"Pod {pod.name}: its node does not answer; deleted by force, so that the next coordinator starts"
-                await self._api.event(run.obj, "Warning", Reason.NODE_LOST, text)
+            text = f"Pod {pod.name}: its node does not answer; deleted by force, so that the next coordinator starts"
+            await self._api.event(run.obj, "Warning", Reason.NODE_LOST, text)
+            await self._api.delete("Pod", run.namespace, pod.name, uid=pod.uid, grace_seconds=0)
 
     async def _end_failed_gang(self, run: Run, job: str) -> None:
         """Deletes the remaining pods of a failed Job, or of one with a lost pod, with a short grace period: they have nothing to
