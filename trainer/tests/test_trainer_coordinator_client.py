@@ -50,7 +50,7 @@ def test_no_command_is_sent_to_ranks_that_fetch_their_shards() -> None:
     shard = wire.Shard(step=0, groups=[], sequences=[])
     coordinator = answering(FULL, ok(shard), retry_seconds=9.0, stop=threading.Event())
     coordinator.while_full = lambda: pytest.fail("the others are in no collective of commands")
-    assert coordinator.shard(0, 0, 2) == shard
+    assert coordinator.shard(0, 0, 2, 0.0) == shard
 
 
 def test_stop_ends_the_wait_for_a_full_volume() -> None:

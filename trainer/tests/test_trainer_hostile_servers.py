@@ -76,6 +76,6 @@ async def test_shard_that_trickles_in_ends_with_the_call() -> None:
     async with Hostile("slow").serving() as url:
         coordinator = Coordinator(url, "t", "i", retry_seconds=2.0)
         with pytest.raises(CoordinatorError, match="not complete in time"):
-            await asyncio.to_thread(coordinator.shard, 0, 0, 2)
+            await asyncio.to_thread(coordinator.shard, 0, 0, 2, 0.0)
         coordinator.close()
     assert 1.9 < time.monotonic() - began < 20.0

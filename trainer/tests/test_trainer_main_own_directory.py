@@ -136,7 +136,7 @@ def pods(processes: Any, tmp_path: Path, s3: S3Server) -> Iterator[Any]:
 def test_trainer_that_is_lost_with_its_directory_continues_from_the_store(pods: Any, s3: S3Server) -> None:
     """The second node's newest checkpoint is in no copy: its steps are trained again, from the coordinator's journal."""
     run = pods(budget__maxSteps=14, evaluation__everySteps=4, evaluation__holdSeconds=1)
-    run.start(seconds_per_group=0.05)
+    run.start(seconds_per_group=0.2)
     until(lambda: run.uploaded() >= 4 and (run.exported() or 0) >= 4, what="copies of checkpoint and model")
     s3.refuse(0)
     on_disk = run.uploaded() + 4

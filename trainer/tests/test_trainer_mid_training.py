@@ -260,7 +260,8 @@ def test_encode_shard_encodes_own_examples_only(tmp_path: Path, world: int) -> N
     whole = [encode_usable(tokenizer, pairs, index, 64)[0] for index in batch]
     asked.clear()
     found = Together(world).run(lambda ranks: encode_shard(ranks, tokenizer, pairs, batch, 64))
-    assert [own for own, _, _ in found] == [whole[rank::world] for rank in range(world)]
+    texts = [[(one.prompt, one.completion) for one in own] for own, _, _ in found]
+    assert texts == [[(one.prompt, one.completion) for one in whole[rank::world]] for rank in range(world)]
     total = sum(len(sequence.completion) for sequence in whole)
     assert [(tokens, problems) for _, tokens, problems in found] == [(total, ["pair 4 failed"])] * world
     assert sorted(asked) == [0, 1, 3, 4, 5, 7]

@@ -234,7 +234,7 @@ def plain_loss(
         logprobs = [
             plain_logprobs(policy, sequence, temperature)[sequence.trainable_places()]
             for sequence in batch.sequences
-            if sequence.completion
+            if len(sequence.completion)
         ]
         return torch.cat([*logprobs, torch.zeros(0, dtype=torch.float64)])
 

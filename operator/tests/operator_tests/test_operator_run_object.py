@@ -114,6 +114,7 @@ KEPT = frozenset(
             "start_time",
             "completion_time",
             "drain_start_time",
+            "coordinator_attempt",
             "coordinator_unreachable_time",
             "rest",
             "resumed",
