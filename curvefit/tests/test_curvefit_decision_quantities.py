@@ -13,7 +13,7 @@ from scipy.special import ndtr, stdtr
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.families import compute_share, gain_share
-from scalerl_curvefit.pooling import p_departure_below
+from scalerl_curvefit.pooling import GainPrior, p_departure_below, sample_forecast_pool
 from scalerl_curvefit.simulate import SCALERL, Truth, simulated
 from scalerl_curvefit.trend import trend
 
@@ -260,3 +260,22 @@ def test_a_flat_run_of_a_game_rises_again_unless_it_is_near_the_top() -> None:
     assert p_gain(0.35, cf.LateRises.GAMES) > 0.7
     assert p_gain(0.95, cf.LateRises.GAMES) < 0.13
     assert p_gain(0.35, cf.LateRises.LANGUAGE_MODELS) < 0.13
+
+
+def test_an_earlier_run_of_little_weight_leaves_a_flat_game_its_chance() -> None:
+    """As far as earlier runs count, their rate of late rises replaces that of flat doublings."""
+    compute = np.arange(1.0, 21.0)
+    curve = cf.Curve(compute, 0.35 - 0.1 / compute**2, samples=20_000)
+    games = cf.BY_RISES[cf.LateRises.GAMES]
+    alone = cf.fit(curve, games)
+    chances = []
+    for strength in (1e-6, 0.15, 1.0):
+        ahead = np.array([0.0, 4.0])
+        gains = GainPrior(ahead, 0 * ahead, 0.01 * ahead, 4.0, 0.02, strength)
+        drawn = sample_forecast_pool(
+            alone.nodes, alone.trend, alone.now, games, 4000, np.random.default_rng(0), gains, 0.02
+        )
+        chances.append(
+            float((drawn.reward(np.array([2 * alone.now]))[:, 0] > alone.trend.level + 0.04).mean())
+        )
+    assert chances[0] > chances[1] > 0.5 > chances[2]

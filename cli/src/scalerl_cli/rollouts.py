@@ -318,21 +318,25 @@ def _read(
     """The chosen rows, in their order. Raises :class:`Problem`."""
     import pyarrow as pa
 
-    by_group: dict[tuple[Path, int], list[Place]] = {}
+    by_file: dict[Path, dict[int, list[Place]]] = {}
     for one in chosen:
-        by_group.setdefault(one[:2], []).append(one)
+        by_file.setdefault(one[0], {}).setdefault(one[1], []).append(one)
 
-    def read(group: tuple[tuple[Path, int], list[Place]]) -> dict[Place, dict[str, Any]]:
-        (path, number), members = group
+    def read(file: tuple[Path, dict[int, list[Place]]]) -> dict[Place, dict[str, Any]]:
+        """Of one file, whose reader serves one thread at a time."""
+        path, groups = file
+        rows: dict[Place, dict[str, Any]] = {}
         try:
-            table = files[path].read_row_group(number, columns=columns, use_threads=False)
-            found = table.take([row for _, _, row in members]).to_pylist(maps_as_pydicts="lossy")
-            return dict(zip(members, found, strict=True))
+            for number, members in groups.items():
+                table = files[path].read_row_group(number, columns=columns, use_threads=False)
+                found = table.take([row for _, _, row in members]).to_pylist(maps_as_pydicts="lossy")
+                rows |= zip(members, found, strict=True)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise Problem(f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere") from error
+        return rows
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        rows = {place: row for some in pool.map(read, by_group.items()) for place, row in some.items()}
+        rows = {place: row for some in pool.map(read, by_file.items()) for place, row in some.items()}
     return [rows[one] for one in chosen]
 
 

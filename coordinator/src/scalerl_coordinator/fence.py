@@ -25,6 +25,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -74,13 +75,15 @@ class Fence:
         root.mkdir(parents=True, exist_ok=True)
         fence._hold()
         fence._take()
-        adopted = False
-        while not adopted:
+        fence._remove(path for path in root.iterdir() if path.name.startswith(_STAGED))
+        while True:
             fence.check()
             with contextlib.suppress(
                 FileNotFoundError
             ):  # another, which begins or ends too, has renamed something
-                adopted = fence._adopt()
+                if fence._adopt():
+                    break
+            time.sleep(_RETRY_SECONDS)
         fence._clean()
         fence.check()
         return fence
@@ -93,11 +96,13 @@ class Fence:
             OSError: the volume cannot be written.
         """
         with self._lock:
-            try:
-                self._held.rename(self._next)
-            except FileNotFoundError:
-                raise self._replaced("another coordinator has taken its right to write") from None
-            self._held, self._next = self._next, self._held
+            # The server may have done a rename whose answer was lost; the other way round it proves the same.
+            for _ in range(2):
+                self._held, self._next = self._next, self._held
+                with contextlib.suppress(FileNotFoundError):
+                    self._next.rename(self._held)
+                    return
+            raise self._replaced("another coordinator has taken its right to write")
 
     def end(self) -> None:
         """Give the right up, after the last write."""
@@ -132,7 +137,6 @@ class Fence:
         others = {path: attempt for path, attempt in owners.items() if attempt and path != self._owner}
         later = [path.name for path, attempt in others.items() if attempt > self._attempt]
         if later:
-            self.end()
             raise self._replaced(
                 f"{', '.join(later)} is later. Once no process of it can write any more (its pod is gone, or its machine is off), remove "
                 "that folder if this one is to continue"
@@ -154,8 +158,14 @@ class Fence:
             _sync(source)
             return True
         staged = self._staged()
-        (staged / f"{_WRITER}{self._pod}").touch(0o600)
-        if not _copy(source or self._root, staged):
+        try:
+            (staged / f"{_WRITER}{self._pod}").touch(0o600)
+            copied = _copy(source or self._root, staged)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        if not copied:
+            shutil.rmtree(staged, ignore_errors=True)
             return False
         # Without this check, a process that has lost the right could place a copy beside the journal that is written by now.
         self.check()
@@ -174,17 +184,24 @@ class Fence:
         return staged
 
     def _clean(self) -> None:
-        """Remove what is not this process's. Of a folder that another still fills, the rename ends that."""
-        own = self.folder.name
-        for path in list(self._root.iterdir()):
-            earlier = path.name.startswith(_JOURNAL) and path.name < own
-            if path.is_dir() and (earlier or path.name.startswith(_STAGED)):
-                staged = self._root / f"{_STAGED}{uuid.uuid4().hex}"
-                with contextlib.suppress(OSError):
-                    path.rename(staged)
-                    shutil.rmtree(staged, ignore_errors=True)
-            elif _is_journal_file(path.name):
+        """Remove what is not this process's."""
+        found, own = list(self._root.iterdir()), self.folder.name
+        self._remove(
+            path
+            for path in found
+            if path.name.startswith(_STAGED) or (path.name.startswith(_JOURNAL) and path.name < own)
+        )
+        for path in found:
+            if _is_journal_file(path.name):
                 path.unlink(missing_ok=True)
+
+    def _remove(self, folders: Iterable[Path]) -> None:
+        """Remove folders. Of one that another process still fills, the rename ends that."""
+        for path in list(folders):
+            staged = self._root / f"{_STAGED}{uuid.uuid4().hex}"
+            with contextlib.suppress(OSError):
+                path.rename(staged)
+                shutil.rmtree(staged, ignore_errors=True)
 
 
 def _take_from(owner: Path) -> bool:

@@ -126,8 +126,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     if settings.rollouts is not None and find_spec("pyarrow") is None:
         log.warning("rollouts are not recorded: this image has no pyarrow")
         settings = replace(settings, rollouts=None)
-    journal = await asyncio.to_thread(_open_journal, environment)
-    state = await asyncio.to_thread(load_state, journal)
+    journal, state = await asyncio.to_thread(_open_journal, environment)
     steps_lost = _steps_lost(environment.paths, state)
     if steps_lost and run.spec.checkpoint.to is None:
         raise StepsLost(
@@ -162,13 +161,19 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
         await trackers.close()
 
 
-def _open_journal(environment: ProcessEnvironment) -> Journal:
-    """The run's journal. On a cluster, this takes it over from all other coordinators."""
+def _open_journal(environment: ProcessEnvironment) -> tuple[Journal, CoordinatorState]:
+    """The run's journal, and the state in it. On a cluster, this takes it over from all other coordinators."""
     root, attempt = environment.paths.journal, environment.attempt
     if attempt is None:
-        return Journal(current_folder(root))
+        journal = Journal(current_folder(root))
+        return journal, load_state(journal)
     fence = Fence.begin(root, attempt, environment.pod)
-    return Journal(fence.folder, fence=fence)
+    journal = Journal(fence.folder, fence=fence)
+    try:
+        return journal, load_state(journal)
+    except (CorruptJournal, OSError):
+        fence.check()  # another that takes the journal over meanwhile removes its files
+        raise
 
 
 def _forked_step(paths: RunPaths) -> int:

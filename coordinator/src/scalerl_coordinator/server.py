@@ -535,7 +535,7 @@ class Server:
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
-        if request.wait_seconds:
+        if request.wait_seconds and self._journal.refusing is None:
             await self._poll(TRAINER, request.wait_seconds, lambda _: self._training.has_step(request))
         if self._journal.refusing is None:
             plan = await self._decided(lambda _: self._training.plan_shard(request))

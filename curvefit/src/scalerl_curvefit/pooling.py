@@ -158,6 +158,8 @@ class ForecastPool:
         """
         if compute.size > MOST_KNOWN:
             return self._expected(compute).T
+        if len(self.known) > 2 * MOST_KNOWN:
+            self.known.clear()
         wanted = [c for c in compute.tolist() if c not in self.known]
         if wanted:
             self.known.update(zip(wanted, self._expected(np.array(wanted)), strict=True))
@@ -224,7 +226,12 @@ def sample_forecast_pool(
     late_rise: probability of a late rise per doubling, in place of the settings'.
     misfit: root mean square of the fitted curve's residuals beyond noise.
     """
-    late_rise, reach = _rise(settings, trend) if late_rise is None else (late_rise, trend.headroom)
+    own_rate, reach = _rise(settings, trend)
+    if late_rise is None or gains is None:
+        late_rise = own_rate
+    elif own_rate > settings.late_rise:  # flat; the earlier runs' rate is that of doublings of any kind
+        late_rise = own_rate + gains.strength * (late_rise - own_rate)
+        reach += gains.strength * (trend.headroom - reach)
     counts = systematic(np.array(settings.pool), n, random)
     own, by_trend = counts[:-1].copy(), int(counts[-1])
     own[0] += by_trend

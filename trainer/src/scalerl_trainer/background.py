@@ -17,6 +17,7 @@ import torch
 from scalerl_trainer.coordinator_client import NotReady
 
 T = TypeVar("T")
+RETRY_SECONDS = 1.0
 
 
 def in_background(name: str, work: Callable[[], T], device: torch.device) -> Future[T]:
@@ -77,6 +78,7 @@ class Prefetch(Generic[T]):
                 except NotReady:
                     if was_needed:  # the step was closed when it was requested
                         raise
+                    needed.wait(RETRY_SECONDS)  # a coordinator whose volume is full does not wait
 
         self._step, self._needed = step, needed
         return in_background(f"fetch-{step}", work, self._device)

@@ -42,7 +42,8 @@ def stateful_set(scope: Scope) -> Object:
     )
     template = pod_template(scope, settings)
     given = template["spec"].get("tolerations", [])
-    keys = {toleration.get("key") for toleration in given}  # one without a key tolerates every taint
+    # One without a key tolerates every taint, and one without an effect all effects.
+    keys = {one.get("key") for one in given if one.get("effect") in ("NoExecute", "", None)}
     template["spec"]["tolerations"] = [
         *given,
         *(_toleration(key) for key in _TAINTS if keys.isdisjoint((key, None, ""))),
