@@ -187,7 +187,7 @@ def test_server_accepts_rendered_objects_unchanged(namespace: Namespace, objects
     for was, again in zip(live, namespace.apply(objects), strict=True):
         assert content_hash(was) == content_hash(again), "applying it again changes nothing"
     job = next(obj for obj in objects if obj["metadata"]["labels"].get(names.ATTEMPT))
-    ranks = [pod for pod in pods if names.ATTEMPT in pod["metadata"]["labels"]]
+    ranks = [pod for pod in pods if pod["metadata"]["labels"][names.COMPONENT] == "trainer"]
     hostnames = {pod["spec"]["hostname"] for pod in ranks}
     assert hostnames == {f"{job['metadata']['name']}-{rank}" for rank in range(len(ranks))}
     assert {pod["spec"]["subdomain"] for pod in ranks} <= {obj["metadata"]["name"] for obj in objects}
