@@ -293,7 +293,7 @@ async def test_server_that_starts_on_a_full_disk_refuses_and_then_journals_its_s
         assert (await client.status()).journal_error == "No space left on device"
         assert (await client.status()).counts == before
         await no_answer_but(507, "no-space", client.hello("t", 0))
-        assert (await client.shard("t", 0)).sequences
+        assert (await client.shard("t", 0, wait=30.0)).sequences
         message = wire.CheckpointFailed(incarnation="t", step=0, reason="full", holding=True)
         await client.post(endpoints.CHECKPOINT_FAILED, message, wire.Ack)
         assert ((await client.status()).checkpoint_problem, (await client.status()).unsaved_version) == (

@@ -351,3 +351,30 @@ async def test_processes_on_one_volume(make_process: Any, monkeypatch: pytest.Mo
         third = start(1, "c", ready=False)
         assert await asyncio.to_thread(third.process.wait, 120) == SUPERSEDED_EXIT_CODE
         assert (await new.status()).counts.acknowledged == acknowledged
+
+
+def test_rename_whose_answer_was_lost_ends_nobody(tmp_path: Path) -> None:
+    """The server has done it; the process holds the right under the other name."""
+    fence = Fence.begin(tmp_path, Attempt(1, 1), "a")
+    (owner,) = tmp_path.glob("owner-*")
+    (held,) = owner.iterdir()
+    held.rename(owner / ({"held", "held~"} - {held.name}).pop())
+    fence.check()
+    fence.check()
+    Fence.begin(tmp_path, Attempt(1, 2), "b")
+    with pytest.raises(Replaced):
+        fence.check()
+
+
+def test_takeover_without_space_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Fence.begin(tmp_path, Attempt(1, 1), "a")
+
+    def full(source: Path, target: Path) -> bool:
+        (target / "segment-0").write_bytes(b"part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("scalerl_coordinator.fence._copy", full)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            Fence.begin(tmp_path, Attempt(1, 2), "b")
+        assert not list(tmp_path.glob(".tmp-*"))

@@ -78,9 +78,8 @@ class Fence:
         fence._remove(path for path in root.iterdir() if path.name.startswith(_STAGED))
         while True:
             fence.check()
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another, which begins or ends too, has renamed something
+            # Another process, which begins or ends too, may rename something meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 if fence._adopt():
                     break
             time.sleep(_RETRY_SECONDS)

@@ -28,7 +28,7 @@ from scalerl_processes.kernel import adopt_orphans, die_with_parent, has_childre
 from scalerl_processes.process_table import descendants, kill_all
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD)
-"""Signals that whoever starts a subreaper blocks until it does."""
+"""The parent of a subreaper blocks these signals until the subreaper handles them."""
 _SWEEP_SECONDS = 30.0
 """Limit for killing a tree; only a process blocked in the kernel survives the first rounds."""
 _LISTINGS = 10

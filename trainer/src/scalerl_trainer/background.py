@@ -18,6 +18,7 @@ from scalerl_trainer.coordinator_client import NotReady
 
 T = TypeVar("T")
 RETRY_SECONDS = 1.0
+"""Between requests for a step that is not needed yet."""
 
 
 def in_background(name: str, work: Callable[[], T], device: torch.device) -> Future[T]:

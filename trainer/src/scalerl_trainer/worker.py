@@ -177,7 +177,9 @@ class Worker:
         step = self._steps.take(self.version)
         shard, shard_batch = step.shard, step.batch
         fetched = time.perf_counter()
-        if self.engine.steps_done == 0:  # the batch is of the weights of the start, and they still hold
+        if (
+            self.engine.steps_done == 0 and self.spec.weight_sync.probe_sequences
+        ):  # the batch is of the weights of the start, and they still hold
             kept = start_sequences(shard, self.spec.model.context_tokens) if self.ranks.is_leader else []
             self.engine.keep_start(kept)
         updates = self.spec.recipe.proximal_updates
