@@ -193,6 +193,10 @@ OTHER: Final[dict[str, Object]] = {
     "generator.speculation.history.memoryTokens": {
         "generator": {"speculation": {"history": {"memoryTokens": 65536}}}
     },
+    **{
+        f"trainer.lora.{name}": {"trainer": {"lora": {name: value}}}
+        for name, value in {"rank": 8, "alpha": 64, "targetModules": ["q_proj"], "export": "Adapter"}.items()
+    },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},

@@ -206,6 +206,8 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load with any stage."),
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),
+    "trainer.lora": _of_the_run("the adapters"),
+    "trainer.lora.export": Edit(Effect.ALL, "Applies to exports written afterwards."),
     "trainer.deviceMemory": Edit(Effect.ALL, "Checked before the roles start."),
     "trainer.export": Edit(Effect.ALL),
     "trainer.maxRestarts": Edit(Effect.AT_ONCE),

@@ -86,6 +86,10 @@ class ModelSize:
         wide = wide if isinstance(wide, int) else 4 * hidden
         return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor)
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of adapters of all linear layers, at most."""
+        return self.layers * rank * (8 * self.hidden_size + 3 * (self.hidden_size + self.intermediate_size))
+
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -123,11 +127,29 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         world=spec.trainer.ranks,
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
-        frozen=(spec.recipe.kl.penalty is not None) + (spec.recipe.proximal_updates > 0),
+        frozen=_frozen_models(spec),
+        trained=None if spec.trainer.lora is None else trained_parameters(size, spec),
         fp32_head=spec.recipe.fp32_logits in ("Both", "Trainer"),
         publish_bytes=quantity_bytes(spec.weight_sync.bucket),
         accelerator=spec.trainer.devices > 0,
     )
+
+
+def trained_parameters(size: ModelSize, spec: RunSpec) -> int:
+    """Number of trained parameters; with ``trainer.lora`` an upper bound, by the layers of a Llama without grouped-query attention.
+
+    >>> small = ModelSize(parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocabulary_size=1000)
+    >>> small.adapter_parameters(8)
+    17408
+    """
+    lora = spec.trainer.lora
+    return size.parameters if lora is None else size.adapter_parameters(lora.rank)
+
+
+def _frozen_models(spec: RunSpec) -> int:
+    """Models beside the policy. The reference of adapters is the policy without them, except after a warm start."""
+    second = spec.trainer.lora is None or spec.warm_start is not None
+    return (spec.recipe.kl.penalty is not None and second) + (spec.recipe.proximal_updates > 0)
 
 
 def rank_memory(
@@ -139,6 +161,7 @@ def rank_memory(
     micro_batch_tokens: int,
     activation_checkpointing: bool = False,
     frozen: int = 0,
+    trained: int | None = None,
     fp32_head: bool = True,
     publish_bytes: int = 0,
     accelerator: bool = False,
@@ -150,7 +173,7 @@ def rank_memory(
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
     Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``frozen``
     models have only parameters; their activations are freed before those of the policy are allocated. ``publish_bytes``: a
-    bucket of a publish, of which two are in use.
+    bucket of a publish, of which two are in use. ``trained``: parameters that have gradients, if adapters alone are trained.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
     >>> memory = rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
@@ -165,11 +188,13 @@ def rank_memory(
     count, hidden, each = size.parameters, size.hidden_size, BYTES[dtype]
     master = 0 if dtype == "float32" and zero_stage == 0 else 4
     output = size.vocabulary_size * hidden
+    own = count if trained is None else trained
 
-    def share(from_stage: int) -> int:
-        return math.ceil(count / world) if zero_stage >= from_stage else count
+    def share(from_stage: int, whole: int = own) -> int:
+        return math.ceil(whole / world) if zero_stage >= from_stage else whole
 
-    parameters = share(3) * each
+    stored = share(3, count if trained is None else count + trained)
+    parameters = stored * each
     if zero_stage == 3 and world > 1:
         # Parameters gathered for use: at most two layers and the embeddings, never more than the model.
         layer = 4 * hidden**2 + 3 * hidden * size.intermediate_size
@@ -183,19 +208,20 @@ def rank_memory(
     kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
     activations = micro_batch_tokens * hidden * kept * each
     # The head: the weight's float32 copy, its float32 gradient and that in the model's dtype, and three chunks of logits.
-    copies = 4 * output + (each * output if each != 4 else 0) + (4 * output if fp32_head and each != 4 else 0)
+    gradient = (4 * output + (each * output if each != 4 else 0)) if trained is None else 0
+    copies = gradient + (4 * output if fp32_head and each != 4 else 0)
     head = copies + 3 * min(CHUNK_BYTES, 4 * micro_batch_tokens * size.vocabulary_size)
-    bucket = _BUCKET_BYTES[zero_stage] * min(bucket_elements, count)
+    bucket = _BUCKET_BYTES[zero_stage] * min(bucket_elements, own)
     # After the backward pass, when activations and the head's copies are free again: the buffer in which gradients are reduced
     # without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time.
-    update = {0: 4 * min(ALLREDUCE_ELEMENTS, count), 3: 4 * min(SUB_GROUP_ELEMENTS, share(1))}.get(
+    update = {0: 4 * min(ALLREDUCE_ELEMENTS, own), 3: 4 * min(SUB_GROUP_ELEMENTS, share(1))}.get(
         zero_stage, 0
     )
     publish = 2 * max(min(publish_bytes, count * each), output * each)
     # ZeRO-3 partitions the model after it is on the device as a whole.
     loading = count * each - (parameters + gradients + optimizer)
     buffers = max(head + bucket, max(update, publish, loading) - activations)
-    parts = RankMemory(parameters, gradients, optimizer, activations, buffers, share(3) * each * frozen)
+    parts = RankMemory(parameters, gradients, optimizer, activations, buffers, stored * each * frozen)
     if not accelerator:
         return parts
     return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeGuard
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.memory import BYTES, ModelSize, server_memory, trainer_rank_memory
+from scalerl_api.memory import BYTES, ModelSize, server_memory, trained_parameters, trainer_rank_memory
 from scalerl_api.spec import RunSpec
 
 _MIB: Final = 2**20
@@ -27,7 +27,7 @@ ACCELERATOR_LIBRARY_BYTES: Final[Mapping[str, int]] = {"server": 4096 * _MIB, "t
 MARGIN: Final = 0.1
 """Added to the part that depends on the model."""
 CHECKPOINT_BYTES_A_WEIGHT: Final = 12
-"""Bytes of a checkpoint per weight: a float32 copy of the weight and both moments of AdamW."""
+"""Bytes of a checkpoint per trained weight: a float32 copy of the weight and both moments of AdamW."""
 
 
 def has_estimate(container: str) -> TypeGuard[Literal["prepare", "server", "trainer"]]:
@@ -54,7 +54,7 @@ def directory_bytes(container: str, size: ModelSize, spec: RunSpec) -> int:
     model = size.parameters * BYTES[spec.model.dtype]
     if container != "trainer":
         return math.ceil((1 + MARGIN) * model)
-    checkpoints = (spec.checkpoint.keep + 3) * CHECKPOINT_BYTES_A_WEIGHT * size.parameters
+    checkpoints = (spec.checkpoint.keep + 3) * CHECKPOINT_BYTES_A_WEIGHT * trained_parameters(size, spec)
     warm_started = model if spec.warm_start is not None else 0
     exports = 3 * model if spec.trainer.export.enabled else 0
     return math.ceil((1 + MARGIN) * (model + warm_started + checkpoints + exports))

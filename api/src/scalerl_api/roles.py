@@ -118,6 +118,31 @@ class ExportSpec(Model):
     ``s3://bucket/prefix``. Provide credentials as variables in ``trainer.podTemplate.env``, from a Secret."""
 
 
+ModuleName = Annotated[
+    str,
+    Field(max_length=256),
+    AfterValidator(
+        Matches(
+            r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$",
+            "must be a layer's name like q_proj, or the end of one like mlp.up_proj",
+        )
+    ),
+]
+
+
+class LoraSpec(Model):
+    """Low-rank adapters (LoRA): the trainer updates them alone, and generators get the merged weights."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Rank of the change of a layer's weight."""
+    alpha: Annotated[int, Field(ge=1, le=65536)] = 32
+    """The change is scaled by ``alpha / rank``."""
+    target_modules: Annotated[list[ModuleName], Field(max_length=64)] = []
+    """Names of the linear layers that get adapters, like ``q_proj``; default: all but the output embedding."""
+    export: Literal["Merged", "Adapter"] = "Merged"
+    """What exports contain: the model with merged adapters, or the adapters in the format of peft."""
+
+
 class TrainerSpec(Model):
     """The DeepSpeed ranks. If one fails, all restart from the last checkpoint."""
 
@@ -135,6 +160,8 @@ class TrainerSpec(Model):
     contextTokens if larger."""
     activation_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about a third more time."""
+    lora: LoraSpec | None = None
+    """Trains low-rank adapters instead of the weights; default: the weights."""
     device_memory: MemoryQuantity | None = None
     """Memory of one accelerator, such as 80Gi: a run that needs more is refused before it starts, with the estimate.
     Default: what nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""

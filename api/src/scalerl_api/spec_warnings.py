@@ -12,7 +12,7 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem, data_paths
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory import ModelSize, trained_parameters
 from scalerl_api.pod_memory import CHECKPOINT_BYTES_A_WEIGHT
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
@@ -20,6 +20,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire.prompts import MAIN_TASK
 
 HIGH_LEARNING_RATE: Final = 1e-3
+LOW_ADAPTER_LEARNING_RATE: Final = 2e-6
 HIGH_TEMPERATURE: Final = 2.0
 CODE_VARIABLES: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables that make a container run code other than its image's."""
@@ -125,6 +126,13 @@ def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
             f"{recipe.optimizer.learning_rate} is more than policies are trained with",
             "1e-7 to 1e-5 for pretrained models, at most 1e-3 for tiny ones",
         )
+    if spec.trainer.lora is not None and rate < LOW_ADAPTER_LEARNING_RATE:
+        yield SpecProblem(
+            "spec.recipe.optimizer.learningRate",
+            f"{recipe.optimizer.learning_rate} is little for the adapters of trainer.lora, which need about ten times the rate of "
+            "whole weights",
+            "1e-5 to 1e-4 for pretrained models",
+        )
     if float(recipe.temperature) > HIGH_TEMPERATURE:
         yield SpecProblem(
             "spec.recipe.temperature",
@@ -210,7 +218,7 @@ def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
     storage = spec.storage
     if spec.model.scratch is not None and storage.claim_name is None and storage.mounted_by == "AllPods":
         needed = (
-            ModelSize.of_scratch(spec.model.scratch).parameters
+            trained_parameters(ModelSize.of_scratch(spec.model.scratch), spec)
             * CHECKPOINT_BYTES_A_WEIGHT
             * (spec.checkpoint.keep + 1)
         )

@@ -1,7 +1,7 @@
 """Exports Hugging Face models: safetensors, config, tokenizer and chat template in one folder, atomically.
 
 ``python -m scalerl_trainer.export DIR --to PATH`` (``scalerl export`` runs it) exports a checkpoint, on any machine with
-the run's directory: no accelerator, no process group, one parameter in memory at a time. Tensors have the names and layouts
+the run's directory: no accelerator, no process group, one parameter in memory at a time (of a run with adapters: the base model). Tensors have the names and layouts
 of the base model's files (:mod:`.models.checkpoint_names`). While a run trains,
 :mod:`.exporter` exports the model of each evaluation.
 """
@@ -27,6 +27,8 @@ from scalerl_api.spec import RunSpec
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, flush
 from scalerl_trainer.errors import EngineError, ModelError, TrainerError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames, skeleton, stored_names
+from scalerl_trainer.models.load import load_model
+from scalerl_trainer.models.lora import Lora, adapter_config, adapter_names, merged, peft_name
 from scalerl_trainer.saved_state import SavedState
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
@@ -36,6 +38,7 @@ STAGED = ".tmp-"
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a weights file, unless one tensor is larger, as hubs and loaders expect."""
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 _SOURCES = ("*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _NOT_COPIED = {"prepared.json", _INDEX, "config.json"}
 
@@ -73,6 +76,8 @@ def stage_model(
     once. All other files are ``base_model``'s. The config has the run's dtype and, if ``recipe.fp32Logits`` includes the
     generator, vLLM's ``head_dtype``, so that ``vllm serve`` computes the same as the run's generators.
 
+    With ``trainer.lora.export: Adapter``, the folder has the tokenizer and the adapters, which ``infos`` and ``tensors`` then are.
+
     Raises:
         OSError: disk full, …; the staging folder is removed.
     """
@@ -81,12 +86,22 @@ def stage_model(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         staged.mkdir()
-        _write_weights(staged, infos, iter(tensors), shard_bytes)
+        adapter = exports_adapter(spec)
+        if adapter is None:
+            _write_weights(staged, infos, iter(tensors), shard_bytes)
+        else:
+            write_tensors(staged / _ADAPTER, infos, tensors, {"format": "pt"})
         for file in sorted({f for pattern in _SOURCES for f in base_model.glob(pattern) if f.is_file()}):
             if file.name not in _NOT_COPIED:
                 shutil.copyfile(file, staged / file.name)
-        config = json.loads((base_model / "config.json").read_text(encoding="utf-8"))
-        _write_json(staged / "config.json", exported_config(config, spec))
+        if adapter is None:
+            config = json.loads((base_model / "config.json").read_text(encoding="utf-8"))
+            _write_json(staged / "config.json", exported_config(config, spec))
+        else:
+            base = spec.model.hub.name if spec.model.hub is not None else spec.model.path or str(base_model)
+            _write_json(
+                staged / _ADAPTER_CONFIG, adapter_config(adapter, [info.name for info in infos], base)
+            )
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -110,6 +125,12 @@ def commit_model(staged: Path, target: Path) -> None:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def exports_adapter(spec: RunSpec) -> Lora | None:
+    """Settings of the adapters that exports contain; None if they contain models."""
+    lora = spec.trainer.lora
+    return Lora.of(spec) if lora is not None and lora.export == "Adapter" else None
 
 
 def exported_config(config: dict[str, Any], spec: RunSpec) -> dict[str, Any]:
@@ -189,20 +210,45 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
     except (CheckpointError, EngineError) as error:
         raise ExportError(str(error)) from error
     spec = load_accepted_run(paths.run_file).spec
+    infos, tensors = _saved_tensors(paths, spec, saved)
+    write_model(target, paths.base_model, infos, tensors, spec)
+    return step
+
+
+def _saved_tensors(
+    paths: RunPaths, spec: RunSpec, saved: SavedState
+) -> tuple[list[TensorInfo], Iterator[torch.Tensor]]:
+    """What an export of a checkpoint contains. Raises ``ExportError``."""
     dtype = getattr(torch, spec.model.dtype)
-    shapes = [(name, tuple(shape)) for name, shape in saved.header.parameters.items()]
+    parameters = saved.header.parameters
+    if exports_adapter(spec) is not None:
+        adapters = [TensorInfo(peft_name(name), dtype, tuple(shape)) for name, shape in parameters.items()]
+        return adapters, (saved.whole(name) for name in parameters)
+    weights: dict[str, torch.Tensor] = {}
     try:
+        if saved.header.lora is not None:  # the checkpoint has adapters only
+            model = load_model(str(paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention)
+            weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            parameters = {name: list(weight.shape) for name, weight in weights.items()}
+        shapes = [(name, tuple(shape)) for name, shape in parameters.items()]
         names = CheckpointNames(skeleton(paths.base_model), shapes, stored_names(paths.base_model))
     except ModelError as error:
         raise ExportError(str(error)) from error
+
+    def whole(name: str) -> torch.Tensor:
+        if saved.header.lora is None:
+            return saved.whole(name)
+        a, b = adapter_names(name)
+        if a not in saved.header.parameters:
+            return weights[name]
+        return merged(weights[name], saved.whole(a), saved.whole(b), saved.header.lora.scale, dtype)
+
     infos = [TensorInfo(n, dtype, shape) for group in names.groups for n, shape in group.tensors.items()]
-    tensors = (
+    return infos, (
         tensor
         for group in names.groups
-        for tensor in names.convert(group, {name: saved.whole(name) for name in group.parameters})
+        for tensor in names.convert(group, {name: whole(name) for name in group.parameters})
     )
-    write_model(target, paths.base_model, infos, tensors, spec)
-    return step
 
 
 def main(argv: Sequence[str] | None = None) -> int:

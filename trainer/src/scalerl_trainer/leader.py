@@ -41,6 +41,7 @@ from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, Fail
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
+from scalerl_trainer.export import exports_adapter
 from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
@@ -516,10 +517,10 @@ class Leader:
             self._save_at_end()
         return reply.action is wire.NextAction.FINISH
 
-    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
-            self._command(Command.GATHER)
-        return self._worker.gather()
+            self._command(Command.GATHER_ADAPTERS if adapters else Command.GATHER)
+        return self._worker.engine.gather_adapters() if adapters else self._worker.gather()
 
     def _manifest(self) -> list[wire.TensorSpec]:
         dtype = self._worker.spec.model.dtype
@@ -533,10 +534,11 @@ class Leader:
 
     def _export(self) -> None:
         """Export the current weights; the exporter handles failures."""
-        infos = [TensorInfo(s.name, getattr(torch, s.dtype), tuple(s.shape)) for s in self._manifest()]
-        version = self._worker.version
+        worker, adapters = self._worker, exports_adapter(self._worker.spec) is not None
+        shapes = worker.engine.adapter_shapes() if adapters else worker.engine.checkpoint_shapes()
+        infos = [TensorInfo(name, getattr(torch, worker.spec.model.dtype), shape) for name, shape in shapes]
         self._export_seconds += self._exporter.write(
-            version, infos, lambda: (tensor for _, tensor in self._stream())
+            worker.version, infos, lambda: (tensor for _, tensor in self._stream(adapters=adapters))
         )
         # An earlier incarnation of the trainer may have had this version evaluated already.
         self._points = -1

@@ -186,7 +186,10 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                     error,
                 )
     if spec.recipe.kl.penalty is not None:
-        engine.set_reference(load_reference(environment.paths, spec))
+        if spec.trainer.lora is not None and spec.warm_start is None:
+            engine.set_base_as_reference()
+        else:
+            engine.set_reference(load_reference(environment.paths, spec))
 
     worker = Worker(
         spec=spec,

@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models.lora import Lora
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
 HEADER = "engine.json"
@@ -46,7 +47,7 @@ class Piece:
     """Flat float32 views, by ``KEYS``; of a saved piece also ``PROXIMAL``."""
 
 
-class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Metadata of a saved engine."""
 
     steps_done: int
@@ -55,6 +56,8 @@ class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """AdamW's step count, which its bias correction uses."""
     parameters: dict[str, list[int]]
     """Full shapes by name."""
+    lora: Lora | None = None
+    """Of adapters, which are all that the checkpoint has then."""
 
 
 def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> None:
@@ -125,8 +128,15 @@ class SavedState:
         self.read(name, "weight", 0, flat)
         return flat.view(shape)
 
-    def check(self, parameters: dict[str, list[int]]) -> None:
-        """Raise ``EngineError`` unless the saved model has exactly these parameters and shapes."""
+    def check(self, parameters: dict[str, list[int]], lora: Lora | None = None) -> None:
+        """Raise ``EngineError`` unless the saved model has exactly these parameters and shapes, and such adapters."""
+        if self.header.lora != lora:
+            has, wants = (
+                f"adapters of {one}" if one else "whole weights" for one in (self.header.lora, lora)
+            )
+            raise EngineError(
+                f"{self._directory} has {has}, and trainer.lora asks for {wants}: restore trainer.lora, or start a new run"
+            )
         saved = self.header.parameters
         for name in sorted(saved.keys() | parameters.keys()):
             if saved.get(name) != parameters.get(name):

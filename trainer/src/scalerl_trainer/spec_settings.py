@@ -12,6 +12,7 @@ from scalerl_trainer.algo.distillation import Distilled
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
+from scalerl_trainer.models.lora import Lora
 from scalerl_trainer.publish.publisher import PublishSettings
 
 MIN_COLLECTIVE_SECONDS = 600.0
@@ -33,6 +34,8 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
         temperature=float(recipe.temperature),
         activation_checkpointing=trainer.activation_checkpointing,
         fp32_head=recipe.fp32_logits in ("Both", "Trainer"),
+        lora=Lora.of(spec),
+        seed=spec.seed,
     )
 
 

@@ -6,6 +6,7 @@ command               what every rank does
 ``SYNC``              gathers whether any rank is to stop and whether the checkpoint is flushed
 ``TRAIN``             updates the weights from its shard of the step, and fetches that of the next on a thread
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
+``GATHER_ADAPTERS``   the same with adapters, for an export
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
 ``SAVE``              writes its state to the staging folder and starts to flush it
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
@@ -55,6 +56,7 @@ class Command(Enum):
     SYNC = auto()
     TRAIN = auto()
     GATHER = auto()
+    GATHER_ADAPTERS = auto()
     SCORE = auto()
     SAVE = auto()
     COMMIT_CHECKPOINT = auto()
@@ -128,6 +130,9 @@ class Worker:
                     self.train()
                 case Command.GATHER:
                     for _ in self.gather():
+                        pass
+                case Command.GATHER_ADAPTERS:
+                    for _ in self.engine.gather_adapters():
                         pass
                 case Command.SCORE:
                     self.engine.logprobs([], temperature=1.0)

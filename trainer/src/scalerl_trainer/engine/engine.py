@@ -42,6 +42,7 @@ from scalerl_trainer.engine.start import StartSample
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames
+from scalerl_trainer.models.lora import Adapters, is_adapter, peft_name
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
@@ -115,6 +116,8 @@ class Engine:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.config = causal_lm.config
         self.flops_per_token = flops_per_token(causal_lm)
+        self._adapters = self._add_adapters(causal_lm)
+        self._reference_is_base = False
         buffers = buffer_dtypes(causal_lm)
         cast_parameters(causal_lm, getattr(torch, settings.dtype))
         policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
@@ -126,7 +129,9 @@ class Engine:
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         check_buffer_dtypes(causal_lm, buffers)
-        self._parameters = {n.removeprefix(PREFIX): p for n, p in policy.named_parameters()}
+        every = {n.removeprefix(PREFIX): p for n, p in policy.named_parameters()}
+        self._parameters = {n: p for n, p in every.items() if not is_adapter(n)}
+        self._adapter_parameters = {n: p for n, p in every.items() if is_adapter(n)}
         shapes = [(name, self._deepspeed.shape(p)) for name, p in self._parameters.items()]
         self._checkpoint = CheckpointNames(causal_lm, shapes, stored)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -142,12 +147,19 @@ class Engine:
         """
         self._reference = self._frozen(causal_lm)
 
+    def set_base_as_reference(self) -> None:
+        """Make the model without its adapters the reference policy, which costs no memory. Only with ``settings.lora``."""
+        if self._adapters is None:
+            raise EngineError("the base model is no reference without adapters: call set_reference")
+        self._reference_is_base = True
+
     def keep_proximal(self, causal_lm: Any) -> None:
         """Reserve the memory of a proximal policy (``algo.corrections``), whose weights ``set_proximal`` or ``load`` sets.
 
         Args:
             causal_lm: a model of the policy's architecture, with any weights. The engine owns it from now on.
         """
+        self._add_adapters(causal_lm)
         self._proximal = self._frozen(causal_lm)
 
     def set_proximal(self) -> None:
@@ -157,7 +169,9 @@ class Engine:
         """
         if self._proximal is None:
             raise EngineError("no proximal policy: call keep_proximal first")
-        for _, parameters in self._buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype)):
+        trained = [(names, [self._adapter_parameters[n] for n in names]) for names in self._adapter_groups()]
+        buckets = self._buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype))
+        for _, parameters in trained or buckets:
             self._proximal.copy_from([(self._name[parameter], parameter) for parameter in parameters])
         self._proximal_updates = 0
 
@@ -229,11 +243,16 @@ class Engine:
         for names, parameters in self._buckets(bucket_bytes, dtype):
             shapes = tuple(self._deepspeed.shape(parameter) for parameter in parameters)
             tensors: tuple[torch.Tensor, ...] = ()
-            with self._deepspeed.gathered(parameters):
+            adapters = [None if self._adapters is None else self._adapters.of(name) for name in names]
+            needed = [p for one in adapters if one is not None for p in (one.lora_A, one.lora_B)]
+            with self._deepspeed.gathered([*parameters, *needed]):
                 if self._rank == 0:
                     # Under ZeRO-3 the gathered storage is freed after the block, so it is copied.
                     copy = self.settings.zero_stage == 3
-                    tensors = tuple(p.detach().to(dtype, copy=copy) for p in parameters)
+                    tensors = tuple(
+                        p.detach().to(dtype, copy=copy) if adapter is None else adapter.merged(dtype)
+                        for p, adapter in zip(parameters, adapters, strict=True)
+                    )
             yield ParameterBucket(names, shapes, dtype, tensors)
 
     def gather_checkpoint(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,6 +268,18 @@ class Engine:
                 yield from zip(group.tensors, self._checkpoint.convert(group, parameters), strict=True)
                 for name in group.parameters:
                     del parameters[name]
+
+    def adapter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names in peft's files and full shapes of the adapters, in the order of ``gather_adapters``. Not a collective."""
+        return [(peft_name(n), self._deepspeed.shape(p)) for n, p in self._adapter_parameters.items()]
+
+    def gather_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapters one by one under peft's names, on rank 0; other ranks yield nothing. A collective under ZeRO-3."""
+        for names in self._adapter_groups():
+            parameters = [self._adapter_parameters[name] for name in names]
+            with self._deepspeed.gathered(parameters):
+                whole = [p.detach().clone() for p in parameters] if self._rank == 0 else []
+            yield from zip(map(peft_name, names), whole, strict=False)
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -365,7 +396,8 @@ class Engine:
         write_pieces(directory, self._rank, list(self._owned_with_proximal()))
         if self._rank == 0:
             steps = self._deepspeed.optimizer_steps
-            write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
+            header = EngineHeader(self.steps_done, steps, self._trained_shapes(), self.settings.lora)
+            write_header(directory, header)
             if self.start is not None:
                 self.start.save(directory)
 
@@ -378,7 +410,7 @@ class Engine:
         if not (directory / HEADER).is_file():
             raise EngineError(f"{directory / HEADER} is not a file: there is no engine state to load")
         saved = SavedState(directory)
-        saved.check(self._trained_shapes())
+        saved.check(self._trained_shapes(), self.settings.lora)
         with self._deepspeed.restoring(saved.header.optimizer_steps):
             saved.load(self._pieces(owned=False))
         if self._proximal is not None and saved.has(PROXIMAL):
@@ -397,6 +429,15 @@ class Engine:
                 frozen.close()
 
     # --- helpers ------------------------------------------------------------------------------------------
+
+    def _add_adapters(self, causal_lm: Any) -> Adapters | None:
+        lora = self.settings.lora
+        return None if lora is None else Adapters(causal_lm, lora, self.settings.seed)
+
+    def _adapter_groups(self) -> list[tuple[str, ...]]:
+        """Names of A and B of each layer."""
+        names = list(self._adapter_parameters)
+        return list(zip(names[::2], names[1::2], strict=True))
 
     def _frozen(self, causal_lm: Any) -> FrozenModule:
         buffers = buffer_dtypes(causal_lm)
@@ -514,6 +555,13 @@ class Engine:
         logprobs_m, _ = frozen(*self._inputs(micro), self.settings.temperature, False)
         return logprobs_m
 
+    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
+        """As :meth:`_frozen_logprobs`, of the reference."""
+        if self._adapters is None or not self._reference_is_base:
+            return self._frozen_logprobs(self._reference, micro)
+        with self._adapters.off(), torch.no_grad():
+            return self._forward(micro)[0]
+
     def _accumulate(
         self,
         packed: PackedBatch,
@@ -534,7 +582,7 @@ class Engine:
         outliers_n = torch.zeros(packed.trainable, dtype=torch.float64, device=self.device)
         differences_3s = torch.zeros(3, len(batch.sequences), dtype=torch.float64, device=self.device)
         for micro, real in self._micro_batches(packed, count):
-            reference_m = self._frozen_logprobs(self._reference, micro)
+            reference_m = self._reference_logprobs(micro)
             proximal_m = self._frozen_logprobs(proximal, micro)
             logprobs_m, entropies_m = self._forward(micro)
             tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)

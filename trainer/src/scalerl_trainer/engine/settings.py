@@ -9,6 +9,7 @@ from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES
+from scalerl_trainer.models.lora import Lora
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -42,6 +43,11 @@ class EngineSettings:
     """Skips steps whose importance ratios explode; None for no guard."""
     gradient_guard: GradientGuard | None = field(default_factory=GradientGuard)
     """Masks tokens that would take the whole gradient of a step; None for no guard."""
+
+    lora: Lora | None = None
+    """Train adapters and keep the model's own weights; None to train the weights."""
+    seed: int = 0
+    """Of the adapters' first values."""
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):

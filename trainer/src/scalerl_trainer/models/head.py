@@ -126,9 +126,10 @@ class _ChunkedLogprob(torch.autograd.Function):
         upstream_m = gradients[0]
         matrix_vd = weight_vd.float() if ctx.fp32 else weight_vd
         grad_hidden_md = torch.empty_like(hidden_md)
-        # Float32 for every model dtype, because the gradient is a sum over chunks.
-        grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32)
-        grad_bias_v = None if bias_v is None else torch.zeros_like(bias_v, dtype=torch.float32)
+        # Float32 for every model dtype, because the gradient is a sum over chunks. None of frozen parameters (LoRA).
+        _, trains_weight, trains_bias, *_ = ctx.needs_input_grad
+        grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if trains_weight else None
+        grad_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if trains_bias else None
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             states_cd = hidden_md[part]
@@ -149,9 +150,11 @@ class _ChunkedLogprob(torch.autograd.Function):
                 grad_bias_v += delta_cv.sum(0)
             delta_cv = delta_cv.to(matrix_vd.dtype)
             grad_hidden_md[part] = (delta_cv @ matrix_vd).to(hidden_md.dtype)
-            grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
+            if grad_weight_vd is not None:
+                grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
+        grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
         grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
-        return grad_hidden_md, grad_weight_vd.to(weight_vd.dtype), grad_bias, *[None] * 6
+        return grad_hidden_md, grad_weight, grad_bias, *[None] * 6
 
 
 def _logits(
