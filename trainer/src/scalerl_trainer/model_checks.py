@@ -63,7 +63,9 @@ def model_problems(folder: Path, spec: RunSpec, *, structure: bool = True) -> It
         ]
     yield from found
     if structure and not found and _has_torch():
-        for problem in _structure(folder.resolve(), spec.model.dtype, spec.model.attention):
+        lora = spec.trainer.lora
+        targets = None if lora is None else tuple(lora.target_modules)
+        for problem in _structure(folder.resolve(), spec.model.dtype, spec.model.attention, targets):
             yield SpecProblem(where, f"{folder}: {problem}")
 
 
@@ -328,10 +330,13 @@ def _has_torch() -> bool:
 
 
 @functools.cache
-def _structure(folder: Path, dtype: Dtype, attention: str) -> tuple[str, ...]:
+def _structure(
+    folder: Path, dtype: Dtype, attention: str, targets: tuple[str, ...] | None
+) -> tuple[str, ...]:
     """Problems from :mod:`.models.structure`, in a process of its own; that it fails is one."""
     command = [sys.executable, "-m", "scalerl_trainer.models.structure", str(folder)]
     command += ["--dtype", dtype, "--attention", attention]
+    command += [] if targets is None else ["--lora", *targets]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(

@@ -22,19 +22,24 @@ from typing import Any
 from scalerl_api.memory import Dtype
 from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models.files import FLOATS, StoredTensor, named, read_json, stored_tensors
+from scalerl_trainer.models.lora import Adapters, Lora
 from scalerl_trainer.models.served import registry
 
 
-def problems(folder: Path, dtype: Dtype, attention: str) -> list[str]:
+def problems(folder: Path, dtype: Dtype, attention: str, targets: Sequence[str] | None = None) -> list[str]:
     """Why the trainer could not load or train the model of ``folder``; empty if it can.
 
     Args:
         dtype: that the run trains in.
         attention: ``model.attention``.
+        targets: ``trainer.lora.targetModules``; None without adapters.
     """
     try:
         model = _meta_model(folder, dtype, attention)
-        return list(_model_problems(model, stored_tensors(folder), dtype))
+        found = list(_model_problems(model, stored_tensors(folder), dtype))
+        if targets is not None:
+            Adapters(model, Lora(1, 1, tuple(targets)))
+        return found
     except ModelError as error:
         return [str(error)]
 
@@ -245,9 +250,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
     parser.add_argument("--attention", required=True)
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--lora", nargs="*", metavar="TARGET")
+    given = parser.parse_args(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    print(json.dumps({"problems": problems(arguments.folder, arguments.dtype, arguments.attention)}))
+    print(json.dumps({"problems": problems(given.folder, given.dtype, given.attention, given.lora)}))
     return 0
 
 
