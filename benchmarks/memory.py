@@ -46,6 +46,7 @@ def case(stage: int, world: int, **changes: Any) -> dict[str, Any]:
         "checkpointing": False,
         "fp32_head": True,
         "reference": False,
+        "lora": None,
         # Below the model's size, as those of a real run are.
         "bucket": 5_000_000,
     }
@@ -66,6 +67,9 @@ CASES: dict[str, dict[str, Any]] = {
     "2,048 tokens": case(1, 1, tokens=2048, sequences=8),
     "2,048 tokens, checkpointing": case(1, 1, tokens=2048, sequences=8, checkpointing=True),
     "KL reference, stage 3": case(3, 1, reference=True),
+    "adapters, stage 1": case(1, 1, lora=32),
+    "adapters, stage 2, 2 ranks": case(2, 2, lora=32),
+    "adapters, stage 3, 2 ranks": case(3, 2, lora=32),
 }
 QUICK = ("stage 1, 1 rank", "stage 2, 2 ranks")
 
@@ -120,6 +124,7 @@ def estimate(settings: dict[str, Any], parameters: int) -> int:
     )
     return rank_memory(
         size,
+        trained=None if settings["lora"] is None else size.adapter_parameters(settings["lora"]),
         dtype=settings["dtype"],
         zero_stage=settings["stage"],
         world=settings["world"],

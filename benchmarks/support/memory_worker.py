@@ -22,6 +22,7 @@ from scalerl_trainer.engine import (
     destroy_process_group,
     init_process_group,
 )
+from scalerl_trainer.models.lora import Lora
 from scalerl_trainer.packing import Sequence
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 64}
@@ -70,6 +71,7 @@ def make_engine(sizes: dict[str, Any], case: dict[str, Any], device: torch.devic
         activation_checkpointing=case["checkpointing"],
         fp32_head=case["fp32_head"],
         ratio_guard=None,
+        lora=None if case["lora"] is None else Lora(case["lora"], case["lora"]),
     )
     engine = Engine(model(), settings, device)
     if case["reference"]:

@@ -195,7 +195,13 @@ OTHER: Final[dict[str, Object]] = {
     },
     **{
         f"trainer.lora.{name}": {"trainer": {"lora": {name: value}}}
-        for name, value in {"rank": 8, "alpha": 64, "targetModules": ["q_proj"], "export": "Adapter"}.items()
+        for name, value in {
+            "rank": 8,
+            "alpha": 64,
+            "targetModules": ["q_proj"],
+            "publish": "Adapter",
+            "export": "Adapter",
+        }.items()
     },
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},

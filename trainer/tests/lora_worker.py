@@ -16,7 +16,7 @@ from scalerl_trainer.algo.losses import Cispo, Loss
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.models import load_model
-from scalerl_trainer.models.lora import Lora
+from scalerl_trainer.models.lora import PEFT, PUBLISHED, Lora
 
 given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
 out: Path = given["out"]
@@ -55,8 +55,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         stats = engine.step(share(step, rank, world), loss)
         found["steps"].append((stats.loss, stats.gradient_norm, stats.loss_means))
     found["merged"] = parameters(engine)
-    found["adapters"] = dict(engine.gather_adapters())
-    found["shapes"] = engine.adapter_shapes()
+    found["adapters"] = dict(engine.gather_adapters(PEFT))
+    found["published"] = [name for name, _ in engine.adapter_shapes(PUBLISHED)]
+    found["shapes"] = engine.adapter_shapes(PEFT)
     folder = out / job["name"]
     if rank == 0:
         folder.mkdir()
@@ -71,7 +72,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("proximal"):
         again.keep_proximal(load_model(given["model"], dtype="float32"))
     again.load(folder)
-    found["loaded"] = dict(again.gather_adapters())
+    found["loaded"] = dict(again.gather_adapters(PEFT))
     found["resumed"] = again.step(share(3, rank, world), loss).loss
     again.close()
     return found

@@ -131,7 +131,7 @@ ModuleName = Annotated[
 
 
 class LoraSpec(Model):
-    """Low-rank adapters (LoRA): the trainer updates them alone, and generators get the merged weights."""
+    """Low-rank adapters (LoRA): the trainer updates them alone, and generators sample with weights that have them merged."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 32
     """Rank of the change of a layer's weight."""
@@ -139,6 +139,9 @@ class LoraSpec(Model):
     """The change is scaled by ``alpha / rank``."""
     target_modules: Annotated[list[ModuleName], Field(max_length=64)] = []
     """Names of the linear layers that get adapters, like ``q_proj``; default: all but the output embedding."""
+    publish: Literal["Merged", "Adapter"] = "Merged"
+    """What is sent to generators: the weights with merged adapters, or the adapters alone, which each generator merges with the
+    weights in its model's files. That is 1 to 2 % of the bytes, and a read of the model for each version."""
     export: Literal["Merged", "Adapter"] = "Merged"
     """What exports contain: the model with merged adapters, or the adapters in the format of peft."""
 

@@ -29,6 +29,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -49,6 +50,7 @@ from scalerl_api.wire import TensorSpec
 from scalerl_generator import vllm_failures
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
+from scalerl_generator.merged_adapters import merged_weights
 from scalerl_generator.sampling_seed import seed_generators
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
@@ -107,6 +109,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     tensors: list[Any] = field(default_factory=list)
     bucket_bytes: int = 1 << 30
     timeout_seconds: float = 60.0
+    adapter_scale: float = 0.0
     abort: bool = False
 
 
@@ -327,6 +330,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             raise RuntimeError(f"the group of epoch {info.epoch} is still opening")
         buckets = lay_out(msgspec.convert(info.tensors, list[TensorSpec]), info.bucket_bytes)
         loaded: set[str] = set()
+        adapters: dict[str, torch.Tensor] = {}
         deadline = time.monotonic() + info.timeout_seconds
         for bucket in buckets:
             t0 = time.perf_counter()
@@ -337,34 +341,42 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             words = trailer.view(torch.int64).tolist()
             check_trailer(words, info.version, bucket.index, checksum_u8(payload))
             t2 = time.perf_counter()
-            report.state = "partial"
             # vLLM's loaders keep these views until their layer is complete, so every bucket needs a new buffer.
-            loaded |= self._load(payload, bucket)
+            if info.adapter_scale:
+                adapters.update(_views(payload, bucket))
+            else:
+                report.state = "partial"
+                loaded |= self._load(_views(payload, bucket))
             report.buckets += 1
             report.tensors += len(bucket.slots)
             report.bytes += bucket.payload_bytes
             report.transfer_seconds += t1 - t0
             report.verify_seconds += t2 - t1
             report.load_seconds += time.perf_counter() - t2
+        if info.adapter_scale:
+            t0 = time.perf_counter()
+            report.state = "partial"
+            folder, dtype = Path(self.model_config.model), self.model_config.dtype
+            loaded = self._load(merged_weights(folder, adapters, info.adapter_scale, dtype, self.device))
+            report.load_seconds += time.perf_counter() - t0
         if missing := sorted(self._parameter_names - loaded):
             raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset: {_listed(missing)}")
 
-    def _load(self, payload: torch.Tensor, bucket: Bucket) -> set[str]:
-        """Load a bucket; returns the names of the model's parameters that it set, in whole or in part.
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load tensors; returns the names of the model's parameters that they set, in whole or in part.
 
         Raises:
             RuntimeError: the model refuses a tensor, which the message names.
         """
         current = ""
 
-        def views() -> Iterator[tuple[str, torch.Tensor]]:
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal current
-            for name, view in _views(payload, bucket):
-                current = name
-                yield name, view
+            for current, tensor in tensors:
+                yield current, tensor
 
         try:
-            return self.model.load_weights(views()) or set()
+            return self.model.load_weights(named()) or set()
         except Exception as error:
             raise RuntimeError(
                 f"vLLM's {type(self.model).__name__} cannot load the tensor {current!r} (an unknown name, or another shape): "

@@ -23,6 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -43,6 +44,7 @@ from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.export import exports_adapter
 from scalerl_trainer.exporter import Exporter
+from scalerl_trainer.models.lora import PEFT, PUBLISHED, AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
@@ -365,7 +367,7 @@ class Leader:
         # Also from an earlier trainer: a member that joins them and disagrees is at fault, not the weights.
         if permit.holders:
             self._agreed_version = worker.version
-        outcome = self._publisher.publish(worker.version, Weights(self._manifest(), self._stream), members)
+        outcome = self._publisher.publish(worker.version, self._weights(), members)
         stats = dict(outcome.stats)
         probed = self._probe([m for m in members if m.member_id in outcome.updated])
         stats |= probed.stats
@@ -517,15 +519,26 @@ class Leader:
             self._save_at_end()
         return reply.action is wire.NextAction.FINISH
 
-    def _stream(self, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
-            self._command(Command.GATHER_ADAPTERS if adapters else Command.GATHER)
-        return self._worker.engine.gather_adapters() if adapters else self._worker.gather()
-
-    def _manifest(self) -> list[wire.TensorSpec]:
+    def _weights(self) -> Weights:
+        """The current weights, or the adapters, as they are published."""
+        engine, lora = self._worker.engine, self._worker.spec.trainer.lora
+        adapters = lora is not None and lora.publish == "Adapter"
+        shapes = engine.adapter_shapes(PUBLISHED) if adapters else engine.checkpoint_shapes()
         dtype = self._worker.spec.model.dtype
-        shapes = self._worker.engine.checkpoint_shapes()
-        return [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
+        manifest = [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
+        if lora is None or not adapters:
+            return Weights(manifest, self._stream)
+        return Weights(manifest, partial(self._adapters, PUBLISHED), lora.alpha / lora.rank)
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
+            self._command(Command.GATHER)
+        return self._worker.gather()
+
+    def _adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._worker.spec.trainer.zero_stage == 3:
+            self._command(Command.GATHER_ADAPTERS)
+        return self._worker.engine.gather_adapters(names)
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
         self._command(Command.SCORE)
@@ -535,10 +548,12 @@ class Leader:
     def _export(self) -> None:
         """Export the current weights; the exporter handles failures."""
         worker, adapters = self._worker, exports_adapter(self._worker.spec) is not None
-        shapes = worker.engine.adapter_shapes() if adapters else worker.engine.checkpoint_shapes()
+        shapes = worker.engine.adapter_shapes(PEFT) if adapters else worker.engine.checkpoint_shapes()
         infos = [TensorInfo(name, getattr(torch, worker.spec.model.dtype), shape) for name, shape in shapes]
         self._export_seconds += self._exporter.write(
-            worker.version, infos, lambda: (tensor for _, tensor in self._stream(adapters=adapters))
+            worker.version,
+            infos,
+            lambda: (tensor for _, tensor in (self._adapters(PEFT) if adapters else self._stream())),
         )
         # An earlier incarnation of the trainer may have had this version evaluated already.
         self._points = -1

@@ -78,6 +78,7 @@ from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.checkpoint_names import stored_names
+from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
@@ -144,6 +145,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
     )
     engine = Engine(model, engine_settings(spec), device, stored_names(environment.paths.base_model))
+    if spec.trainer.lora is not None and spec.trainer.lora.publish == "Adapter":
+        engine.adapter_shapes(PUBLISHED)  # refuses what cannot be published before anything is trained
     if spec.recipe.proximal_updates:
         engine.keep_proximal(
             load_model(

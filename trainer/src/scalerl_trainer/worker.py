@@ -6,7 +6,7 @@ command               what every rank does
 ``SYNC``              gathers whether any rank is to stop and whether the checkpoint is flushed
 ``TRAIN``             updates the weights from its shard of the step, and fetches that of the next on a thread
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
-``GATHER_ADAPTERS``   the same with adapters, for an export
+``GATHER_ADAPTERS``   the same with adapters
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
 ``SAVE``              writes its state to the staging folder and starts to flush it
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
@@ -43,6 +43,7 @@ from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, PackedShard, StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
 from scalerl_trainer.ranks import Ranks
@@ -132,7 +133,7 @@ class Worker:
                     for _ in self.gather():
                         pass
                 case Command.GATHER_ADAPTERS:
-                    for _ in self.engine.gather_adapters():
+                    for _ in self.engine.gather_adapters(PEFT):
                         pass
                 case Command.SCORE:
                     self.engine.logprobs([], temperature=1.0)

@@ -39,6 +39,9 @@ class WeightReceive(Struct, frozen=True, kw_only=True):
     tensors: list[TensorSpec]
     bucket_bytes: int
     timeout_seconds: float
+    adapter_scale: float = 0.0
+    """If not 0, the tensors are adapters A and B of the base model's weights W, named ``<W>/lora_A`` and ``<W>/lora_B``, and the
+    version's weights are ``W + adapter_scale · B A``."""
 
 
 class WeightReceived(Struct, frozen=True, kw_only=True):

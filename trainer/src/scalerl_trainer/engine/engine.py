@@ -40,9 +40,9 @@ from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
 from scalerl_trainer.engine.start import StartSample
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
-from scalerl_trainer.errors import EngineError
+from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames
-from scalerl_trainer.models.lora import Adapters, is_adapter, peft_name
+from scalerl_trainer.models.lora import PEFT, AdapterNames, Adapters, is_adapter, peft_name
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
@@ -269,17 +269,22 @@ class Engine:
                 for name in group.parameters:
                     del parameters[name]
 
-    def adapter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names in peft's files and full shapes of the adapters, in the order of ``gather_adapters``. Not a collective."""
-        return [(peft_name(n), self._deepspeed.shape(p)) for n, p in self._adapter_parameters.items()]
+    def adapter_shapes(self, names: AdapterNames) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and full shapes of the adapters, in the order of ``gather_adapters``. Not a collective.
 
-    def gather_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapters one by one under peft's names, on rank 0; other ranks yield nothing. A collective under ZeRO-3."""
-        for names in self._adapter_groups():
-            parameters = [self._adapter_parameters[name] for name in names]
+        Raises:
+            ModelError: the files have the weight of a layer in another layout, so its adapter cannot be published.
+        """
+        parameters = self._adapter_parameters.items()
+        return [(self._adapter_name(n, names), self._deepspeed.shape(p)) for n, p in parameters]
+
+    def gather_adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapters one by one, on rank 0; other ranks yield nothing. A collective under ZeRO-3."""
+        for group in self._adapter_groups():
+            parameters = [self._adapter_parameters[name] for name in group]
             with self._deepspeed.gathered(parameters):
                 whole = [p.detach().clone() for p in parameters] if self._rank == 0 else []
-            yield from zip(map(peft_name, names), whole, strict=False)
+            yield from zip((self._adapter_name(name, names) for name in group), whole, strict=False)
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -433,6 +438,18 @@ class Engine:
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
         return None if lora is None else Adapters(causal_lm, lora, self.settings.seed)
+
+    def _adapter_name(self, parameter: str, names: AdapterNames) -> str:
+        if names == PEFT:
+            return peft_name(parameter)
+        layer, _, which = parameter.rpartition(".")
+        stored = self._checkpoint.stored_alone(f"{layer}.weight")
+        if stored is None:
+            raise ModelError(
+                f"trainer.lora.publish: Adapter: {self.config.model_type} has {layer}.weight in another layout in its files: "
+                "publish Merged, or leave it out of targetModules"
+            )
+        return f"{stored}/{which}"
 
     def _adapter_groups(self) -> list[tuple[str, ...]]:
         """Names of A and B of each layer."""

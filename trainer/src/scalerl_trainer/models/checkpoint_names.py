@@ -67,6 +67,17 @@ class CheckpointNames:
                 "a time; choose another model"
             )
 
+    def stored_alone(self, parameter: str) -> str | None:
+        """The name in files of a parameter that is stored as it is; None if it is converted."""
+        group = next(group for group in self.groups if parameter in group.parameters)
+        if len(group.parameters) > 1 or len(group.tensors) > 1:
+            return None
+        ((name, shape),) = group.tensors.items()
+        given = torch.empty(shape)  # not written to, so it takes no memory
+        (stored,) = self._revert({parameter: given}).values()
+        same = stored.data_ptr() == given.data_ptr() and stored.stride() == given.stride()
+        return name if same and stored.shape == given.shape else None
+
     def convert(self, group: TensorGroup, parameters: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield the tensors of ``group``, in its order. They may be views of ``parameters``."""
         tensors = self._revert(_select(parameters, group.parameters))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 from torch import nn
@@ -23,6 +23,11 @@ from scalerl_api.spec import RunSpec
 from scalerl_trainer.errors import ModelError
 
 _A, _B = ".lora_A", ".lora_B"
+AdapterNames = Literal["peft", "published"]
+PEFT: Final = "peft"
+"""Names in peft's files."""
+PUBLISHED: Final = "published"
+"""Names of :class:`scalerl_api.wire.WeightReceive`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class Weights:
     stream: Callable[[], NamedTensors]
     """Called for each attempt, once its group is open. The stream is always exhausted, because under ZeRO-3 it is a
     collective of the trainer's ranks."""
+    adapter_scale: float = 0.0
+    """See :class:`scalerl_api.wire.WeightReceive`."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ class Publisher:
             tensors=weights.manifest,
             bucket_bytes=s.bucket_bytes,
             timeout_seconds=timeout_seconds,
+            adapter_scale=weights.adapter_scale,
         )
         self._reserve(buckets)
         # Fill the first bucket before generation is paused.
