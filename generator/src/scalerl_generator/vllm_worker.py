@@ -372,8 +372,9 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal current
-            for current, tensor in tensors:
-                yield current, tensor
+            for name, tensor in tensors:
+                current = name
+                yield name, tensor
 
         try:
             return self.model.load_weights(named()) or set()
