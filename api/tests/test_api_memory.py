@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalerl_api.load import load_run
 from scalerl_api.memory import (
     ModelSize,
     device_memory_problem,
     host_memory,
     rank_memory,
     server_memory,
+    trained_parameters,
     trainer_rank_memory,
 )
 from scalerl_api.spec import RunSpec, ScratchModel
@@ -208,3 +211,28 @@ def test_estimates_of_large_models(size: ModelSize, stage: int, world: int, expe
         publish_bytes=16 << 20,
     )
     assert got.total / 2**30 == pytest.approx(expected, abs=0.1 * expected + 0.5)
+
+
+ON_TWO_GPUS = load_run(Path(__file__).parents[2] / "examples/lora-hub/run.yaml").spec
+
+
+def test_8b_with_adapters_fits_on_one_gpu_of_80_gb() -> None:
+    rank = trainer_rank_memory(QWEN3_8B, ON_TWO_GPUS)
+    assert device_memory_problem(QWEN3_8B, ON_TWO_GPUS, H100, H100) is None
+    trained = trained_parameters(QWEN3_8B, ON_TWO_GPUS)
+    assert 0.009 < trained / QWEN3_8B.parameters < 0.015
+    assert rank.optimizer == 12 * trained
+    assert rank.gradients == 4 * trained
+    assert rank.parameters == 2 * (QWEN3_8B.parameters + trained)
+    whole = ON_TWO_GPUS.model_copy(update={"trainer": ON_TWO_GPUS.trainer.model_copy(update={"lora": None})})
+    assert trainer_rank_memory(QWEN3_8B, whole).total > 140 * 2**30
+
+
+def test_reference_of_adapters_is_no_second_model() -> None:
+    kl = {"maxCompletionTokens": 16, "kl": {"penalty": {"coefficient": "0.1"}}}
+    adapters: dict[str, Any] = {"trainer": {"microBatchTokens": 64, "lora": {}}}
+    whole, alone, warm = (
+        trainer_rank_memory(SIZE, spec(recipe=kl, **sections))
+        for sections in ({}, adapters, adapters | {"warmStart": {"steps": 1, "batchSize": 1}})
+    )
+    assert (whole.reference > 0, alone.reference, warm.reference > 0) == (True, 0, True)

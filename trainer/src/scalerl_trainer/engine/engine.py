@@ -420,7 +420,8 @@ class Engine:
             saved.load(self._pieces(owned=False))
         if self._proximal is not None and saved.has(PROXIMAL):
             for name, start, flat in self._proximal.parts():
-                saved.read(name.removeprefix(PREFIX), PROXIMAL, start, flat)
+                if (parameter := name.removeprefix(PREFIX)) in saved.header.parameters:  # others are frozen
+                    saved.read(parameter, PROXIMAL, start, flat)
             self._proximal_updates = 1
         self.steps_done = saved.header.steps_done
         if self._rank == 0:
