@@ -207,8 +207,6 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),
     "trainer.lora": _of_the_run("the adapters"),
-    "trainer.lora.publish": Edit(Effect.ALL),
-    "trainer.lora.export": Edit(Effect.ALL, "Applies to exports written afterwards."),
     "trainer.deviceMemory": Edit(Effect.ALL, "Checked before the roles start."),
     "trainer.export": Edit(Effect.ALL),
     "trainer.maxRestarts": Edit(Effect.AT_ONCE),
