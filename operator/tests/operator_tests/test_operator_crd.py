@@ -208,6 +208,7 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "model",
                 "seed",
                 "warmStart",
+                "trainer.lora",
                 "budget.split",
                 "recipe.temperature",
                 "recipe.distillation",

@@ -41,12 +41,13 @@ def peak_tflops(name: str) -> float | None:
     return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
-def flops_per_token(causal_lm: Any) -> float | None:
+def flops_per_token(causal_lm: Any, *, frozen: bool = False) -> float | None:
     """Floating-point operations of forward and backward pass for each token, without attention: six for each parameter, except
     those of an embedding that is not tied to the head, which are looked up. None if a token does not use all parameters.
 
     Args:
         causal_lm: a transformers model whose parameters are whole.
+        frozen: the parameters get no gradients (LoRA): four operations each, and those of adapters are not counted.
     """
     if any("expert" in name for name, _ in causal_lm.named_parameters()):
         return None
@@ -54,7 +55,7 @@ def flops_per_token(causal_lm: Any) -> float | None:
     tied = head is not None and head.weight is embedding.weight
     parameters = sum(int(parameter.numel()) for parameter in causal_lm.parameters())
     looked_up = 0 if tied else int(embedding.weight.numel())
-    return 6.0 * (parameters - looked_up)
+    return (4.0 if frozen else 6.0) * (parameters - looked_up)
 
 
 def utilization(

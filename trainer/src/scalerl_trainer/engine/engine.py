@@ -115,7 +115,7 @@ class Engine:
         if settings.activation_checkpointing:
             causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.config = causal_lm.config
-        self.flops_per_token = flops_per_token(causal_lm)
+        self.flops_per_token = flops_per_token(causal_lm, frozen=settings.lora is not None)
         self._adapters = self._add_adapters(causal_lm)
         self._reference_is_base = False
         buffers = buffer_dtypes(causal_lm)

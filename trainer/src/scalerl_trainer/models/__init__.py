@@ -4,6 +4,7 @@
 - ``scratch``: writes small, randomly initialised models;
 - ``head``: computes log-probabilities from hidden states;
 - ``policy``: the module that the engine trains;
+- ``lora``: adapters of linear layers;
 - ``logits``: scale and cap of the logits, from the config;
 - ``files``: config and headers of a model folder, without torch;
 - ``structure``: compares them with the model that transformers makes;
