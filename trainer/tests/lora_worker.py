@@ -25,7 +25,7 @@ world: int = given["world"]
 
 torch.set_num_threads(1)
 device = init_process_group(
-    Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=240
+    Rank(rank, world, rank, "127.0.0.1", given["port"]), device="cpu", timeout_seconds=380
 )
 
 
