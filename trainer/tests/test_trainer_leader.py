@@ -44,7 +44,10 @@ def publishing(
         publish_begin=lambda version, wait: permit, publish_commit=lambda *message: commits.append(message)
     )
     spec = SimpleNamespace(
-        autoscaling=SimpleNamespace(mode="Off"), model=SimpleNamespace(dtype="float32"), probe_limit=1e-6
+        autoscaling=SimpleNamespace(mode="Off"),
+        model=SimpleNamespace(dtype="float32"),
+        probe_limit=1e-6,
+        trainer=SimpleNamespace(lora=None),
     )
     worker = SimpleNamespace(
         spec=spec,
