@@ -57,7 +57,7 @@ def test_killed_rank_resumes_adapters_and_exports_them(new_run: Any) -> None:
         checkpoint__everySteps=2,
     )
     directory = run.start(seconds_per_group=0.1)
-    until(lambda: run.step() >= 3)
+    until(lambda: run.step() >= 3 and run.checkpoints())
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGKILL)
     run.wait_trainer()
