@@ -27,7 +27,7 @@ NODE = (
 LONG = ("test_interrupted.py",)
 """One test of five minutes: begun last, it would run alone."""
 SLOW = ("slow", "vllm", "local")
-MAY_SKIP_IN_CI = ("needs a GPU", "needs Chromium")
+MAY_SKIP_IN_CI = ("needs a GPU", "needs Chromium", "needs peft")
 
 
 def scope(nodeid: str) -> str:

@@ -250,7 +250,7 @@ def with_peft(
     model: Path, adapters: dict[str, torch.Tensor], folder: Path, ids: torch.Tensor
 ) -> torch.Tensor:
     """Logits of peft's model with these adapters, from its file format."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="needs peft, which is no dependency")
     from safetensors.torch import save_file
 
     save_file({n: t.contiguous() for n, t in adapters.items()}, folder / "adapter_model.safetensors")
