@@ -38,7 +38,7 @@ MODEL = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
 }
-TOKENS, SEQUENCES = 1024, 4
+TOKENS, SEQUENCES = 256, 4
 
 
 def engine(lora: Lora | None, device: torch.device) -> Engine:
