@@ -208,6 +208,19 @@ def test_step_stats_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert [rank["train 3"]["stats"][0].learning_rate for rank in ranks] == [5e-3, 5e-3]
 
 
+def test_differences_are_of_each_token(ranks: list[dict[str, Any]], model: str, worker: Any) -> None:
+    """In the order of the rank's sequences, over all micro-batches."""
+    network, batch = load_model(model, dtype="float32"), worker.whole_batch(0)
+    for rank, mine in enumerate([[0, 2, 3, 4, 5], [1, 6]]):
+        with torch.no_grad():
+            own = [
+                plain_logprobs(network, batch["sequences"][i], worker.SETTINGS["temperature"]) for i in mine
+            ]
+        expected = torch.cat([one - batch["generator"][i] for one, i in zip(own, mine, strict=True)])
+        found = ranks[rank]["train 3"]["stats"][0].differences_n
+        torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=0)
+
+
 def test_gather_parameters_is_empty_on_other_ranks(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["train 3"]["parameters"] == {}
 

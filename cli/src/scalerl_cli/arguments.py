@@ -140,7 +140,9 @@ def _add_rollouts(commands: Commands) -> None:
     rollouts.add_argument(
         "--limit", type=whole, default=100, metavar="N", help="number of rollouts (default: 100; 0: all)"
     )
-    rollouts.add_argument("--full", action="store_true", help="show long texts whole")
+    rollouts.add_argument(
+        "--full", action="store_true", help="show long texts whole; with --json also the columns of tokens"
+    )
     rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
 
 

@@ -365,15 +365,22 @@ class RolloutGenerator:
         """The texts of a group for the record of rollouts."""
         generated, completions = of
         ids, prompt = generated.encoded.token_ids, generated.prompt
-        (rendered,) = generated.section.codec.tokenizer.texts([ids])
+        tokenizer = generated.section.codec.tokenizer
+        (rendered,) = tokenizer.texts([ids])
+        recorded = [
+            _recorded(text, len(sampled.token_ids))
+            for text, sampled in zip(completions, generated.completions, strict=True)
+        ]
+        lengths = [
+            tokenizer.characters(sampled.token_ids.tolist(), text) or []
+            for text, sampled in zip(recorded, generated.completions, strict=True)
+        ]
         return GroupText(
             prompt=_recorded(rendered, len(ids)),
             reference=_recorded(prompt.answer, len(ids)),
             labels={_recorded(name, 64): _recorded(value, 64) for name, value in prompt.labels.items()},
-            completions=[
-                _recorded(text, len(sampled.token_ids))
-                for text, sampled in zip(completions, generated.completions, strict=True)
-            ],
+            completions=recorded,
+            token_characters=[np.array(of_token, dtype="<u2").tobytes() for of_token in lengths],
         )
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:

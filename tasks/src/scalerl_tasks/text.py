@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _CONTROL = re.compile(r"<\|[^|<>\s{}]+\|>")
 """Text like ``<|im_start|>``, which is a single token in a chat template."""
+_REPLACEMENT = "\ufffd"
+"""In place of bytes that are no UTF-8."""
+_MOST_CHARACTERS = 2**16 - 1
+"""Of a token, as the wire has them."""
 THOUGHT = "<think>"
 THOUGHT_END = "</think>"
 
@@ -166,6 +170,26 @@ class ModelTokenizer:
         """Each completion's text, without its end token; other special tokens stay visible."""
         stripped = [ids[:-1] if len(ids) and ids[-1] in self.stop_token_ids else ids for ids in completions]
         return self.texts(stripped)
+
+    def characters(self, ids: Sequence[int], text: str) -> list[int] | None:
+        """The number of characters that each token of a completion adds to its ``text``, as :meth:`decode` gives it; the token
+        that completes a character of several tokens counts as all of it. None if ``text`` is not that of the tokens."""
+        own = ids[:-1] if len(ids) and ids[-1] in self.stop_token_ids else ids
+        alone = self.texts([[i] for i in own])
+        if "".join(alone) == text and _REPLACEMENT not in text:
+            lengths = [len(piece) for piece in alone]
+        else:  # in context: a character is at most four tokens, and a first token may lose its space
+            begins = [max(0, at - 4) for at in range(len(own))]
+            whole = self.texts([own[begin : at + 1] for at, begin in enumerate(begins)])
+            before = self.texts([own[begin:at] for at, begin in enumerate(begins)])
+            lengths = [len(a) - len(b) for a, b in zip(whole, before, strict=True)]
+        if (
+            sum(lengths) != len(text)
+            or min(lengths, default=0) < 0
+            or max(lengths, default=0) > _MOST_CHARACTERS
+        ):
+            return None
+        return [*lengths, *([0] * (len(ids) - len(own)))]
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -217,6 +217,9 @@ class GroupText(Struct, frozen=True, kw_only=True):
     """The prompt's labels."""
     completions: list[str]
     """The text of each completion, as the verifier graded it."""
+    token_characters: list[bytes] = []
+    """The number of characters that each token adds to the text of its completion, little-endian uint16; empty of a completion
+    whose text is not that of its tokens, such as one that was cut."""
 
 
 class Group(Struct, frozen=True, kw_only=True):

@@ -159,6 +159,8 @@ class TrainedSequence(Struct, frozen=True, array_like=True):
     """Mean over the trained tokens of the absolute difference of the log-probabilities of trainer and generator, in nats."""
     max_difference: float
     """Its maximum."""
+    differences: bytes = b""
+    """log-probability of the trainer minus that of the generator, of each trained token in order, little-endian float16."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True):

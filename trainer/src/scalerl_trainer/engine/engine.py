@@ -76,8 +76,8 @@ class _Accumulated:
     sums: torch.Tensor
     """``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of fresh tokens,
     and the L own sums of the loss."""
-    differences_3s: torch.Tensor
-    """Of |log π_train − log π_gen| by sequence: sum, maximum and number of tokens, float64 ``[3, S]`` on the device."""
+    differences_n: torch.Tensor
+    """log π_train − log π_gen, float32 ``[N]`` on the device, in flat order."""
     names: list[str] = field(default_factory=list)
     """Names of the loss's own sums."""
     beyond: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -335,7 +335,7 @@ class Engine:
             sequences=sequences,
             micro_batches=micro_batches,
             ratios=ratios if sampled else None,
-            differences_s=_differences(done.differences_3s) if sampled else None,
+            differences_n=done.differences_n if sampled else None,
             ratios_by_position=every if sampled else (),
             fresh_ratios_by_position=fresh if known else (),
             loss_means={
@@ -532,7 +532,7 @@ class Engine:
         proximal = self._proximal if self._proximal_updates else None
         ordinary = torch.zeros((), dtype=torch.float64, device=self.device)
         outliers_n = torch.zeros(packed.trainable, dtype=torch.float64, device=self.device)
-        differences_3s = torch.zeros(3, len(batch.sequences), dtype=torch.float64, device=self.device)
+        differences_n = torch.zeros(packed.trainable, device=self.device)
         for micro, real in self._micro_batches(packed, count):
             reference_m = self._frozen_logprobs(self._reference, micro)
             proximal_m = self._frozen_logprobs(proximal, micro)
@@ -557,12 +557,12 @@ class Engine:
             ]
             part = torch.cat(parts) if real else torch.zeros_like(torch.cat(parts))
             if done is None:
-                done = _Accumulated(part, differences_3s, names)
+                done = _Accumulated(part, differences_n, names)
             else:
                 done.sums = _add_sums(done.sums, part)
             if real:
-                difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).abs().double()
-                _add_differences(differences_3s, difference_m, micro.sequence_m.to(self.device))
+                difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).float()
+                differences_n[micro.flat_m.to(self.device)] = difference_m
                 done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
         if done is None:
             raise EngineError("a batch with trainable tokens has no micro-batch")
@@ -713,15 +713,3 @@ def _outlier_counts(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[in
     for beyond_m, sequence_m in beyond:
         found.update(sequence_m[beyond_m.cpu()].tolist())
     return dict(found)
-
-
-def _add_differences(total_3s: torch.Tensor, difference_m: torch.Tensor, sequence_m: torch.Tensor) -> None:
-    """Adds the tokens of a micro-batch to sum, maximum and number by sequence, without a wait for the device."""
-    total_3s[0].index_add_(0, sequence_m, difference_m)
-    total_3s[1].scatter_reduce_(0, sequence_m, difference_m, "amax")
-    total_3s[2].index_add_(0, sequence_m, torch.ones_like(difference_m))
-
-
-def _differences(total_3s: torch.Tensor) -> torch.Tensor:
-    """Mean and maximum of the tokens' differences by sequence, ``[S, 2]``; 0 without tokens."""
-    return torch.stack([total_3s[0] / total_3s[2].clamp(min=1), total_3s[1]], dim=1)
