@@ -203,7 +203,7 @@ class Worker:
                 own_seconds,
                 shard_batch.staleness,
                 dict(broken),
-                recorded(shard, shard_batch.batch, step_stats.differences_s),
+                recorded(shard, shard_batch.batch, step_stats.differences_n),
             ),
             tuple[dict[str, float], Staleness, dict[int, int], list[TrainedSequence]],
         )
