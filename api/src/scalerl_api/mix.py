@@ -92,7 +92,7 @@ class RunTaskSpec(ScoringSpec):
     """Prompts excluded from training; their mean score is the curve. In a mix, set it in each task."""
 
     rules = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin", "mix"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "plugin", "mix"),
         Rule(
             "[has(self.mix), has(self.verifier), has(self.verifiers)].exists_one(given, given)",
             "give verifier or verifiers, or with mix, each of its tasks its own verifier",

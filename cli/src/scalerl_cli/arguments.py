@@ -41,6 +41,12 @@ def _add_run(commands: Commands) -> None:
         help="pin a role to CPUs, such as --pin trainer=0 --pin generator=1,2 (for benchmarks)",
     )
 
+    run.add_argument(
+        "--runtime",
+        metavar="NAME",
+        help="what runs its processes: a runtime of an installed package (default: this machine)",
+    )
+
     validate = commands.add_parser("validate", help="validate run files and list all problems")
     validate.add_argument("files", type=Path, nargs="+", metavar="FILE")
     validate.add_argument(

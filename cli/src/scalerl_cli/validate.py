@@ -13,7 +13,7 @@ from scalerl_api.recipe import resolve
 from scalerl_api.spec import RunSpec
 from scalerl_api.spec_warnings import past_deadline, warnings_of
 from scalerl_cli.exits import BAD_INPUT, DONE
-from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
+from scalerl_cli.inputs import load, machine_problems, model_problems, plugin_problems, task_problems
 from scalerl_cli.output import say
 
 
@@ -62,9 +62,11 @@ def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
     except SpecError as error:
         return error.problems
     late = past_deadline(run.spec, time.time())
-    return [
+    found = [
         *(() if late is None else [late]),
+        *plugin_problems(run.spec, load=True),
         *model_problems(run.spec, structure=True),
         *task_problems(run.spec, answers=True),
         *(() if any_machine else machine_problems(run)),
     ]
+    return list(dict.fromkeys(found))  # a name of a task is checked twice

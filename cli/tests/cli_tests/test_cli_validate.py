@@ -99,7 +99,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "no source",
         changed(spec__task__reasoningGym=REMOVE),
-        ["spec.task", "exactly one of reasoningGym, jsonl, dataset, opGraph"],
+        ["spec.task", "exactly one of reasoningGym, jsonl, dataset, plugin"],
     ),
     (
         "a float",
@@ -143,7 +143,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "bad verifier",
         changed(spec__task__verifier__name="guess"),
-        ["spec.task.verifier.name", "'math-verify'", "got 'guess'"],
+        ["spec.task.verifier.name", "plugin 'guess'", "built in: reasoning-gym, exact, number, math-verify"],
     ),
     ("no limit", changed(spec__budget={}), ["spec.budget", "maxSteps, maxDeviceHours, maxSeconds"]),
     (

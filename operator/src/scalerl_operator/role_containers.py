@@ -208,6 +208,8 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
     if generator.speculation and (history := generator.speculation.history):
         options += ["--max-draft-tokens", str(history.max_draft_tokens)]
         options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
+        if history.drafter:
+            options += ["--drafter", literal(history.drafter.model_dump_json())]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

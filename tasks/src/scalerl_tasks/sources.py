@@ -25,9 +25,7 @@ from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
-from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
-from scalerl_tasks.plugins import VERIFIERS as PLUGIN_VERIFIERS
-from scalerl_tasks.plugins import Plugin, entry_point, open_plugin_source
+from scalerl_tasks.plugins import Plugin, module_of, open_plugin_source
 from scalerl_tasks.programs.verifier import CodeConfig
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
@@ -40,7 +38,7 @@ from scalerl_tasks.split import (
     open_train,
     select_prompts,
 )
-from scalerl_tasks.verifiers import VerifierConfig
+from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 
 if TYPE_CHECKING:
     from scalerl_api.source import CodeVerifier, HeldOutSpec, VerifierSpec
@@ -56,7 +54,7 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
             working directory, and the user's cache.
 
     Raises:
-        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl`, :func:`~scalerl_tasks.dataset.open_dataset` and :class:`~scalerl_tasks.opgraph.OpGraphTask`.
+        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl`, :func:`~scalerl_tasks.dataset.open_dataset` and :func:`.open_plugin_source`.
     """
     task = _gym_task(spec)
     if task is not None:
@@ -76,22 +74,9 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
                 f"answer is, such as columns: {{answer: COLUMN}} (columns: {', '.join(source.table.info.columns)})"
             )
         return source
-    if (section := spec.op_graph) is not None:
-        low, high = section.operations
-        return OpGraphSource(
-            OpGraphTask(
-                (low, high),
-                section.contexts,
-                section.modes,
-                section.distractors,
-                section.seed,
-                section.size,
-                section.count,
-            )
-        )
     if spec.plugin is not None:
         return open_plugin_source(Plugin(spec.plugin.name, spec.plugin.parameters))
-    raise SourceError("task: give one of reasoningGym, jsonl, dataset, opGraph and plugin")
+    raise SourceError("task: give one of reasoningGym, jsonl, dataset and plugin")
 
 
 def open_warm_start(spec: RunSpec, directory: Path | None = None) -> JsonlSource | DatasetSource | None:
@@ -162,12 +147,12 @@ def verifier_config(
             None if prompt is None else prompt.template,
             None if prompt is None else prompt.system,
         )
-    if given.plugin is not None:
-        digest = _digest_or_empty(module=_plugin_module(given.plugin.name))
-        return VerifierConfig(
-            "plugin", plugin=Plugin(given.plugin.name, given.plugin.parameters, (low, high), digest)
-        )
     assert given.name is not None
+    if given.installed is not None:
+        digest = _digest_or_empty(module=module_of(given.name))
+        return VerifierConfig(
+            given.name, plugin=Plugin(given.name, given.installed.parameters, (low, high), digest)
+        )
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
 
 
@@ -184,7 +169,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
     Raises:
         VerifierError: the code cannot be read.
     """
-    if spec.verifier is not None and spec.verifier.name is not None:
+    if spec.verifier is not None and spec.verifier.name in VERIFIERS:
         return ""
     limits = {"timeout_seconds", "memory", "workers"}
     parts: list[object] = [spec.combine]
@@ -198,17 +183,10 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
             )
         if given.http is not None:
             kept["http"] = {"url": given.http.url}
-        if given.plugin is not None:
-            kept["code"] = code_digest(module=_plugin_module(given.plugin.name))
+        if given.installed is not None:
+            kept["code"] = code_digest(module=module_of(given.installed.name))
         parts.append(sorted(kept.items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _plugin_module(name: str) -> str:
-    try:
-        return entry_point(PLUGIN_VERIFIERS, name).module
-    except TaskError as error:
-        raise VerifierError(str(error)) from error
 
 
 def _digest_or_empty(path: Path | None = None, module: str | None = None) -> str:

@@ -285,11 +285,7 @@ def _verifier_field(task: ProblemSpec) -> str:
     if task.verifier is None:
         return ".verifiers"
     return next(
-        (
-            f".verifier.{name}"
-            for name in ("python", "code", "plugin", "http")
-            if getattr(task.verifier, name)
-        ),
+        (f".verifier.{name}" for name in ("python", "code", "http") if getattr(task.verifier, name)),
         ".verifier.name",
     )
 
@@ -301,15 +297,14 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
         case UnknownTaskError():
             field = ".reasoningGym.name"
         case ParameterError():
-            section = "reasoningGym.parameters" if task.reasoning_gym is not None else "opGraph"
-            field = f".{section}" + (f".{error.parameter}" if error.parameter else "")
+            field = f".{task.source_field}.parameters" + (f".{error.parameter}" if error.parameter else "")
         case SplitError():
             field = ".heldOut.size"
         case TemplateError():
             field = ".prompt.template"
         case VerifierError():
             field = _verifier_field(task)
-        case SourceError() if task.jsonl is None and task.dataset is None:
+        case SourceError() if task.reasoning_gym is not None:
             field = ""
     return TaskProblem(where + field, str(error))
 

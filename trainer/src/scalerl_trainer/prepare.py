@@ -36,6 +36,7 @@ from scalerl_trainer.checks import (
     check_memory,
     check_mid_training_file,
     check_model,
+    check_plugins,
     check_prompts,
     check_set_prompts,
     check_tasks,
@@ -132,6 +133,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         OSError: the folder cannot be written.
     """
     target = paths.base_model
+    check_plugins(spec, one_machine=one_machine)
     check_tasks(spec, paths.root, answers=not _answers_are_checked(target, spec))
     tasks = open_tasks(spec, paths.root)
     if spec.model.scratch is not None:

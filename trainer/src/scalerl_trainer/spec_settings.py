@@ -6,6 +6,7 @@ import torch
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.recipe import LossSpec, RecipeSpec
+from scalerl_api.registry import Kind, make
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.corrections import Corrected, OffPolicyMasked
 from scalerl_trainer.algo.distillation import Distilled
@@ -83,6 +84,9 @@ def _loss(spec: LossSpec) -> Loss:
         return Reinforce()
     if spec.dppo is not None:
         return Dppo(float(spec.dppo.threshold), float(spec.dppo.ratio_cap))
+    if spec.plugin is not None:
+        made: Loss = make(Kind.LOSS, spec.plugin.name, spec.plugin.parameters)
+        return made
     raise AssertionError("a parsed recipe has a loss")
 
 

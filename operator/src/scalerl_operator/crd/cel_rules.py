@@ -27,6 +27,7 @@ from scalerl_api.fields import (
     decimal_input,
     quantity_input,
 )
+from scalerl_api.plugins import free_value
 from scalerl_api.pods import (
     COUNT,
     PLAIN_PATH,
@@ -387,6 +388,7 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             "memory must be at least 1Mi: a number without a unit is bytes",
         ),
     ),
+    free_value: (),
     parameter_value: (),  # of any type: only the operator checks it
     timestamp_input: (),
     on_the_calendar: (

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from scalerl_api import trace
-from scalerl_cli.simulation import speeds
-from scalerl_cli.simulation.speeds import fit_decode
-from scalerl_cli.simulation.trace_file import RunTrace, read_trace
-from scalerl_cli.simulation.workload import DecodeSpeed
+from scalerl_extras.simulation import speeds
+from scalerl_extras.simulation.speeds import fit_decode
+from scalerl_extras.simulation.trace_file import RunTrace, read_trace
+from scalerl_extras.simulation.workload import DecodeSpeed
 
 
 def token_by_token(

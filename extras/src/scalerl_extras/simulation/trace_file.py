@@ -10,7 +10,7 @@ import msgspec
 
 from scalerl_api import trace
 from scalerl_cli.exits import Refused
-from scalerl_cli.simulation.workload import Drafts, Group, Workload
+from scalerl_extras.simulation.workload import Drafts, Group, Workload
 
 _SHOWN = 5
 _LONGEST_DRAFT = 64

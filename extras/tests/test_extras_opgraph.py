@@ -12,12 +12,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalerl_api.spec import TaskSpec
-from scalerl_tasks import ParameterError, open_source, split_held_out
-from scalerl_tasks.opgraph import CONTEXTS, MAX_OPERATIONS, MAX_PROBLEMS, OpGraphSource, OpGraphTask
-from scalerl_tasks.opgraph.contexts import KINDS, PLACES
-from scalerl_tasks.opgraph.graph import Form, permuted
-from scalerl_tasks.opgraph.source import COUNTS
+from scalerl_api.spec import RunSpec, TaskSpec
+from scalerl_extras.opgraph import CONTEXTS, MAX_OPERATIONS, MAX_PROBLEMS, OpGraphSource, OpGraphTask
+from scalerl_extras.opgraph.contexts import KINDS, PLACES
+from scalerl_extras.opgraph.graph import Form, permuted
+from scalerl_extras.opgraph.source import COUNTS
+from scalerl_tasks import (
+    GradingPool,
+    ParameterError,
+    Prompt,
+    VerifierConfig,
+    open_grading_pool,
+    open_source,
+    open_verifier,
+    split_held_out,
+    task_problems,
+    verifier_config,
+)
 from scalerl_tasks.sources import open_task
 from scalerl_tasks.split import HeldOutGraphs
 
@@ -201,10 +212,13 @@ def test_opgraph_held_out_graphs_are_not_trained_on():
 
 
 def test_opgraph_held_out_graphs_of_a_spec():
-    spec = {"opGraph": {"operations": [2, 3]}, "verifier": {"name": "opgraph-verified"}}
+    spec = {
+        "plugin": {"name": "opgraph", "parameters": {"operations": [2, 3]}},
+        "verifier": {"name": "opgraph-verified"},
+    }
     task = open_task(TaskSpec(**spec, heldOut={"size": 20, "graphs": "0.2"}))
     assert {task.held_out[i].graph for i in range(20)}.isdisjoint(task.train[i].graph for i in range(500))
-    with pytest.raises(ValueError, match=r"heldOut\.graphs needs opGraph"):
+    with pytest.raises(ValueError, match=r"heldOut\.graphs needs a plugin"):
         TaskSpec(jsonl={"path": "a"}, verifier={"name": "exact"}, heldOut={"graphs": "0.2"})
 
 
@@ -290,7 +304,7 @@ def test_opgraph_difficulty_needs_no_problem():
 def test_opgraph_random_access_is_deterministic():
     """The last index of a million, in another process with other hashes of strings."""
     code = (
-        "from scalerl_tasks.opgraph import *; s = OpGraphSource(OpGraphTask((2, 20), {'zoo': '0.9', 'school': '0.1'},"
+        "from scalerl_extras.opgraph import *; s = OpGraphSource(OpGraphTask((2, 20), {'zoo': '0.9', 'school': '0.1'},"
         " ('forward', 'reverse'), seed=7, size=1_000_000)); print(repr(s[999_999]), s.digest)"
     )
     found = {
@@ -317,7 +331,9 @@ def test_opgraph_problems_stay_the_same():
 def test_opgraph_guide_shows_what_the_code_prints():
     guide = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
     block = next(
-        b for b in re.findall(r"^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL) if "opGraph" in b
+        b
+        for b in re.findall(r"^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+        if "name: opgraph\n" in b
     )
     prompt = open_source(TaskSpec.model_validate(yaml.safe_load(block)["task"]))[16]
     assert (prompt.labels["operations"], prompt.labels["mode"]) == ("4", "reverse")
@@ -413,3 +429,59 @@ def test_opgraph_task_refuses(changes, parameter, message):
 def test_opgraph_index_out_of_range(index):
     with pytest.raises(IndexError):
         source(size=100)[index]
+
+
+async def test_open_task_of_op_graph_section():
+    section_ = {
+        "operations": [2, 4],
+        "contexts": {"zoo": "0.5", "school": "0.5"},
+        "modes": ["reverse"],
+        "seed": 7,
+    }
+    spec = TaskSpec.model_validate(
+        {
+            "plugin": {"name": "opgraph", "parameters": section_ | {"size": 300}},
+            "verifier": {"name": "opgraph-strict", "memory": "256Mi", "timeoutSeconds": 2},
+            "heldOut": {"size": 20, "seed": 1},
+        }
+    )
+    task = open_task(spec)
+    assert (len(task.train), len(task.held_out)) == (280, 20)
+    prompt = task.train[5]
+    assert {prompt.labels["mode"], task.held_out[0].labels["mode"]} == {"reverse"}
+    assert {task.train[i].labels["context"] for i in range(40)} == {"zoo", "school"}
+    verifier = open_verifier(verifier_config(spec))
+    for index in range(20):
+        verifier.check(task.train[index])
+    async with open_grading_pool(spec) as pool:
+        graded = await pool.score_group(prompt, [prompt.solution, f"<answer>{prompt.answer}</answer>"])
+    assert [g.score for g in graded] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"operations": [8, 4]}, "give the least first"),
+        ({"operations": [2, MAX_OPERATIONS + 1]}, "give the least first"),
+        ({"operations": [4]}, r"parameters\.operations\.1: Field required"),
+        ({"operations": [2, 4], "count": "Nodes"}, "give one of Operations, Edges"),
+        ({"operations": [2, 4], "contexts": {"moon": "1"}}, "no context 'moon'"),
+        ({"operations": [2, 4], "contexts": {"zoo": "0.9", "school": "0.01"}}, "must sum to 1"),
+        ({"operations": [2, 4], "contexts": {"zoo": "1.5", "school": "-0.5"}}, "from 0 to 1"),
+        ({"operations": [2, 4], "modes": ["back"]}, "give some of forward, reverse"),
+        ({"operations": [2, 4], "sizes": 3}, r"parameters\.sizes: Unexpected keyword"),
+        ({"operations": [2, 4], "size": 1000}, r"lower task\.heldOut\.size"),
+    ],
+)
+def test_opgraph_parameters_that_are_refused(parameters, says):
+    spec = {"plugin": {"name": "opgraph", "parameters": parameters}, "verifier": {"name": "opgraph-blend"}}
+    run = {"model": {"scratch": {}}, "task": spec, "budget": {"maxSteps": 1}}
+    (problem,) = task_problems(RunSpec.model_validate(run), answers=False)
+    assert re.search(says, problem.text)
+    assert problem.field.startswith(("task.plugin", "task.heldOut.size"))
+
+
+async def test_opgraph_tells_which_completions_have_an_answer():
+    async with GradingPool(VerifierConfig("opgraph-outcome")) as pool:
+        found = await pool.score_group(Prompt("a", "2 + 2?", "4"), ["<answer>5", "5"])
+    assert [(one.score, one.verdict.answered) for one in found] == [(0.0, True), (0.0, False)]

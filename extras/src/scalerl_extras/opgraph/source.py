@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
-from scalerl_tasks.errors import ParameterError, did_you_mean
-from scalerl_tasks.opgraph.contexts import CONTEXTS
-from scalerl_tasks.opgraph.graph import (
+from pydantic import ConfigDict, TypeAdapter
+
+from scalerl_extras.opgraph.contexts import CONTEXTS
+from scalerl_extras.opgraph.graph import (
     MAX_DISTRACTORS,
     MAX_OPERATIONS,
     MAX_PROBLEMS,
@@ -22,8 +24,9 @@ from scalerl_tasks.opgraph.graph import (
     draw_names,
     permuted,
 )
-from scalerl_tasks.opgraph.render import Problem, render
-from scalerl_tasks.opgraph.solve import solve
+from scalerl_extras.opgraph.render import Problem, render
+from scalerl_extras.opgraph.solve import solve
+from scalerl_tasks.errors import ParameterError, did_you_mean
 from scalerl_tasks.prompts import Prompt, check_index
 
 MODES = ("forward", "reverse")
@@ -47,6 +50,8 @@ class OpGraphTask:
         count: what ``operations`` counts, ``Operations`` or ``Edges``, as :mod:`.graph` defines them.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     operations: tuple[int, int]
     contexts: Mapping[str, str] = field(default_factory=lambda: {"zoo": "1"})
     modes: Sequence[str] = ("forward",)
@@ -69,6 +74,8 @@ class OpGraphTask:
                     f"no context {name!r}{did_you_mean(name, CONTEXTS)} (known: {', '.join(CONTEXTS)})",
                     "contexts",
                 )
+        if any(not 0 <= Fraction(weight) <= 1 for weight in self.contexts.values()):
+            raise ParameterError("weights of contexts must be from 0 to 1", "contexts")
         if (total := sum(map(Fraction, self.contexts.values()))) != 1:
             raise ParameterError(
                 f"the shares of contexts sum to {float(total):g}; they must sum to 1", "contexts"
@@ -95,6 +102,15 @@ class OpGraphTask:
 def _scale(weights: Mapping[str, str]) -> int:
     """The smallest positive integer whose product with every weight is an integer."""
     return math.lcm(*(Fraction(weight).denominator for weight in weights.values()))
+
+
+def open_op_graph(**parameters: Any) -> OpGraphSource:
+    """The source of ``task.plugin: {name: opgraph, parameters: …}``, whose parameters are the fields of :class:`OpGraphTask`.
+
+    Raises:
+        pydantic.ValidationError: a parameter is unknown, of a wrong type, or out of range.
+    """
+    return OpGraphSource(TypeAdapter(OpGraphTask).validate_python(parameters))
 
 
 class OpGraphSource:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalerl_extras.opgraph import CONTEXTS, OpGraphSource, OpGraphTask
+from scalerl_extras.opgraph.parse import MAX_CHARACTERS, UNDEFINED, SolutionNode, compare, parse
+from scalerl_extras.opgraph.solve import LETTERS, UNKNOWN, linear_text, solve
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError, open_verifier
-from scalerl_tasks.opgraph import CONTEXTS, OpGraphSource, OpGraphTask
-from scalerl_tasks.opgraph.parse import MAX_CHARACTERS, UNDEFINED, SolutionNode, compare, parse
-from scalerl_tasks.opgraph.solve import LETTERS, UNKNOWN, linear_text, solve
 
 NAMES = ("opgraph-outcome", "opgraph-blend", "opgraph-strict", "opgraph-verified")
 OUTCOME, BLEND, STRICT, VERIFIED = (open_verifier(VerifierConfig(name)) for name in NAMES)

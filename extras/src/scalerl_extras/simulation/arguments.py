@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from scalerl_api.registry import Kind, installed
 from scalerl_cli.argument_types import not_negative, positive_whole
 
 POLICIES = {
@@ -26,12 +27,13 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="simulate the work of a trace (spec.trace) under other schedules and on other clusters",
         epilog="policies: " + "; ".join(f"{name}: {text}" for name, text in POLICIES.items()),
     )
+    command.set_defaults(function="scalerl_extras.simulation.command:run_simulate")
     command.add_argument("trace", type=Path, metavar="TRACE", help="trace.jsonl, or a run directory with one")
     command.add_argument(
         "--policy",
         action="append",
-        choices=POLICIES,
-        help="schedule; may be repeated (default: the trace's)",
+        choices=[*POLICIES, *installed(Kind.SCHEDULE)],
+        help="schedule, also of an installed package; may be repeated (default: the trace's)",
     )
     command.add_argument(
         "--generators", type=positive_whole, metavar="N", help="number of generators (default: the trace's)"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scalerl_cli.simulation.fleet import Fleet, Spans
-from scalerl_cli.simulation.workload import Cluster, Expected, Outcome, Workload
 from scalerl_coordinator.off_policy import OffPolicy
 from scalerl_coordinator.scheduling import Generator, Pace, Place, Policy, View, expected_load
+from scalerl_extras.simulation.fleet import Fleet, Spans
+from scalerl_extras.simulation.workload import Cluster, Expected, Outcome, Workload
 from scalerl_generator.leasing import Occupancy, groups_wanted
 
 

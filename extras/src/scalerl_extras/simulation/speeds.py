@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
 from scalerl_api import trace
-from scalerl_cli.simulation.fleet import Fleet
-from scalerl_cli.simulation.trace_file import RunTrace, verification
-from scalerl_cli.simulation.workload import Cluster, DecodeSpeed, Drafts, Group, Workload
+from scalerl_extras.simulation.fleet import Fleet
+from scalerl_extras.simulation.trace_file import RunTrace, verification
+from scalerl_extras.simulation.workload import Cluster, DecodeSpeed, Drafts, Group, Workload
 
 _SEQUENCES = 4000
 """Number of sequences that determines a fit, which simulates them about a hundred times."""

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from scalerl_api import trace
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.main import main
-from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
-from scalerl_cli.simulation.simulator import simulate
-from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
-from scalerl_cli.simulation.trace_file import read_trace
-from scalerl_cli.simulation.workload import (
+from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
+from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Place, Policy, View
+from scalerl_extras.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
+from scalerl_extras.simulation.simulator import simulate
+from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
+from scalerl_extras.simulation.trace_file import read_trace
+from scalerl_extras.simulation.workload import (
     Cluster,
     DecodeSpeed,
     Drafts,
@@ -28,8 +30,6 @@ from scalerl_cli.simulation.workload import (
     known,
     lower_bound,
 )
-from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Place, Policy, View
 from scalerl_generator.draft_threshold import DraftThreshold
 
 SLOW = Cluster(2, 3, DecodeSpeed(1.0, 0.25), 5.0, 0.01, 2.0)

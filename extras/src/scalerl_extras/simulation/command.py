@@ -9,13 +9,16 @@ from dataclasses import replace
 
 from scipy.stats import ks_2samp
 
+from scalerl_api.registry import Kind, PluginError, make
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import say
-from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
-from scalerl_cli.simulation.simulator import simulate
-from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
-from scalerl_cli.simulation.trace_file import RunTrace, TraceProblem, read_trace
-from scalerl_cli.simulation.workload import (
+from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
+from scalerl_extras.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
+from scalerl_extras.simulation.simulator import simulate
+from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
+from scalerl_extras.simulation.trace_file import RunTrace, TraceProblem, read_trace
+from scalerl_extras.simulation.workload import (
     Cluster,
     DecodeSpeed,
     Drafts,
@@ -25,8 +28,6 @@ from scalerl_cli.simulation.workload import (
     known,
     lower_bound,
 )
-from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
@@ -153,7 +154,20 @@ def _simulated(name: str, work: Workload, cluster: Cluster, scheme: OffPolicy) -
         "histoPipe": HistoPipe(),
     }
     expected = known(work) if name == "oracle" else from_history(work)
-    return simulate(work, cluster, policies.get(name, ByLength()), expected, scheme)
+    if name in ("byLength", "oracle"):
+        policy: Policy = ByLength()
+    else:
+        policy = policies.get(name) or _installed(name)
+    return simulate(work, cluster, policy, expected, scheme)
+
+
+def _installed(name: str) -> Policy:
+    """The schedule of an installed package, without parameters, which a trace does not have."""
+    try:
+        made: Policy = make(Kind.SCHEDULE, name, {})
+    except PluginError as error:
+        raise Refused(str(error)) from error
+    return made
 
 
 def _figures(outcome: Outcome, work: Workload) -> dict[str, float]:

@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
-from scalerl_cli.simulation.fleet import Fleet, Spans
-from scalerl_cli.simulation.workload import Cluster, Outcome, Workload
 from scalerl_coordinator.scheduling import Assignment, View, spread
+from scalerl_extras.simulation.fleet import Fleet, Spans
+from scalerl_extras.simulation.workload import Cluster, Outcome, Workload
 
 TAIL_BATCHING_FACTOR = 1.25
 """η of RollPacker (arXiv 2509.21009 [S]): prompts launched over prompts kept, and responses over responses kept."""

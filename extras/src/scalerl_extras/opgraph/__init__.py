@@ -12,9 +12,9 @@
 This package has the vocabulary, the graphs and the notation of solutions. It needs neither numpy nor torch.
 """
 
-from scalerl_tasks.opgraph.contexts import CONTEXTS
-from scalerl_tasks.opgraph.graph import MAX_DISTRACTORS, MAX_OPERATIONS, MAX_PROBLEMS, MIN_OPERATIONS
-from scalerl_tasks.opgraph.source import MODES, OpGraphSource, OpGraphTask
+from scalerl_extras.opgraph.contexts import CONTEXTS
+from scalerl_extras.opgraph.graph import MAX_DISTRACTORS, MAX_OPERATIONS, MAX_PROBLEMS, MIN_OPERATIONS
+from scalerl_extras.opgraph.source import MODES, OpGraphSource, OpGraphTask
 
 __all__ = [
     "CONTEXTS",

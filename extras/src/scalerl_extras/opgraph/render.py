@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scalerl_tasks.opgraph.contexts import CONTEXTS
-from scalerl_tasks.opgraph.graph import Draws, Form, Graph, Names
+from scalerl_extras.opgraph.contexts import CONTEXTS
+from scalerl_extras.opgraph.graph import Draws, Form, Graph, Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class Problem:
 
     Attributes:
         graph: the operation graph.
-        context: a key of :data:`~scalerl_tasks.opgraph.contexts.CONTEXTS`.
+        context: a key of :data:`~scalerl_extras.opgraph.contexts.CONTEXTS`.
         names: names of the parameters, like ``"adult otters in Amber Hollow"``, by position in ``graph.nodes``.
         sentences: sentences of the problem; the last one is the question.
     """

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from scalerl_tasks.opgraph.contexts import KINDS, PLACES
+from scalerl_extras.opgraph.contexts import KINDS, PLACES
 
 MIN_OPERATIONS = 2
 MAX_OPERATIONS = 50

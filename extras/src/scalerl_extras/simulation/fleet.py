@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 
-from scalerl_cli.simulation.workload import Cluster, Drafts, Workload
+from scalerl_extras.simulation.workload import Cluster, Drafts, Workload
 
 Spans = list[tuple[int, int]]
 """Tokens of a sequence by the weight version that sampled them: (version, tokens), in order."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 
-from scalerl_tasks.opgraph.graph import Form, Node
-from scalerl_tasks.opgraph.render import Problem
+from scalerl_extras.opgraph.graph import Form, Node
+from scalerl_extras.opgraph.render import Problem
 
 LETTERS = [letter for letter in string.ascii_letters if letter != "x"]
 """Letters of parameters and intermediates, in order of use."""

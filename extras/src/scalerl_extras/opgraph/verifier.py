@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
+from scalerl_extras.opgraph.parse import Comparison, SolutionNode, compare, parse
 from scalerl_tasks.answer_extraction import after_thought
 from scalerl_tasks.errors import VerifierError
-from scalerl_tasks.opgraph.parse import Comparison, SolutionNode, compare, parse
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import Verdict
 
@@ -30,7 +30,7 @@ class OpGraphVerifier:
     ``opgraph-verified``      1 if the answer is right and all steps of the prompt's solution are there and right
     ========================  =====================================================================================
 
-    *process* is the score of :mod:`scalerl_tasks.opgraph.parse`, compared with the prompt's solution. Any prompt with a solution
+    *process* is the score of :mod:`scalerl_extras.opgraph.parse`, compared with the prompt's solution. Any prompt with a solution
     in this notation can be graded, including prompts from a file. As in the authors' code, the answer is the text of the first
     ``<answer>``, closed or not, without a full stop at its end; a reply without one has no answer.
     """
@@ -88,3 +88,23 @@ def _answer(text: str) -> str | None:
 @lru_cache(maxsize=64)
 def _gold(solution: str) -> Mapping[str, SolutionNode]:
     return parse(solution)
+
+
+def outcome() -> OpGraphVerifier:
+    """``verifier: {name: opgraph-outcome}``."""
+    return OpGraphVerifier("opgraph-outcome")
+
+
+def blend() -> OpGraphVerifier:
+    """``verifier: {name: opgraph-blend}``."""
+    return OpGraphVerifier("opgraph-blend")
+
+
+def strict() -> OpGraphVerifier:
+    """``verifier: {name: opgraph-strict}``."""
+    return OpGraphVerifier("opgraph-strict")
+
+
+def verified() -> OpGraphVerifier:
+    """``verifier: {name: opgraph-verified}``."""
+    return OpGraphVerifier("opgraph-verified")
