@@ -135,6 +135,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     )
     timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
+    # NCCL's communicators must not be used by two threads in different orders, so on GPUs a publish at stage 3 is not beside.
+    own_group = spec.trainer.zero_stage == 3 and rank.world > 1 and device.type == "cpu"
+    beside = Ranks(rank.rank, rank.world, collective_timeout_seconds(spec)) if own_group else None
     attempt, paths = environment.attempt, environment.paths
     fence = _begin(paths, attempt, ranks)
     prefix = "" if attempt is None else f"{attempt}-"
@@ -198,6 +201,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         metrics=metrics,
         stop=stop,
         version=version or 0,
+        beside=beside,
     )
     status.ready.set()
     if not ranks.is_leader:
