@@ -126,6 +126,30 @@ def test_stopped_run_exports_last_model(new_run: Any) -> None:
     assert all(torch.equal(last[name], exported[name]) for name in last)
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_evaluation_that_holds_a_publish_holds_no_step(new_run: Any, zero_stage: int) -> None:
+    """One generator evaluates version 0 and does not end. The steps that k = 2 permits are trained; one that joins goes on with
+    the newest weights, and its points are whole."""
+    run = new_run(trainer__zeroStage=zero_stage, evaluation__everySteps=4, evaluation__holdSeconds=3600)
+    run.start_coordinator()
+    held = run.start_generator(skip_held_out=True)
+    run.start_trainer()
+    until(lambda: run.step() == 3, what="version 3")
+    status = run.status()
+    assert status is not None
+    assert status.published_version == 0
+    joined = run.start_generator()
+    assert run.wait_trainer() == [0, 0]
+    assert sorted(int(p.stem[1:]) for p in held.glob("v*.pt")) == [0]
+    assert sorted(int(p.stem[1:]) for p in joined.glob("v*.pt")) == [3, 4, 5, 6]
+    status = run.status()
+    assert status is not None
+    assert status.step == 6
+    assert [(p.version, p.mixed_versions) for p in status.points] == [(4, False), (6, False)]
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert all(row["staleness_max"] <= 2 for row in run.rows())
+
+
 def test_unfinished_evaluation_is_not_polled_every_round(new_run: Any) -> None:
     run = new_run(evaluation__holdSeconds=1)
     run.start(skip_held_out=True)

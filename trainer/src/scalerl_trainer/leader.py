@@ -410,6 +410,7 @@ class Leader:
                 self._command(Command.SCORE)
                 stats |= worker.engine.start_kl()
         scored_seconds = time.perf_counter() - begin
+        self._publish_wait_seconds += scored_seconds
         probing = partial(self._probe, worker.version, list(worker.probes), scores, stats, scored_seconds)
         reading = Future[None]()
         work = partial(self._publish_to, worker.version, permit.members, probing, reading)

@@ -16,8 +16,8 @@ Exit codes:
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
     checkpoint; if training diverges again, the runtime gives up.
 5
-    Generators cannot load the published weights, or compute something else with them. The checkpoint of these weights is
-    written first. One restart publishes them again; if that is refused too, the runtime gives up.
+    Generators cannot load the published weights, or compute something else with them. A checkpoint is written first, of these
+    weights or of those after the step that was computed beside the publish. One restart publishes them again; if that is refused too, the runtime gives up.
 6
     A later attempt of the trainer has begun, on a cluster while this one's node was lost. Since then, this one has changed no
     checkpoint and no export, and the coordinator refuses its requests.
