@@ -94,6 +94,21 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
         torch.testing.assert_close(taken[0][name], taken[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_publish_beside_a_step_is_of_one_version(new_run: Any, zero_stage: int) -> None:
+    """Each publish takes longer than a forward and backward pass; what the generator has is bit for bit the checkpoint's."""
+    run = new_run(trainer__zeroStage=zero_stage, checkpoint__everySteps=1, checkpoint__keep=8)
+    run.start_coordinator()
+    directory = run.start_generator({"at": "receive", "how": "wait", "seconds": 0.7, "bucket": 1})
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    beside = [row["publish_wait_seconds"] > 0.2 for row in run.rows()]
+    assert any(beside), "no update waited for a publish"
+    for version in range(1, 7):
+        taken, trained = torch.load(directory / f"v{version}.pt"), model_state(run.paths.checkpoint(version))
+        assert all(torch.equal(taken[name], trained[name]) for name in taken), version
+
+
 def test_interrupted_run_checkpoints_before_evaluation(new_run: Any) -> None:
     run = new_run(evaluation__everySteps=1, evaluation__holdSeconds=300, checkpoint__everySteps=100)
     run.start(skip_held_out=True)
