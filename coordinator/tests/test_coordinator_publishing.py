@@ -378,3 +378,23 @@ def test_tokens_of_a_held_generator_are_at_most_k_old(release: bool) -> None:
         assert world.state.evaluations[2, 0].released
     assert world.serve(world.member, 2) == []
     assert not world.state.closed(6)
+
+
+def test_run_that_ends_waits_for_the_evaluation_that_holds_a_publish() -> None:
+    world, held_out = held_at_2()
+    world.report("t", 2)
+    world.core.stop("enough", world.now)
+    assert world.next("t") is None
+    late = world.register("late")
+    assert world.next("t").action is NextAction.PUBLISH
+    assert world.publish("t") == [late]
+    world.beat(late, 3)
+    assert world.next("t") is None
+    for lease in world.lease(late, 3, 2):
+        assert (lease.split, lease.policy_version) == (Split.HELD_OUT, 3)
+        world.push(late, make_group(lease, version=3))
+    assert world.next("t") is None, "the point of version 2 is not complete"
+    for lease in held_out:
+        world.push(world.member, make_group(lease, version=2))
+    assert world.next("t").action is NextAction.FINISH
+    assert [(p.version, p.mixed_versions) for p in world.state.points[-2:]] == [(2, False), (3, False)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -154,6 +156,8 @@ def test_evaluation_that_holds_a_publish_holds_no_step(new_run: Any, zero_stage:
     assert status is not None
     assert status.published_version == 0
     joined = run.start_generator()
+    until(lambda: (joined / "v6.pt").exists(), what="version 6")
+    os.kill(run.generators[0].pid, signal.SIGKILL)
     assert run.wait_trainer() == [0, 0]
     assert sorted(int(p.stem[1:]) for p in held.glob("v*.pt")) == [0]
     assert sorted(int(p.stem[1:]) for p in joined.glob("v*.pt")) == [3, 4, 5, 6]

@@ -228,14 +228,16 @@ class TrainerRequests:
         hopeless = not state.leased and bool(core.publish_problem or not core.membership.members)
         if core.interrupted or hopeless:
             return self._finish(now)
-        if (state.published != version and not self._held(version, now)) or (
-            self._to_update(version, now) and not self._has_points(version)
-        ):
+        held, to_update = self._held(version, now), self._to_update(version, now)
+        unpublished = state.published != version
+        if (unpublished and not held) or (to_update and not self._has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
+        if unpublished:
+            return None
         for task in core.settings.identity.set_tasks:
             if not self._has_point(version, task) and (version, task) not in state.evaluations:
                 self._start_evaluation(version, task)
-        if (
+        if not held and (
             self._has_points(version)
             or self._final_evaluation_stalled(version, now)
             or self._out_of_attempts(version)
