@@ -103,6 +103,13 @@ class Timeline:
         """Phases of the rows ``first`` to ``end``."""
         names = {*_AFTER.values(), *_BEFORE.values(), "busy_seconds"}
         columns = {name: np.nan_to_num(self._series.column(name)).tolist() for name in names}
+        waited, *whole = (
+            self._series.column(f"{name}_seconds") for name in ("publish_wait", "publish", "probe")
+        )
+        # Earlier trainers waited for the whole publish.
+        columns["publish_wait_seconds"] = np.where(
+            np.isnan(waited), np.nan_to_num(whole).sum(0), waited
+        ).tolist()
         reported = self._series.column("wall_seconds").tolist()
         busy = (self._series.column("trainer_busy_fraction") * reported).tolist()
         steps = self._series.column("step").tolist()
