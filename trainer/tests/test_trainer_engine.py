@@ -289,3 +289,17 @@ def test_warm_start_learns_and_resets_optimizer(ranks: list[dict[str, Any]]) -> 
         assert warm["clean"]
         assert warm["steps_done"] == 0
     assert ranks[0]["warm"]["losses"] == ranks[1]["warm"]["losses"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_read_beside_a_step_are_those_before_its_update(
+    ranks: list[dict[str, Any]], stage: int
+) -> None:
+    """Bit for bit; without the wait they are a mix of two versions, so the step did run beside."""
+    whole, mixed = (ranks[0][f"beside {stage} {waits}"] for waits in (True, False))
+    for read in (whole, mixed):
+        assert read["applied"]
+        assert read["before"].keys() == read["found"].keys()
+        assert not all(torch.equal(read["before"][n], read["after"][n]) for n in read["before"])
+    assert all(torch.equal(tensor, whole["before"][n]) for n, tensor in whole["found"].items())
+    assert not all(torch.equal(tensor, mixed["before"][n]) for n, tensor in mixed["found"].items())

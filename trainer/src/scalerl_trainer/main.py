@@ -16,8 +16,8 @@ Exit codes:
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
     checkpoint; if training diverges again, the runtime gives up.
 5
-    Generators cannot load the published weights, or compute something else with them. The checkpoint of these weights is
-    written first. One restart publishes them again; if that is refused too, the runtime gives up.
+    Generators cannot load the published weights, or compute something else with them. A checkpoint is written first, of these
+    weights or of those after the step that was computed beside the publish. One restart publishes them again; if that is refused too, the runtime gives up.
 6
     A later attempt of the trainer has begun, on a cluster while this one's node was lost. Since then, this one has changed no
     checkpoint and no export, and the coordinator refuses its requests.
@@ -135,6 +135,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     )
     timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
+    # NCCL's communicators must not be used by two threads in different orders, so on GPUs a publish at stage 3 is not beside.
+    own_group = spec.trainer.zero_stage == 3 and rank.world > 1 and device.type == "cpu"
+    beside = Ranks(rank.rank, rank.world, collective_timeout_seconds(spec)) if own_group else None
     attempt, paths = environment.attempt, environment.paths
     fence = _begin(paths, attempt, ranks)
     prefix = "" if attempt is None else f"{attempt}-"
@@ -198,6 +201,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         metrics=metrics,
         stop=stop,
         version=version or 0,
+        beside=beside,
     )
     status.ready.set()
     if not ranks.is_leader:

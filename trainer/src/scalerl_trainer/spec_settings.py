@@ -13,7 +13,7 @@ from scalerl_trainer.algo.distillation import Distilled
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
-from scalerl_trainer.publish.publisher import PublishSettings
+from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, PublishSettings
 
 MIN_COLLECTIVE_SECONDS = 600.0
 
@@ -40,10 +40,10 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
 def collective_timeout_seconds(spec: RunSpec) -> float:
     """Timeout of every collective of the default process group, after which NCCL's watchdog ends the process.
 
-    Under ZeRO-3 the other ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, which takes
-    up to ``weightSync.timeoutSeconds`` plus the time of the generators' responses.
+    An update waits on each rank until a publish has read the weights, at most :attr:`.Publisher.max_seconds`, and the ranks need
+    not begin to wait at the same time.
     """
-    return max(MIN_COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
+    return max(MIN_COLLECTIVE_SECONDS, MAX_TIMEOUTS * spec.weight_sync.timeout_seconds + 60.0)
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:

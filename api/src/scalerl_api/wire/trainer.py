@@ -213,7 +213,7 @@ class SupervisedReported(Struct, frozen=True, kw_only=True):
 
 
 class PublishBegin(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/publish/begin``: long poll until the version may be published."""
+    """``POST /v1/trainer/publish/begin``: long poll until at least one member may get the version, or none needs it."""
 
     incarnation: str
     version: int

@@ -21,7 +21,7 @@ const CHARTS = [
   ["Seconds of a step", ["wait_seconds", "forward_backward_seconds", "optimizer_seconds", "publish_seconds", "checkpoint_seconds"]],
   ["Busy share of the run so far", ["trainer_busy_fraction", "generator_busy_fraction"]],
 ];
-const PHASES = { "forward, backward": 2, optimizer: 5, fetch: 4, publish: 3, probe: 7, checkpoint: 0, export: 0, before: 5, lost: 4, wait: 1 };
+const PHASES = { "forward, backward": 2, optimizer: 5, fetch: 4, publish: 3, checkpoint: 0, export: 0, before: 5, lost: 4, wait: 1 };
 
 const main = document.getElementById("main");
 let runs = [], view = null, generation = 0;

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,6 +124,8 @@ class Engine:
         self._proximal_updates: int | None = None
         """Updates since the proximal policy was set; None if it was never set."""
         self._deepspeed = DeepSpeedEngine(policy, settings, device)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before anything changes the weights; waits for what reads them on another thread."""
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         check_buffer_dtypes(causal_lm, buffers)
         self._parameters = {n.removeprefix(PREFIX): p for n, p in policy.named_parameters()}
@@ -215,7 +217,7 @@ class Engine:
         return start.kl(self.logprobs(start.sequences, temperature=start.temperature).logprobs_n)
 
     def gather_parameters(
-        self, bucket_bytes: int, dtype: torch.dtype | None = None
+        self, bucket_bytes: int, dtype: torch.dtype | None = None, beside: Any = None
     ) -> Iterator[ParameterBucket]:
         """Yield whole parameters in buckets of at most ``bucket_bytes`` (a larger parameter is alone in its bucket).
 
@@ -224,11 +226,18 @@ class Engine:
 
         Args:
             dtype: of the yielded tensors; None for the model's.
+            beside: a process group that nothing else uses meanwhile: the iterator may then be consumed on a thread beside a
+                forward or backward pass, but not beside an update (``before_update``).
         """
         dtype = dtype or getattr(torch, self.settings.dtype)
         for names, parameters in self._buckets(bucket_bytes, dtype):
             shapes = tuple(self._deepspeed.shape(parameter) for parameter in parameters)
             tensors: tuple[torch.Tensor, ...] = ()
+            if beside is not None and self.settings.zero_stage == 3:
+                wholes = [self._deepspeed.gather_partitions(parameter, beside) for parameter in parameters]
+                tensors = tuple(whole.to(dtype) for whole in wholes if whole is not None)
+                yield ParameterBucket(names, shapes, dtype, tensors)
+                continue
             with self._deepspeed.gathered(parameters):
                 if self._rank == 0:
                     # Under ZeRO-3 the gathered storage is freed after the block, so it is copied.
@@ -236,13 +245,13 @@ class Engine:
                     tensors = tuple(p.detach().to(dtype, copy=copy) for p in parameters)
             yield ParameterBucket(names, shapes, dtype, tensors)
 
-    def gather_checkpoint(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_checkpoint(self, bucket_bytes: int, beside: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one by one under the names and in the layouts of the model's checkpoint files, on rank 0.
 
         Other ranks yield nothing. Otherwise as :meth:`gather_parameters`: a tensor may be a view of the live parameter.
         """
         groups = iter(self._checkpoint.groups)
-        for bucket in self.gather_parameters(bucket_bytes):
+        for bucket in self.gather_parameters(bucket_bytes, beside=beside):
             parameters = dict(zip(bucket.names, bucket.tensors, strict=False))
             while parameters:
                 group = next(groups)
@@ -297,13 +306,16 @@ class Engine:
         masked = 0
         if skipped is None:
             masked_n, masked = self._masked(done, trainable)
+        waited = 0.0
         if masked:
+            waited = self._wait_to_update()
             # Gradients cannot be subtracted: the masked tokens' are so much larger that the others' are rounded away.
             self._discard_gradients(rate)
             done = self._accumulate(packed, batch, loss, rounds, masked_n)
             rows = gather_vectors(done.sums)
             skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
         computed_at = time.perf_counter()
+        update_waited = self._wait_to_update()
         total = rows.sum(0)
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
@@ -344,8 +356,9 @@ class Engine:
             },
             seconds={
                 "pack": packed_at - begin,
-                "compute": computed_at - packed_at,
-                "update": end - computed_at,
+                "compute": computed_at - packed_at - waited,
+                "wait": waited + update_waited,
+                "update": end - computed_at - update_waited,
                 "total": end - begin,
             },
         )
@@ -379,6 +392,7 @@ class Engine:
             raise EngineError(f"{directory / HEADER} is not a file: there is no engine state to load")
         saved = SavedState(directory)
         saved.check(self._trained_shapes())
+        self.before_update()
         with self._deepspeed.restoring(saved.header.optimizer_steps):
             saved.load(self._pieces(owned=False))
         if self._proximal is not None and saved.has(PROXIMAL):
@@ -397,6 +411,12 @@ class Engine:
                 frozen.close()
 
     # --- helpers ------------------------------------------------------------------------------------------
+
+    def _wait_to_update(self) -> float:
+        """Seconds until the weights may change."""
+        begin = time.perf_counter()
+        self.before_update()
+        return time.perf_counter() - begin
 
     def _frozen(self, causal_lm: Any) -> FrozenModule:
         buffers = buffer_dtypes(causal_lm)
