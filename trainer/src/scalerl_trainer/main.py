@@ -145,7 +145,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
     if spec.recipe.proximal_updates:
         engine.keep_proximal(opened()[0])
-    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence)
+    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence, removes_aside=True)
     uploader = None
     if spec.checkpoint.to is not None:
         copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
@@ -217,6 +217,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     if version is not None:
         remove_mid_training()
     leader.lead(snapshot, remove_mid_training if trained_supervised else None)
+    volume.close()
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

@@ -39,6 +39,7 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
 from scalerl_trainer.engine.start import StartSample
+from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames
@@ -51,10 +52,9 @@ from scalerl_trainer.saved_state import (
     HEADER,
     PROXIMAL,
     EngineHeader,
+    HostBuffers,
     Piece,
     SavedState,
-    write_header,
-    write_pieces,
 )
 from scalerl_trainer.utilization import flops_per_token
 
@@ -138,6 +138,7 @@ class Engine:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
+        self._host = HostBuffers()
         self._separates: bool | None = None
         self._shares_rows()
 
@@ -370,12 +371,20 @@ class Engine:
 
         Each rank writes its own part; not a collective. Raises ``OSError``.
         """
-        write_pieces(directory, self._rank, list(self._owned_with_proximal()))
+        self._state(list(self._owned_with_proximal())).write(directory)
+
+    def copy_state(self) -> EngineState:
+        """Copy this rank's part of the state to the host, to be written while training continues; until the next copy.
+
+        Not a collective. Raises ``RuntimeError`` if the host has not enough memory.
+        """
+        return self._state(self._host.copy(self._owned_with_proximal()))
+
+    def _state(self, pieces: list[Piece]) -> EngineState:
+        header = None
         if self._rank == 0:
-            steps = self._deepspeed.optimizer_steps
-            write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
-            if self.start is not None:
-                self.start.save(directory)
+            header = EngineHeader(self.steps_done, self._deepspeed.optimizer_steps, self._trained_shapes())
+        return EngineState(self._rank, pieces, header, self.start)
 
     def load(self, directory: Path) -> None:
         """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
