@@ -34,7 +34,7 @@ from scalerl_trainer.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-STALL_TIMEOUT_SHARE = 0.5
+IDLE_TIMEOUT_SHARE = 0.5
 """A write that makes no progress for this fraction of the timeout of the ranks' collectives has failed. One that makes progress
 has no limit."""
 
@@ -180,7 +180,7 @@ class Checkpointer:
             "zeroStage": str(settings.zero_stage),
             "dtype": settings.dtype,
         }
-        self._stall_seconds = STALL_TIMEOUT_SHARE * ranks.timeout_seconds
+        self._idle_seconds = IDLE_TIMEOUT_SHARE * ranks.timeout_seconds
         self._pending: _Pending | None = None
         self._writer: threading.Thread | None = None
         """The thread of the last write."""
@@ -188,8 +188,6 @@ class Checkpointer:
         """The newest step that is committed or pending."""
         self.committed_step: int | None = None
         """The newest committed step, or the loaded one."""
-        self.stall_seconds = 0.0
-        """Seconds that training waited in the last ``start``."""
 
     @property
     def pending(self) -> bool:
@@ -212,7 +210,6 @@ class Checkpointer:
             stage: the state of mid-training, if any; used on rank 0 only.
         """
         assert self._pending is None, "at most one checkpoint is being written"
-        begun = time.perf_counter()
         begun_at = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None, _Begun)
         if begun_at.error:
             return begun_at.error
@@ -238,7 +235,6 @@ class Checkpointer:
         pending.thread.start()
         self._pending = pending
         self.last_step = step
-        self.stall_seconds = time.perf_counter() - begun
         return None
 
     def finish(self) -> SaveResult:
@@ -263,12 +259,12 @@ class Checkpointer:
         assert pending.thread is not None
         done, since = pending.bytes_done, time.monotonic()
         while True:
-            pending.thread.join(min(_EXCHANGE_SECONDS, self._stall_seconds / 4))
+            pending.thread.join(min(_EXCHANGE_SECONDS, self._idle_seconds / 4))
             if pending.bytes_done != done:
                 done, since = pending.bytes_done, time.monotonic()
-            elif not pending.is_written and time.monotonic() - since > self._stall_seconds:
+            elif not pending.is_written and time.monotonic() - since > self._idle_seconds:
                 pending.error = (
-                    f"rank {self._ranks.rank}: the write made no progress for {self._stall_seconds:g} s"
+                    f"rank {self._ranks.rank}: the write made no progress for {self._idle_seconds:g} s"
                 )
             states = self._ranks.all_gather((pending.is_written, bool(pending.error)), tuple[bool, bool])
             if any(failed for _, failed in states):
