@@ -1,6 +1,6 @@
 """How long a checkpoint stops training, beside one that is written while training waits.
 
-    python benchmarks/checkpoint.py [--rounds N] [--megabytes N] [--directory DIR]
+    python benchmarks/checkpoint.py [--quick] [--rounds N] [--megabytes N] [--directory DIR]
 
 One rank of the engine (gloo, ZeRO 1, bfloat16) with a Llama whose checkpoint has about 1 GB. *waits* is the time in
 which the state is written, flushed, hashed and committed in line; *stops* is what training is stopped for: the copy to the host, and the
@@ -89,12 +89,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="100 MB, of which fixed costs are a larger share"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--directory", type=Path, help="a folder on the volume to be measured")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
-        found = measure(Path(root), arguments.megabytes, arguments.rounds)
+        found = measure(Path(root), 100 if arguments.quick else arguments.megabytes, arguments.rounds)
     print(
         f"{found['bytes'] / 1e9:.2f} GB: waits {found['waits']:.2f} s, stops training {found['stops']:.3f} s "
         f"({found['stops'] / found['waits']:.1%}), the first {found['first']:.3f} s; a step {found['step']:.2f} s"

@@ -69,10 +69,19 @@ def test_plan_is_within_a_tenth_of_the_engines_tensors(
 
     folder, bucket = tmp_path / "model", 20_000
     folder.mkdir()
-    sizes = ScratchModel(layers=8, hidden_size=320, attention_heads=4, intermediate_size=1024, vocabulary_size=300)
+    sizes = ScratchModel(
+        layers=8, hidden_size=320, attention_heads=4, intermediate_size=1024, vocabulary_size=300
+    )
     write_scratch(folder, sizes, ["0123456789"], seed=0, dtype="bfloat16", context_tokens=64)
     port, pipes = free_port(), []
-    given = {"world": 2, "port": port, "folder": str(folder), "stage": stage, "dtype": dtype, "bucket": bucket}
+    given = {
+        "world": 2,
+        "port": port,
+        "folder": str(folder),
+        "stage": stage,
+        "dtype": dtype,
+        "bucket": bucket,
+    }
     for rank in range(2):
         ours, theirs = multiprocessing.Pipe()
         processes.run("counters_worker.py", COUNTERS=given | {"pipe": theirs, "rank": rank})

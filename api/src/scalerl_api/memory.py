@@ -197,9 +197,7 @@ def rank_memory(
     )
     publish = 2 * max(min(publish_bytes, count * each), output * each)
     buckets = max(bucket, max(update, publish) - activations - head)
-    parts = RankMemory(
-        parameters, gradients, optimizer, activations, head, buckets, share(3) * each * frozen
-    )
+    parts = RankMemory(parameters, gradients, optimizer, activations, head, buckets, share(3) * each * frozen)
     if not accelerator:
         return parts
     return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))

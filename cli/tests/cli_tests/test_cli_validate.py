@@ -773,7 +773,9 @@ def test_memory_plan_of_a_small_run_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(changed(spec__model__dtype="float32", spec__trainer={"replicas": 2, "microBatchTokens": 64}))
+    file.write_text(
+        changed(spec__model__dtype="float32", spec__trainer={"replicas": 2, "microBatchTokens": 64})
+    )
     assert main(["validate", str(file), "--memory", "--any-machine"]) == 0
     printed = capsys.readouterr().out
     assert "there: 0.2 M parameters, 2 ranks, float32, 64 tokens a micro-batch" in printed
