@@ -57,6 +57,11 @@ def _add_run(commands: Commands) -> None:
     validate.add_argument(
         "--show", action="store_true", help="print every value of the recipe with its origin"
     )
+    validate.add_argument(
+        "--memory",
+        action="store_true",
+        help="print what each role and rank allocates, by ZeRO stage, and the lowest stage that fits",
+    )
 
 
 def _add_data(commands: Commands) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from scalerl_api.compute import rl_token_cost, rl_tokens, supervised_tokens
@@ -26,6 +27,8 @@ def validate(arguments: argparse.Namespace) -> int:
         bad += bool(found)
         for problem in found:
             say(f"{file}: {problem}", error=True)
+        if arguments.memory:
+            _show_memory(file)
         if not found:
             for warning in warnings_of(load(file).spec):
                 say(f"{file}: warning: {warning}", error=True)
@@ -40,6 +43,20 @@ def validate(arguments: argparse.Namespace) -> int:
     if bad and len(files) > 1:
         say(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE
+
+
+def _show_memory(file: Path) -> None:
+    """Print the plan of allocations, also of a run that does not fit."""
+    try:
+        spec = load(file).spec
+    except SpecError:
+        return
+    if find_spec("scalerl_trainer") is None:
+        return  # model_problems() says that the trainer's packages are missing
+    from scalerl_cli.memory_plan import memory_lines
+
+    for line in memory_lines(spec):
+        say(line)
 
 
 def split_lines(spec: RunSpec) -> list[str]:

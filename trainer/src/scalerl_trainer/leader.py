@@ -796,7 +796,7 @@ class Leader:
         saved = worker.checkpointer.finish()
         self._checkpoint_seconds += time.perf_counter() - begin
         if saved.error is not None:
-            self._save_failed(saved.error)
+            self._save_failed(saved.error, saved.step)
             return
         worker.metrics.checkpoints.labels("ok").inc()
         worker.metrics.checkpoint_step.set(saved.step)
@@ -835,13 +835,13 @@ class Leader:
             return
         self._uncommitted = None
 
-    def _save_failed(self, reason: str) -> None:
+    def _save_failed(self, reason: str, step: int | None = None) -> None:
+        """Count and report a failed checkpoint of ``step``; None for the current version."""
+        step = self._worker.version if step is None else step
         self._checkpoint_failures += 1
         self._worker.metrics.checkpoints.labels("failed").inc()
-        log.error(
-            "the checkpoint of version %d failed, keeping the last one: %s", self._worker.version, reason
-        )
-        self._failed = FailedSave(self._worker.version, reason, self._worker.checkpointer.volume())
+        log.error("the checkpoint of version %d failed, keeping the last one: %s", step, reason)
+        self._failed = FailedSave(step, reason, self._worker.checkpointer.volume())
         self._report_failure()
 
     def _report_failure(self) -> None:

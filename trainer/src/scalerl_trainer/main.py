@@ -76,7 +76,7 @@ from scalerl_trainer.fence import Fence
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
-from scalerl_trainer.models import load_model
+from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
@@ -143,17 +143,12 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     prefix = "" if attempt is None else f"{attempt}-"
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
-    model = load_model(
-        str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
-    )
-    engine = Engine(model, engine_settings(spec), device, stored_names(environment.paths.base_model))
+    opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
+    model, weights = opened()
+    engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
     if spec.recipe.proximal_updates:
-        engine.keep_proximal(
-            load_model(
-                str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
-            )
-        )
-    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence)
+        engine.keep_proximal(opened()[0])
+    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence, removes_aside=True)
     uploader = None
     if spec.checkpoint.to is not None:
         copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
@@ -189,7 +184,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
                     error,
                 )
     if spec.recipe.kl.penalty is not None:
-        engine.set_reference(load_reference(environment.paths, spec))
+        engine.set_reference(*load_reference(environment.paths, spec))
 
     worker = Worker(
         spec=spec,
@@ -226,6 +221,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     if version is not None:
         remove_mid_training()
     leader.lead(snapshot, remove_mid_training if trained_supervised else None)
+    volume.close()
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

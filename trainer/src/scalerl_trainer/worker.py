@@ -3,12 +3,12 @@
 ===================== ===========================================================================
 command               what every rank does
 ===================== ===========================================================================
-``SYNC``              gathers whether any rank is to stop and whether the checkpoint is flushed
+``SYNC``              gathers whether any rank is to stop and whether the checkpoint is written
 ``TRAIN``             updates the weights from its shard of the step, and fetches that of the next on a thread
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
 ``GATHER_BESIDE``     the same on a thread, as often as rank 0 asks, beside the commands that follow
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
-``SAVE``              writes its state to the staging folder and starts to flush it
+``SAVE``              copies its state to the host and starts to write it to the staging folder
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
 ``EXIT``              returns
 ``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer

@@ -39,21 +39,22 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
 from scalerl_trainer.engine.start import StartSample
+from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
+from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
 from scalerl_trainer.ranks import RankLost
 from scalerl_trainer.saved_state import (
     HEADER,
     PROXIMAL,
     EngineHeader,
+    HostBuffers,
     Piece,
     SavedState,
-    write_header,
-    write_pieces,
 )
 from scalerl_trainer.utilization import flops_per_token
 
@@ -97,6 +98,10 @@ class Engine:
         causal_lm: the model; rank 0's weights are broadcast to the other ranks. The engine owns it from now on.
         device: of this rank.
         stored: names of the tensors in the model's files (:func:`.checkpoint_names.stored_names`).
+        weights: of a model that :func:`.weight_stream.open_model` made.
+
+    Raises:
+        ModelError: on all ranks, for weights that cannot be read; on each, for a model that cannot be trained.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class Engine:
         settings: EngineSettings,
         device: torch.device,
         stored: Collection[str] | None = None,
+        weights: WeightStream | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise EngineError("no process group: call init_process_group first")
@@ -123,7 +129,7 @@ class Engine:
         self._proximal: FrozenModule | None = None
         self._proximal_updates: int | None = None
         """Updates since the proximal policy was set; None if it was never set."""
-        self._deepspeed = DeepSpeedEngine(policy, settings, device)
+        self._deepspeed = DeepSpeedEngine(policy, settings, device, weights)
         self.before_update: Callable[[], None] = lambda: None
         """Called before anything changes the weights; waits for what reads them on another thread."""
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
@@ -134,15 +140,18 @@ class Engine:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
+        self._host = HostBuffers()
         self._separates: bool | None = None
         self._shares_rows()
 
-    def set_reference(self, causal_lm: Any) -> None:
+    def set_reference(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
         """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.
+
+        The arguments are those of the engine.
 
         Its activations are freed before those of the policy exist, so it costs only the memory of its parameters.
         """
-        self._reference = self._frozen(causal_lm)
+        self._reference = self._frozen(causal_lm, weights)
 
     def keep_proximal(self, causal_lm: Any) -> None:
         """Reserve the memory of a proximal policy (``algo.corrections``), whose weights ``set_proximal`` or ``load`` sets.
@@ -375,12 +384,20 @@ class Engine:
 
         Each rank writes its own part; not a collective. Raises ``OSError``.
         """
-        write_pieces(directory, self._rank, list(self._owned_with_proximal()))
+        self._state(list(self._owned_with_proximal())).write(directory)
+
+    def copy_state(self) -> EngineState:
+        """Copy this rank's part of the state to the host, to be written while training continues; until the next copy.
+
+        Not a collective. Raises ``RuntimeError`` if the host has not enough memory.
+        """
+        return self._state(self._host.copy(self._owned_with_proximal()))
+
+    def _state(self, pieces: list[Piece]) -> EngineState:
+        header = None
         if self._rank == 0:
-            steps = self._deepspeed.optimizer_steps
-            write_header(directory, EngineHeader(self.steps_done, steps, self._trained_shapes()))
-            if self.start is not None:
-                self.start.save(directory)
+            header = EngineHeader(self.steps_done, self._deepspeed.optimizer_steps, self._trained_shapes())
+        return EngineState(self._rank, pieces, header, self.start)
 
     def load(self, directory: Path) -> None:
         """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
@@ -418,13 +435,13 @@ class Engine:
         self.before_update()
         return time.perf_counter() - begin
 
-    def _frozen(self, causal_lm: Any) -> FrozenModule:
+    def _frozen(self, causal_lm: Any, weights: WeightStream | None = None) -> FrozenModule:
         buffers = buffer_dtypes(causal_lm)
         cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
         policy = Policy(
             causal_lm, fp32_head=self.settings.fp32_head, chunk_bytes=self.settings.logit_chunk_bytes
         )
-        frozen = FrozenModule(policy.eval(), self.settings, self.device)
+        frozen = FrozenModule(policy.eval(), self.settings, self.device, weights)
         check_buffer_dtypes(causal_lm, buffers)
         return frozen
 
