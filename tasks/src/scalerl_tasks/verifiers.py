@@ -24,6 +24,8 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from scalerl_tasks.answer_extraction import extract, extract_answer
+from scalerl_tasks.environments.protocol import Continued
+from scalerl_tasks.environments.verifier import EnvironmentConfig, EnvironmentVerifier
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
@@ -55,9 +57,9 @@ class Verifier(Protocol):
     @property
     def name(self) -> str: ...
 
-    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | Continued | float | None:
         """The completion's verdict, or, without parts, its score in [0, 1] as a number or bool; None if the verifier does not apply
-        to the prompt.
+        to the prompt. Of an environment, also a step after which the episode goes on.
 
         Raises:
             VerifierError: this verifier cannot use the prompt's answer.
@@ -90,6 +92,7 @@ class VerifierConfig:
         python: a function of the user, in place of one of :data:`VERIFIERS`.
         code: settings of programs, in place of one of :data:`VERIFIERS`.
         plugin: an installed verifier, likewise.
+    environment: an environment, likewise; it is asked for steps.
     """
 
     name: str
@@ -97,6 +100,7 @@ class VerifierConfig:
     python: PythonFunction | None = None
     code: CodeConfig | None = None
     plugin: Plugin | None = None
+    environment: EnvironmentConfig | None = None
 
 
 def open_verifier(config: VerifierConfig) -> Verifier:
@@ -112,6 +116,8 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         return CodeVerifier(config.code)
     if config.plugin is not None:
         return PluginVerifier(config.plugin)
+    if config.environment is not None:
+        return EnvironmentVerifier(config.environment)
     if config.name not in VERIFIERS:
         raise VerifierError(
             f"unknown verifier {config.name!r}{did_you_mean(config.name, VERIFIERS)} (known: {', '.join(VERIFIERS)})"

@@ -50,7 +50,14 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.source import DatasetSource, JsonlSource, ModelSpec, PythonVerifier, parameter_value
+from scalerl_api.source import (
+    DatasetSource,
+    JsonlSource,
+    ModelSpec,
+    PythonEnvironment,
+    PythonVerifier,
+    parameter_value,
+)
 from scalerl_api.spec import RunSpec
 from scalerl_api.vllm_options import (
     ALLOWED_OPTIONS,
@@ -135,6 +142,7 @@ OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (ModelSpec, "path"): (_ABSOLUTE,),
     (JsonlSource, "path"): (_ABSOLUTE,),
     (PythonVerifier, "path"): (_ABSOLUTE,),
+    (PythonEnvironment, "path"): (_ABSOLUTE,),
     (DatasetSource, "files"): (
         Rule(
             "self.all(path, path.startsWith('/'))",
