@@ -97,8 +97,8 @@ class RunTaskSpec(ScoringSpec):
         exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin", "mix"),
         Rule(
             f"[has(self.mix), {SCORED_BY}].exists_one(given, given) && !(has(self.mix) && has(self.environment))",
-            "give exactly one of verifier, verifiers and environment (retry: beside a verifier), or with mix, each of its tasks its "
-            "own",
+            "give verifier or verifiers, or an environment in place of them (retry: beside them), or with mix, each of its tasks its "
+            "own verifier",
             "verifier",
             lambda task: (
                 scored_by(task) == (task.mix is None) and (task.mix is None or task.environment is None)
