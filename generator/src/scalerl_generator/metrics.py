@@ -48,11 +48,8 @@ class ActorMetrics:
             "Completions whose verifier failed; excluded from training",
             registry=r,
         )
-        self.episode_turns = Histogram(
-            "scalerl_actor_episode_turns",
-            "Replies of an episode with an environment",
-            buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32, 64),
-            registry=r,
+        self.episode_turns = Counter(
+            "scalerl_actor_episode_turns", "Replies in episodes with an environment", registry=r
         )
         self.environment_seconds = Histogram(
             "scalerl_actor_environment_seconds",

@@ -64,6 +64,8 @@ class PartialCompletion:
         """Messages of the environment of an episode."""
         self.outcome: Graded | None = None
         """Result of an episode that has ended."""
+        self.text: str | None = None
+        """Text of an episode of one turn; of others it has to be decoded."""
         self.has_forced = False
         """Whether :meth:`force` appended tokens."""
         self.reported = 0

@@ -1,7 +1,7 @@
 """Generates and grades the group of a lease.
 
 A *strategy* is the function that samples the completions of a prompt: :func:`sample_plain` or
-:class:`~.interruption.ThoughtInterrupter`. Encoding, waiting for weights, grading and packing are the same for all.
+:class:`~.interruption.ThoughtInterrupter`; :class:`~.episodes.EpisodeSampler`, of a task with an environment, also grades. Encoding, waiting for weights, grading and packing are the same for all.
 """
 
 from __future__ import annotations
@@ -357,7 +357,9 @@ class RolloutGenerator:
     ) -> tuple[Verdicts, Sample | None, GroupText | None]:
         started = time.monotonic()
         section = generated.section
-        texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
+        texts = [episode.text for episode in generated.episodes or () if episode.text is not None]
+        if len(texts) < len(generated.completions):
+            texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
         if generated.episodes is None:
             graded = await section.grader.score_group(
                 generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from scalerl_tasks.environments.protocol import Message, write_replies
@@ -67,4 +67,4 @@ class Retry:
         if graded.verdict is None or graded.verdict.score >= 1:
             return graded
         text = self.unanswered if graded.verdict.answered is False else self.wrong
-        return replace(graded, messages=(Message(text),))
+        return Graded(graded.verdict, None, (Message(text),))
