@@ -1,11 +1,11 @@
-"""What episodes of several turns cost an actor beside its plain path, with a stand-in for vLLM in the same process.
+"""What episodes of several turns cost an actor beside its plain path, with a stand-in for vLLM.
 
     python benchmarks/environments.py [--quick] [--rounds 8]
 
-The stand-in answers at once, so what remains is the actor's own work and that of its grading process, both of one core's
-processor time. ``one turn`` is the environment ``retry`` with ``maxTurns`` 1 against the same verifier without an environment, in turn:
-processor time a completion of 32 tokens, in groups of 16, from the lease to the group that is pushed. ``four turns`` are episodes of an
-environment in a process of its own, each with three messages, in groups of 16, one request and one step a turn.
+``one turn`` is the environment ``retry`` with ``maxTurns`` 1 against the same verifier without an environment, in turn: processor time of
+the actor and its grading process a completion of 32 tokens, in groups of 16, from the lease to the group that is pushed. The completions
+come from a server in another process, which is not counted. ``four turns`` are episodes of an environment in a process of its own, each
+with three messages, in groups of 16, one request and one step a turn; the stand-in is in the same process and answers at once.
 
 The last line is one JSON object.
 """
@@ -14,17 +14,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from support.vllm_process import free_port
 
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import Lease, PromptRef, Split
@@ -36,7 +41,7 @@ from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.rollouts import RolloutGenerator, Section
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.vllm_client import gather_all
+from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
@@ -48,7 +53,10 @@ from scalerl_trainer.models.scratch import EOS, train_tokenizer
 COMPLETIONS = 16
 GROUPS_AT_ONCE = 5
 REPLY_TOKENS = 32
-PROMPT = Prompt("p", "2+2=", "4")
+PROMPT = Prompt("p", "2+2=" + "5" * (REPLY_TOKENS - 5), "4")
+"""The server echoes its tokens."""
+TOKEN = "stand-in"
+SERVER = Path(__file__).parents[1] / "generator/tests/stand_in_vllm.py"
 ENVIRONMENT = """
 from scalerl_tasks.environments.protocol import Step
 
@@ -75,12 +83,13 @@ class StandIn:
 class Bench:
     """An actor's parts around the stand-in."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str) -> None:
         tokenizer = train_tokenizer(["0123456789+= abcdefghijklmnopqrstuvwxyz"], 300)
         tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
         self.codec = PromptCodec(folder, PromptSpec(), 4096)
         self.source: Any = [PROMPT]
+        self.http: Any = VllmClient(url, TOKEN)
         self.client: Any = StandIn(self.codec.tokenizer.end_token_id)
         self.state = ServerState()
         self.state.mark_up()
@@ -97,7 +106,7 @@ class Bench:
         section = Section(self.source, self.codec, grader, sampler)
         nothing: Any = None
         rollouts = RolloutGenerator(
-            *(self.client, self.monitor, self.state, BusyClock(), self.metrics),
+            *(self.http if turns == 1 else self.client, self.monitor, self.state, BusyClock(), self.metrics),
             {(0, Split.TRAIN): section},
             self.thread,
             max_sequences=64,
@@ -129,7 +138,8 @@ class Bench:
 def cpu_seconds() -> float:
     """Of this process and its grading processes."""
     own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    graders = [child for child in own.children(recursive=True) if str(SERVER) not in child.cmdline()]
+    times = [process.cpu_times() for process in (own, *graders)]
     return sum(t.user + t.system for t in times)
 
 
@@ -146,8 +156,25 @@ async def load(group: Callable[[], Awaitable[None]], groups: int) -> tuple[float
     return cpu_seconds() - cpu, time.perf_counter() - started
 
 
-async def measure(folder: Path, rounds: int, groups: int) -> dict[str, float]:
-    bench = Bench(folder)
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The stand-in of the tests, in a process; its address."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port), TOKEN])
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def measure(folder: Path, url: str, rounds: int, groups: int) -> dict[str, float]:
+    bench = Bench(folder, url)
+    await bench.http._call("POST", "/finish_weight_update", {"weight_version": "0"}, 10.0)
     file = folder / "four.py"
     file.write_text(ENVIRONMENT)
     four = VerifierConfig(
@@ -168,6 +195,7 @@ async def measure(folder: Path, rounds: int, groups: int) -> dict[str, float]:
                 of_ways[at], _ = await load(ways[at], groups)
                 seconds[at] += of_ways[at]
             ratios.append(of_ways[1] / of_ways[0])
+        await bench.http.close()
         await load(lambda: bench.group(4, of_four, steps), 2)
         cpu, wall = await load(lambda: bench.group(4, of_four, steps), max(2, groups // 4))
     count, episodes = rounds * groups * COMPLETIONS, max(2, groups // 4) * COMPLETIONS
@@ -186,8 +214,8 @@ def main() -> None:
     p.add_argument("--quick", action="store_true", help="two rounds")
     p.add_argument("--rounds", type=int, default=8, help="of both ways at one turn")
     given = p.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        found = asyncio.run(measure(Path(directory), 2 if given.quick else given.rounds, 100))
+    with tempfile.TemporaryDirectory() as directory, server() as url:
+        found = asyncio.run(measure(Path(directory), url, 2 if given.quick else given.rounds, 100))
     for name, value in found.items():
         print(f"{name:>36} {value:9.3f}")
     print(json.dumps(found))
