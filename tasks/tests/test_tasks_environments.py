@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError
+from scalerl_api.spec import RunSpec
+from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError, task_problems
 from scalerl_tasks.environments.episodes import EnvironmentGrader, Retry
 from scalerl_tasks.environments.nim import Nim
 from scalerl_tasks.environments.protocol import MAX_MESSAGE_BYTES, Message, Step
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.sources import grading_digest
 
 GAME = Prompt("game", "13 3", "1")
 CODE = """
@@ -147,6 +150,68 @@ async def test_retry_says_verdict_until_right() -> None:
         (Message("No."),),
     ]
     assert [step.score for step in steps] == [0.0, 0.0, 1.0, 0.0]
+
+
+def run_of(tmp_path: Path, **task: object) -> RunSpec:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} 3", "answer": "1"}) + "\n" for n in range(1, 20))
+    )
+    spec = {
+        "model": {"scratch": {}},
+        "task": {"jsonl": {"path": "data.jsonl"}, "heldOut": {"size": 4}, **task},
+        "budget": {"maxSteps": 1},
+    }
+    return RunSpec.model_validate(spec)
+
+
+def test_checks_before_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "own_environment.py"
+    file.write_text(CODE)
+    right = {"path": "own_environment.py", "className": "Own"}
+    assert task_problems(run_of(tmp_path, environment={"name": "nim"}), tmp_path) == []
+    assert task_problems(run_of(tmp_path, environment={"python": right}), tmp_path) == []
+    for task, says in (
+        (
+            {"environment": {"python": right | {"className": "Owm"}}},
+            "task.environment.python: own_environment.py:Owm: there is no",
+        ),
+        (
+            {"environment": {"name": "nim", "parameters": {"most": 3}}},
+            "task.environment.name: nim cannot be made",
+        ),
+        (
+            {"environment": {"name": "retry", "parameters": {"wrogn": "no"}}, "verifier": {"name": "exact"}},
+            "task.environment.parameters: retry has no text 'wrogn'; did you mean 'wrong'?",
+        ),
+    ):
+        found = [str(problem) for problem in task_problems(run_of(tmp_path, **task), tmp_path)]
+        assert found[0].startswith(says), found
+
+
+def test_digest_of_what_scores_has_the_environment(tmp_path: Path) -> None:
+    """It begins another segment of the curve; limits do not."""
+    verifier = {"name": "exact"}
+    file = tmp_path / "own_environment.py"
+    file.write_text(CODE)
+    own = {"python": {"path": "own_environment.py", "className": "Own"}}
+
+    def digest(**task: object) -> str:
+        return grading_digest(run_of(tmp_path, **task).task.tasks[0].section, tmp_path)
+
+    before = [
+        digest(verifier=verifier),
+        digest(verifier=verifier, environment={"name": "retry"}),
+        digest(verifier=verifier, environment={"name": "retry", "maxTurns": 2}),
+        digest(environment={"name": "nim"}),
+        digest(environment=own),
+    ]
+    assert len({*before}) == len(before)
+    assert (
+        digest(environment={"name": "nim", "turnTimeoutSeconds": 3, "memory": "2Gi", "workers": 2})
+        == before[3]
+    )
+    file.write_text(CODE + "# edited")
+    assert digest(environment=own) not in before
 
 
 # --- nim ------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def _within(task: str) -> str:
 def _longest(task: ScoringSpec) -> int:
     """Longest time of a verifier of a task or a step of its environment, in seconds."""
     turn = 0 if task.environment is None else task.environment.turn_timeout_seconds
-    return max((one.timeout_seconds for one in task.scoring), default=turn)
+    return max([turn, *(one.timeout_seconds for one in task.scoring)])
 
 
 def _buffer_without_max(spec: RunSpec) -> int:

@@ -204,7 +204,7 @@ def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | Non
     for name, value in given.parameters.items():
         if name not in known or not isinstance(value, str):
             raise VerifierError(
-                f"environment.parameters.{name}: retry has no such text{did_you_mean(name, known)} (known: {', '.join(known)})"
+                f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
     return Retry(grader, **given.parameters)  # type: ignore[arg-type]
 

@@ -45,6 +45,7 @@ from scalerl_tasks.row_problems import RowProblems
 from scalerl_tasks.sources import (
     RunTasks,
     grading_digest,
+    open_episodes,
     open_grading_pool,
     open_source,
     open_tasks,
@@ -175,7 +176,11 @@ def _section_problems(
     """
     source: PromptSource | None = None
     try:
-        open_grading_pool(section, directory=directory)
+        grader = open_grading_pool(section, directory=directory)
+        try:
+            open_episodes(section, grader)
+        except VerifierError as error:
+            yield TaskProblem(f"{field}.environment.parameters", str(error))
         scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
             source = open_dataset(section.dataset, directory, progress)
