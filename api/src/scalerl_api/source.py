@@ -489,7 +489,7 @@ class EnvironmentSpec(Model):
     rules = (exactly_one("name", "python"),)
 
     @property
-    def asks_verifier(self) -> bool:
+    def uses_verifier(self) -> bool:
         """Whether the task's verifier scores the replies."""
         return self.name == "retry"
 
@@ -575,12 +575,12 @@ class ScoringSpec(SourcesSpec):
     combine: Literal["Sum", "Product"] = "Sum"
     """How the scores of verifiers are combined. Sum: by their weights, as a mean. Product: multiplied, as by a gate."""
     environment: EnvironmentSpec | None = None
-    """Episodes of several turns; in place of a verifier, except for ``retry``, which asks it."""
+    """Episodes of several turns; in place of a verifier, except for ``retry``, which uses it."""
 
     @property
     def own_environment(self) -> EnvironmentSpec | None:
         """The environment, if it scores its episodes itself."""
-        return None if self.environment is None or self.environment.asks_verifier else self.environment
+        return None if self.environment is None or self.environment.uses_verifier else self.environment
 
     @property
     def scoring(self) -> Sequence[VerifierSpec]:
@@ -665,7 +665,7 @@ class ProblemSpec(ScoringSpec):
         exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin"),
         Rule(
             f"[{SCORED_BY}].exists_one(given, given)",
-            "give exactly one of verifier, verifiers and environment; environment retry needs a verifier, which it asks",
+            "give exactly one of verifier, verifiers and environment; environment retry needs a verifier, which it uses",
             "verifier",
             lambda task: scored_by(task) == 1,
         ),

@@ -198,7 +198,7 @@ def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | Non
     """
     if (given := spec.environment) is None:
         return None
-    if not given.asks_verifier:
+    if not given.uses_verifier:
         return EnvironmentGrader(grader)
     known = ("wrong", "unanswered")
     for name, value in given.parameters.items():

@@ -33,7 +33,7 @@ class EpisodeGrader(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentGrader:
-    """Asks the processes of an environment, which :class:`~.verifier.EnvironmentVerifier` serves there."""
+    """Sends episodes to the processes of an environment, which :class:`~.verifier.EnvironmentVerifier` serves there."""
 
     pool: GroupGrader
 
@@ -48,7 +48,7 @@ class EnvironmentGrader:
 
 @dataclass(frozen=True)
 class Retry:
-    """Asks a verifier about the last reply, and says its verdict in words until the score is 1."""
+    """Grades the last reply by a verifier, and puts its verdict into words until the score is 1."""
 
     verifier: GroupGrader
     wrong: str = "That is not correct. Try again."

@@ -20,7 +20,7 @@ from scalerl_tasks.python_verifier import PythonFunction, described, imported
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, declared_parts
 
 ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim}
-"""Environments by name. ``retry`` asks the task's verifier in place of a process of its own (:mod:`.episodes`)."""
+"""Environments by name. ``retry`` uses the task's verifier in place of a process of its own (:mod:`.episodes`)."""
 
 
 @dataclass(frozen=True, slots=True)
