@@ -10,13 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import stand_in_vllm
-from actor_stand_ins import CHARACTERS, END, TOKEN, write_tokenizer
+from actor_stand_ins import (
+    CHARACTERS,
+    END,
+    TOKEN,
+    CoordinatorStandIn,
+    Generator,
+    TrainerSide,
+    until,
+    write_run,
+    write_tokenizer,
+)
 from aiohttp import web
 from test_generator_streams import Bench
 
+from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, MessageSpan, Partial, PartialGroup, VersionSpan
 from scalerl_coordinator.group_checks import InvalidGroup, check_partials
@@ -31,6 +43,7 @@ from scalerl_generator.rollouts import version_spans
 from scalerl_generator.vllm_replies import Part
 from scalerl_tasks import Graded, Prompt, Verdict
 from scalerl_tasks.environments.protocol import Message
+from scalerl_tasks.sources import open_task
 
 PROMPT_IDS = [5, 6, 7]
 PROMPT = Prompt("p", "345", "")
@@ -323,3 +336,58 @@ async def test_lost_server_and_weight_update_keep_episodes(bench: Bench, codec: 
             assert versions == sorted(versions)
             done += len(set(versions)) > 1
     assert done, "no episode has tokens of two versions"
+
+
+# --- actors ---------------------------------------------------------------------------------------
+
+
+async def test_another_actor_continues_episodes(tmp_path: Path) -> None:
+    """The first actor is killed between two turns; the second replays the replies that it gets, and goes on."""
+    said, turns = "no. try again.", 4
+    environment = {"name": "retry", "maxTurns": turns, "parameters": {"wrong": said}}
+    prompts = [f"say {i}}}" for i in range(8)]
+    write_run(tmp_path, prompts, model__contextTokens=2048, task__environment=environment)
+    train = open_task(load_run(tmp_path / "run.yaml").spec.task).train
+    coordinator = CoordinatorStandIn()
+    await coordinator.start()
+    first = Generator(tmp_path, coordinator.url, seconds_per_token=0.01, name="generator-0")
+    second = Generator(tmp_path, coordinator.url, name="generator-1")
+    async with aiohttp.ClientSession() as session:
+
+        async def start(generator: Generator, version: int) -> None:
+            await generator.start_server()
+            await generator.start_actor()
+            await until(lambda: any(m.name == generator.name for m in coordinator.members.values()))
+            await TrainerSide(session, generator.control_url).publish(version)
+
+        try:
+            await start(first, 0)
+            coordinator.offer(1, [train[0].id], max_tokens=1100, policy_version=1)
+            await until(
+                lambda: any(p.turns for r in coordinator.reports for g in r.groups for p in g.completions)
+            )
+            await first.kill_actor()
+            (store,) = coordinator.partials._groups.values()
+            before = [(bytes(c.token_ids), c.turns) for c in store.completions]
+            coordinator.reassign()
+            await start(second, 1)
+            await until(lambda: coordinator.groups)
+        finally:
+            await first.end()
+            await second.end()
+            await coordinator.kill()
+    (group,) = coordinator.groups.values()
+    message = [CHARACTERS.index(c) + 2 for c in said]
+    assert group.verdicts.scores == [0.0] * 4
+    assert group.verdicts.errors == {}
+    for completion, (tokens, earlier) in zip(group.completions, before, strict=True):
+        assert completion.token_ids.startswith(tokens)
+        assert completion.turns[: len(earlier)] == earlier
+        assert len(completion.turns) == turns - 1 or completion.finish_reason == "length"
+        ids = np.frombuffer(completion.token_ids, "<i4").tolist()
+        for turn in completion.turns:
+            assert ids[turn.start : turn.end] == message
+            assert ids[turn.start - 1] == END
+        assert ids.count(END) == len(completion.turns) + (completion.finish_reason == "stop")
+        masked = [span.start for span in completion.versions if span.version == MASKED]
+        assert masked == [turn.start for turn in completion.turns]
