@@ -129,6 +129,32 @@ OTHER: Final[dict[str, Object]] = {
     "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
     "task.combine": {"task": {"combine": "Product"}},
     **{
+        f"task.environment.{name}": {"task": {"environment": {"name": "retry"}}}
+        for name in (
+            *(
+                "name",
+                "parameters",
+                "maxTurns",
+                "maxTokensPerTurn",
+                "turnTimeoutSeconds",
+                "memory",
+                "workers",
+            ),
+        )
+    },
+    **{
+        f"task.environment.python.{name}": {
+            "task": {
+                "verifier": None,
+                "environment": {"python": {"path": "/code/game.py", "className": "Game"}},
+            }
+        }
+        for name in ("path", "className")
+    },
+    "task.environment.python.module": {
+        "task": {"verifier": None, "environment": {"python": {"module": "game", "className": "Game"}}}
+    },
+    **{
         f"task.plugin.{name}": {"task": {"reasoningGym": None, "plugin": {"name": "a"}}}
         for name in ("name", "parameters")
     },

@@ -130,6 +130,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "task.verifier.parameters": _of_the_run("the verifier"),
     "task.verifiers": _of_the_run("the verifier"),
     "task.combine": _of_the_run("the verifier"),
+    "task.environment": _of_the_run("the environment"),
     "task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
     "task.verifier.memory": _GRADED_FROM_THEN,
     "task.verifier.workers": _GRADED_FROM_THEN,

@@ -384,6 +384,58 @@ class WeightedVerifier(VerifierSpec):
         return name[:20] or "verifier"
 
 
+class PythonEnvironment(Model):
+    """A class of your own as an environment, from a file or an installed package, which is trusted code."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Python file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume or in the images."""
+    module: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Installed module, in place of path."""
+    class_name: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the class there; see docs/environments.md."""
+
+    rules = (exactly_one("path", "module"),)
+
+
+class EnvironmentSpec(Model):
+    """Episodes of several turns: the environment answers each reply of the model, and ends the episode with a reward."""
+
+    name: Literal["retry", "nim"] | None = None
+    """``retry``: the verdict of the task's verifier in words, then another try. ``nim``: a game of taking objects from a heap."""
+    python: PythonEnvironment | None = None
+    """A class of your own; give this or name."""
+    parameters: Annotated[
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
+        Field(max_length=64),
+    ] = {}
+    """Arguments of the environment; write fractions as strings (``"0.5"``)."""
+    max_turns: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Maximum replies of an episode; after the last, it ends with the reward of that step."""
+    max_tokens_per_turn: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Maximum length of a reply. A longer one is cut, and ends the episode. Default: what is left of maxCompletionTokens, which
+    counts replies and messages together."""
+    turn_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
+    """Time limit of a step of the environment."""
+    memory: GraderQuantity = "1Gi"
+    """Memory limit of an environment's process."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Environment processes per generator."""
+
+    rules = (exactly_one("name", "python"),)
+
+    @property
+    def uses_verifier(self) -> bool:
+        """Whether the task's verifier scores the replies."""
+        return self.name == "retry"
+
+    @property
+    def title(self) -> str:
+        """The environment, for messages."""
+        if self.python is None:
+            return self.name or ""
+        return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.class_name}"
+
+
 VerifierList = Annotated[list[WeightedVerifier], Field(min_length=1, max_length=8)]
 
 
@@ -456,10 +508,17 @@ class ScoringSpec(SourcesSpec):
     """Several verifiers, in place of one; each is a part of the verdict."""
     combine: Literal["Sum", "Product"] = "Sum"
     """How the scores of verifiers are combined. Sum: by their weights, as a mean. Product: multiplied, as by a gate."""
+    environment: EnvironmentSpec | None = None
+    """Episodes of several turns; in place of a verifier, except for ``retry``, which uses it."""
+
+    @property
+    def own_environment(self) -> EnvironmentSpec | None:
+        """The environment, if it scores its episodes itself."""
+        return None if self.environment is None or self.environment.uses_verifier else self.environment
 
     @property
     def scoring(self) -> Sequence[VerifierSpec]:
-        """The verifiers: one, or several."""
+        """The verifiers: one, several, or with an environment of its own rewards none."""
         return [self.verifier] if self.verifier is not None else self.verifiers or ()
 
 
@@ -478,6 +537,18 @@ def _verifier_rules(field: str, given: str, verifier: str, end: str, several: bo
             lambda task: task.reasoning_gym is not None or "reasoning-gym" not in _names(task, several),
         ),
     )
+
+
+SCORED_BY: Final = (
+    "has(self.verifier), has(self.verifiers), "
+    "has(self.environment) && (!has(self.environment.name) || self.environment.name != 'retry')"
+)
+"""What scores a task, in CEL."""
+
+
+def scored_by(task: ScoringSpec) -> int:
+    """Number of fields that score a task; see :data:`SCORED_BY`."""
+    return sum(one is not None for one in (task.verifier, task.verifiers, task.own_environment))
 
 
 VERIFIER_RULES: Final = (
@@ -510,7 +581,12 @@ class ProblemSpec(ScoringSpec):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         exactly_one("reasoningGym", "jsonl", "dataset", "plugin"),
-        exactly_one("verifier", "verifiers"),
+        Rule(
+            f"[{SCORED_BY}].exists_one(given, given)",
+            "give exactly one of verifier, verifiers and environment; environment retry needs a verifier, which it uses",
+            "verifier",
+            lambda task: scored_by(task) == 1,
+        ),
         *VERIFIER_RULES,
     )
 

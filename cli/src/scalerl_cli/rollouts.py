@@ -380,6 +380,8 @@ def _head(row: dict[str, Any]) -> str:
     parts += [f"{name} {value:g}" for name, value in (row["parts"] or {}).items()]
     if row["advantage"] is not None:
         parts.append(f"advantage {row['advantage']:+.3f}")
+    if (turns := row.get("turns") or 1) > 1:
+        parts.append(f"{turns} turns")
     parts.append(f"{row['tokens']:,} tokens" + (", cut off" if row["finish_reason"] == "length" else ""))
     if row["oldest_version"] is not None and not held_out:
         parts.append(f"versions {row['oldest_version']} to {row['newest_version']}, age {row['age']}")

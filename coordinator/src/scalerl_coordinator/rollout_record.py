@@ -125,6 +125,7 @@ class RecordedGroup:
                 "error": self.group.verdicts.errors.get(at),
                 "excluded": excluded or None,
                 "tokens": self.lengths[at],
+                "turns": len(completion.turns) + 1,
                 "finish_reason": completion.finish_reason,
                 "oldest_version": oldest,
                 "newest_version": newest,
@@ -429,7 +430,10 @@ class RolloutRecord:
         tables = {part: table for part in small if (table := self._table(part)) is not None}
         if tables:
             first, last = min(part.first for part in tables), max(part.last for part in tables)
-            self._store(pa.concat_tables(tables.values()), split, first, last, list(tables))
+            whole = pa.concat_tables(
+                tables.values(), promote_options="default"
+            )  # earlier files may lack a column
+            self._store(whole, split, first, last, list(tables))
 
     def _table(self, part: RecordPart) -> pa.Table | None:
         """The rows of a file; None of one that is lost, which is then no longer among the files."""
@@ -514,6 +518,7 @@ def schema() -> pa.Schema:
             ("excluded", pa.string()),
             ("advantage", pa.float64()),
             ("tokens", pa.int32()),
+            ("turns", pa.int32()),
             ("finish_reason", pa.string()),
             ("oldest_version", pa.int32()),
             ("newest_version", pa.int32()),

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
+from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
+from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import (
     EvaluationSetError,
     JsonlError,
@@ -19,6 +21,7 @@ from scalerl_tasks.errors import (
     SourceError,
     TaskError,
     VerifierError,
+    did_you_mean,
 )
 from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
@@ -41,7 +44,7 @@ from scalerl_tasks.split import (
 from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import CodeVerifier, HeldOutSpec, VerifierSpec
+    from scalerl_api.source import CodeVerifier, EnvironmentSpec, HeldOutSpec, VerifierSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
@@ -68,7 +71,8 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
                 "task.dataset: its prompts have system messages or several turns, which only a chat template can render: set "
                 "prompt.format to Chat, or map columns.prompt to one message, such as messages[0].content"
             )
-        if "answer" not in source.table.info.fields and not all(one.is_own_code for one in spec.scoring):
+        needs_answers = not all(one.is_own_code for one in spec.scoring)
+        if "answer" not in source.table.info.fields and needs_answers:
             raise SourceError(
                 f"task.dataset: the data have no answers, which {' and '.join(one.title for one in spec.scoring)} needs: say where "
                 f"answer is, such as columns: {{answer: COLUMN}} (columns: {', '.join(source.table.info.columns)})"
@@ -116,6 +120,8 @@ def verifier_config(
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
     """
+    if given is None and (environment := spec.own_environment) is not None:
+        return VerifierConfig("environment", environment=_environment_config(environment, directory))
     given, prompt = given or spec.scoring[0], prompt or spec.prompt
     low, high = map(float, given.range)
     if (own := given.python) is not None:
@@ -156,6 +162,38 @@ def verifier_config(
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
 
 
+def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
+    if (own := given.python) is None:
+        return EnvironmentConfig(given.name or "", parameters=given.parameters)
+    path = None if own.path is None else (directory or Path()) / own.path
+    function = PythonFunction(
+        own.class_name,
+        None if path is None else str(path),
+        own.module,
+        digest=_digest_or_empty(path, own.module),
+    )
+    return EnvironmentConfig(python=function, parameters=given.parameters)
+
+
+def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | None:
+    """What makes the steps of a section's episodes, by the section's grader; None without an environment.
+
+    Raises:
+        VerifierError: the environment ``retry`` has no such parameter.
+    """
+    if (given := spec.environment) is None:
+        return None
+    if not given.uses_verifier:
+        return EnvironmentGrader(grader)
+    known = ("wrong", "unanswered")
+    for name, value in given.parameters.items():
+        if name not in known or not isinstance(value, str):
+            raise VerifierError(
+                f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+            )
+    return Retry(grader, **given.parameters)  # type: ignore[arg-type]
+
+
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
     from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
 
@@ -169,7 +207,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
     Raises:
         VerifierError: the code cannot be read.
     """
-    if spec.verifier is not None and spec.verifier.name in VERIFIERS:
+    if spec.environment is None and spec.verifier is not None and spec.verifier.name in VERIFIERS:
         return ""
     limits = {"timeout_seconds", "memory", "workers"}
     parts: list[object] = [spec.combine]
@@ -186,6 +224,15 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         if given.installed is not None:
             kept["code"] = code_digest(module=module_of(given.installed.name))
         parts.append(sorted(kept.items()))
+    if spec.environment is not None:
+        kept = spec.environment.model_dump(
+            mode="json", exclude={"turn_timeout_seconds", "memory", "workers"}, exclude_defaults=True
+        )
+        if (own_class := spec.environment.python) is not None:
+            kept["python"] |= {"path": "", "module": ""}
+            path = None if own_class.path is None else (directory or Path()) / own_class.path
+            kept["code"] = code_digest(path, own_class.module)
+        parts.append(("environment", sorted(kept.items())))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -213,6 +260,16 @@ def open_grading_pool(
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
+    if (environment := spec.own_environment) is not None:
+        config = verifier_config(spec, directory=directory)
+        assert isinstance(config, VerifierConfig)
+        return GradingPool(
+            config,
+            workers=workers or environment.workers,
+            timeout_seconds=environment.turn_timeout_seconds,
+            memory_bytes=quantity_bytes(environment.memory),
+            show_output=show_output,
+        )
     graders: list[GroupGrader] = []
     for given in spec.scoring:
         config = verifier_config(spec, given, prompt, directory)
@@ -276,7 +333,7 @@ class EvaluationPrompts:
         """Digest of the rendered prompts and the name of their verifier; a score also depends on :attr:`grading`."""
         parts = (
             self.prompts.digest,
-            "+".join(one.title for one in self.spec.scoring),
+            "+".join(one.title for one in (*self.spec.scoring, self.spec.environment) if one is not None),
             self.prompt.model_dump_json(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()

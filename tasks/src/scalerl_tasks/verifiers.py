@@ -21,6 +21,8 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from scalerl_tasks.answer_extraction import extract, extract_answer
+from scalerl_tasks.environments.protocol import Continued
+from scalerl_tasks.environments.verifier import EnvironmentConfig, EnvironmentVerifier
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
@@ -52,9 +54,9 @@ class Verifier(Protocol):
     @property
     def name(self) -> str: ...
 
-    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | Continued | float | None:
         """The completion's verdict, or, without parts, its score in [0, 1] as a number or bool; None if the verifier does not apply
-        to the prompt.
+        to the prompt. Of an environment, also a step after which the episode goes on.
 
         Raises:
             VerifierError: this verifier cannot use the prompt's answer.
@@ -87,6 +89,7 @@ class VerifierConfig:
         python: a function of the user, in place of one of :data:`VERIFIERS`.
         code: settings of programs, in place of one of :data:`VERIFIERS`.
         plugin: the verifier of an installed package; default: that of the name, without parameters.
+        environment: an environment, in place of one of :data:`VERIFIERS`; it is asked for steps.
     """
 
     name: str
@@ -94,6 +97,7 @@ class VerifierConfig:
     python: PythonFunction | None = None
     code: CodeConfig | None = None
     plugin: Plugin | None = None
+    environment: EnvironmentConfig | None = None
 
 
 def open_verifier(config: VerifierConfig) -> Verifier:
@@ -107,6 +111,8 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         return PythonVerifier(config.python)
     if config.code is not None:
         return CodeVerifier(config.code)
+    if config.environment is not None:
+        return EnvironmentVerifier(config.environment)
     if config.name not in VERIFIERS:
         return PluginVerifier(config.plugin or Plugin(config.name))
     if config.task is not None and config.name != "reasoning-gym":

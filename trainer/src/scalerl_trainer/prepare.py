@@ -179,9 +179,13 @@ def _check(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks, one_mach
     tokenizers = [ModelTokenizer(directory, one.section.prompt, f"{one.field}.prompt") for one in given]
     check_length(tokenizers[0], spec)
     for one, task, tokenizer in zip(given, tasks.tasks, tokenizers, strict=True):
+        if one.section.environment is not None:
+            tokenizer.check_turns()
         check_prompts(tokenizer, spec, one, task, root)
     for of_set in tasks.sets:
         tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
+        if of_set.spec.environment is not None:
+            tokenizer.check_turns()
         check_set_prompts(tokenizer, spec, of_set)
     check_mid_training_file(tokenizers[0], spec, tasks.tasks[0], root)
 

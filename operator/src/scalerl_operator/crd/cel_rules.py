@@ -51,7 +51,14 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.source import DatasetSource, JsonlSource, ModelSpec, PythonVerifier, parameter_value
+from scalerl_api.source import (
+    DatasetSource,
+    JsonlSource,
+    ModelSpec,
+    PythonEnvironment,
+    PythonVerifier,
+    parameter_value,
+)
 from scalerl_api.spec import RunSpec
 from scalerl_api.vllm_options import (
     ALLOWED_OPTIONS,
@@ -136,6 +143,7 @@ OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (ModelSpec, "path"): (_ABSOLUTE,),
     (JsonlSource, "path"): (_ABSOLUTE,),
     (PythonVerifier, "path"): (_ABSOLUTE,),
+    (PythonEnvironment, "path"): (_ABSOLUTE,),
     (DatasetSource, "files"): (
         Rule(
             "self.all(path, path.startsWith('/'))",
