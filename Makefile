@@ -7,10 +7,10 @@ PYTHON ?= python3
 VENV ?= .venv
 # cpu or gpu: which vLLM and torch are installed. The tiny example and the tests run on CPUs, also where GPUs are.
 DEVICE ?= cpu
-MEMBERS := processes api tasks curvefit coordinator trainer generator operator cli
+MEMBERS := processes api tasks curvefit coordinator trainer generator operator cli extras
 BIN := $(VENV)/bin
 LOCKS := requirements/$(DEVICE).txt requirements/dev.txt
-BENCHMARKS := ablation adaptive_concurrency coordinator curriculum datasets decisions draft_memory earlier_runs evaluation_sets forecast forecast_llm fp32_logits gradient_guard grading history hostile_coordinators learning lora memory operator opgraph overlap publish schedule silent_coordinators simulator speculation streams verdicts
+BENCHMARKS := ablation adaptive_concurrency checkpoint coordinator curriculum datasets decisions draft_memory earlier_runs environments evaluation_sets forecast forecast_llm fp32_logits gradient_guard grading history hostile_coordinators learning loading lora memory operator opgraph overlap publish schedule silent_coordinators simulator speculation streams verdicts
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 IMAGE_BUILDER ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker,buildah)
 IMAGE_PREFIX ?= scalerl-

@@ -257,12 +257,12 @@ def real(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     run["metadata"]["name"], spec = "uniform", run["spec"]
     del spec["warmStart"]
     spec["model"] = {"path": "model", "dtype": "float32", "contextTokens": CONTEXT_TOKENS}
-    spec["task"]["opGraph"] |= {"operations": list(OPERATIONS), "size": 2000}
+    spec["task"]["plugin"]["parameters"] |= {"operations": list(OPERATIONS), "size": 2000}
     spec["recipe"] |= {"curriculum": {"uniform": {}}, "length": {"none": {}}, "maxCompletionTokens": 400}
     spec["evaluation"] = {"everySteps": 10, "samplesPerPrompt": 16}
     spec["budget"] = {"maxSteps": arguments.steps}
     if quick:
-        spec["task"]["opGraph"]["size"] = 100
+        spec["task"]["plugin"]["parameters"]["size"] = 100
         spec["task"]["heldOut"] = {"size": 4}
         spec["recipe"] |= {"promptsPerStep": 2, "completionsPerPrompt": 2, "maxCompletionTokens": 16}
         spec["evaluation"] = {"everySteps": 2, "samplesPerPrompt": 16}

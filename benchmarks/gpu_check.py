@@ -56,6 +56,7 @@ for member in (
     "generator",
     "operator",
     "cli",
+    "extras",
 ):
     if importlib.util.find_spec(f"scalerl_{member}") is None:
         sys.path.insert(0, str(HERE.parent / member / "src"))

@@ -28,7 +28,7 @@ import yaml
 
 from scalerl_api.paths import RunPaths
 from scalerl_cli.main import main as scalerl
-from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
+from scalerl_extras.opgraph import OpGraphSource, OpGraphTask
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/opgraph/run.yaml"
 SEEN, WITHIN, EDGE, BEYOND = (2, 4), (2, 2), (3, 3), (5, 6)
@@ -74,7 +74,7 @@ QUICK = Size(20, 20, 2, 12_000, 4, 2, 18, 2, 400)
 
 
 def problems(operations: tuple[int, int], seed: int = 7, **contexts: str) -> dict[str, Any]:
-    """The fields of ``task.opGraph``."""
+    """The parameters of the source opgraph."""
     return {
         "operations": list(operations),
         "contexts": contexts or {"zoo": "1"},
@@ -92,7 +92,7 @@ def base(operations: tuple[int, int], size: Size, verifier: str = "opgraph-blend
     del spec["warmStart"]
     spec["model"] = {"path": "model", "dtype": "float32", "contextTokens": 640}
     spec["task"] = {
-        "opGraph": problems(operations),
+        "plugin": {"name": "opgraph", "parameters": problems(operations)},
         "verifier": {"name": verifier},
         "heldOut": {"size": 12 if size is QUICK else 60},
     }
@@ -123,7 +123,7 @@ def measured(source: dict[str, Any], size: Size) -> dict[str, Any]:
         "everySteps": 1000,
         "samplesPerPrompt": size.samples,
         "task": {
-            "opGraph": source,
+            "plugin": {"name": "opgraph", "parameters": source},
             "size": size.measured_prompts,
             "verifier": {"name": "opgraph-strict"},
         },
@@ -242,7 +242,7 @@ def context(folder: Path, size: Size) -> Experiment:
         spec = run["spec"]
         spec["model"] = scratch()
         spec["warmStart"] = supervised(size.context_steps) | {"jsonl": {"path": file.name}}
-        spec["task"]["opGraph"] = problems(WITHIN, zoo="0.5", school="0.5")
+        spec["task"]["plugin"]["parameters"] = problems(WITHIN, zoo="0.5", school="0.5")
         spec["evaluation"]["sets"][1] = measured(problems(WITHIN, 13, zoo="0.5", school="0.5"), size)
         arms[f"exposure {name}"] = run
     return Experiment(arms, "context", has_base=False)

@@ -1,14 +1,16 @@
-"""Steps of `make run`'s example in this checkout beside those in another one, alternating.
+"""Runs of `make run`'s example in this checkout beside those in another one, alternating, each pair with a seed of its own.
 
-    python benchmarks/make_run.py OTHER [--runs N] [--steps N]
+    python benchmarks/make_run.py --base OTHER [--runs N] [--steps N]
 
-OTHER is a checkout with its own environment (`make setup`). A run's time is from its fifth step to its last, so starts and
-mid-training do not count; evaluations and checkpoints do. The last line is one JSON object.
+OTHER is a checkout with its own environment (`make setup`). A run is measured from its fifth step to its last, so starts and
+mid-training do not count; evaluations and checkpoints do: steps per second, and the part of the time in which the trainer
+computed. The reward is that of the last evaluation, the mismatch the mean of `probe_kl`. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import subprocess
 import tempfile
@@ -21,38 +23,54 @@ FIRST = 4
 LIMIT_SECONDS = 1200.0
 
 
-def seconds(checkout: Path, steps: int) -> float:
-    """Seconds between steps 5 and ``steps`` of one run."""
+def measured(checkout: Path, steps: int, seed: int) -> dict[str, float]:
+    """One run."""
     example = checkout / "examples/tiny"
-    spec = yaml.safe_load((example / "run.yaml").read_text())
-    spec["spec"]["task"]["jsonl"]["path"] = str(example / "data.jsonl")
-    spec["spec"]["budget"]["maxSteps"] = steps
+    manifest = yaml.safe_load((example / "run.yaml").read_text())
+    spec = manifest["spec"]
+    spec["task"]["jsonl"]["path"] = str(example / "data.jsonl")
+    spec["budget"]["maxSteps"] = steps
+    spec["seed"] = seed
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
-        file.write_text(yaml.safe_dump(spec))
+        file.write_text(yaml.safe_dump(manifest))
         command = [str(checkout / ".venv/bin/scalerl"), "run", str(file), "--dir", f"{folder}/run"]
         subprocess.run(command, cwd=checkout, check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_SECONDS)
-        walls = [
-            float(json.loads(line)["wall_seconds"])
-            for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()
-        ]
-    return walls[-1] - walls[FIRST]
+        rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        with Path(folder, "run/curve.csv").open() as curve:
+            points = list(csv.DictReader(curve))
+    seconds = rows[-1]["wall_seconds"] - rows[FIRST]["wall_seconds"]
+    last = rows[FIRST + 1 :]
+    busy = sum(row["forward_backward_seconds"] + row["optimizer_seconds"] for row in last)
+    return {
+        "seconds": seconds,
+        "steps_per_second": len(last) / seconds,
+        "trainer_busy": busy / seconds,
+        "reward": float(points[-1]["reward"]),
+        "mismatch": fmean(row["probe_kl"] for row in last if "probe_kl" in row),
+        "staleness_max": max(row["staleness_max"] for row in rows),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("other", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base", type=Path, required=True, help="the other checkout")
     parser.add_argument("--runs", type=int, default=3, help="of each checkout")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    checkouts = {"other": arguments.other.resolve(), "this": Path(__file__).resolve().parents[1]}
-    times: dict[str, list[float]] = {name: [] for name in checkouts}
+    checkouts = {"base": arguments.base.resolve(), "this": Path(__file__).resolve().parents[1]}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for index in range(arguments.runs):
         for name in sorted(checkouts, reverse=bool(index % 2)):
-            times[name].append(seconds(checkouts[name], arguments.steps))
-            print(f"{name:>6}: {times[name][-1]:.1f} s for {arguments.steps - FIRST - 1} steps", flush=True)
-    ratio = fmean(times["this"]) / fmean(times["other"])
-    print(json.dumps({"seconds": times, "ratio": ratio}))
+            runs[name].append(measured(checkouts[name], arguments.steps, index))
+            figures = "  ".join(f"{key} {value:.4g}" for key, value in runs[name][-1].items())
+            print(f"{name}, seed {index}: {figures}", flush=True)
+    faster = fmean(r["steps_per_second"] for r in runs["this"]) / fmean(
+        r["steps_per_second"] for r in runs["base"]
+    )
+    print(json.dumps({"runs": runs, "ratio": faster}))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from scalerl_extras.opgraph import CONTEXTS, MODES, OpGraphSource, OpGraphTask
+from scalerl_extras.opgraph.render import Problem
 from scalerl_tasks import VerifierConfig, open_verifier
-from scalerl_tasks.opgraph import CONTEXTS, MODES, OpGraphSource, OpGraphTask
-from scalerl_tasks.opgraph.render import Problem
 
 WEIGHTS = dict.fromkeys(CONTEXTS, "0.25")
 WORD = re.compile(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")

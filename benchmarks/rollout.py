@@ -83,7 +83,7 @@ def training_run(quick: bool) -> dict[str, Any]:
                 "contextTokens": 640,
             },
             "task": {
-                "opGraph": source | {"seed": 7, "size": PROMPTS + 8},
+                "plugin": {"name": "opgraph", "parameters": source | {"seed": 7, "size": PROMPTS + 8}},
                 "verifier": {"name": "opgraph-blend"},
                 "heldOut": {"size": 8},
             },

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from coordinator import english
 
 from scalerl_api.wire import GroupText, PromptRef, Split, TrainedSequence, VersionSpan
@@ -27,6 +28,8 @@ from scalerl_coordinator.rollout_record import RecordedGroup, RolloutRecord
 
 GROUPS, COMPLETIONS, TOKENS = 32, 16, 512
 TEXTS = english(4096, TOKENS * 4)
+LENGTHS = np.full(TOKENS, 4, "<u2").tobytes()
+DIFFERENCES = np.random.default_rng(0).normal(0, 0.05, (256, TOKENS)).astype("<f2")
 NEEDLE = "I cannot help"
 
 
@@ -42,7 +45,7 @@ def groups_of(step: int, source: random.Random) -> list[RecordedGroup]:
         version_tokens=0,
     )
     completion = StoredCompletion(
-        token_ids=b"", logprobs=b"", versions=[VersionSpan(step, 0)], finish_reason="stop"
+        token_ids=bytes(4 * TOKENS), logprobs=b"", versions=[VersionSpan(step, 0)], finish_reason="stop"
     )
     groups = []
     for number in range(GROUPS):
@@ -50,7 +53,13 @@ def groups_of(step: int, source: random.Random) -> list[RecordedGroup]:
         for _ in range(COMPLETIONS):
             text, cut = source.choice(TEXTS), source.randrange(TOKENS * 4)
             texts.append((NEEDLE if source.random() < 1e-4 else "") + text[cut:] + text[:cut])
-        text = GroupText(prompt=f"Question {number}", reference="4", labels={"hard": "no"}, completions=texts)
+        text = GroupText(
+            prompt=f"Question {number}",
+            reference="4",
+            labels={"hard": "no"},
+            completions=texts,
+            token_characters=[LENGTHS] * COMPLETIONS,
+        )
         stored = StoredGroup(
             prompt_token_ids=b"", completions=[completion] * COMPLETIONS, prompt_id=f"p{number}", text=text
         )
@@ -68,7 +77,11 @@ def write(directory: Path, rollouts: int) -> dict[str, float]:
     source = random.Random(0)
     for step in range(-(-rollouts // (GROUPS * COMPLETIONS))):
         groups = groups_of(step, source)
-        sequences = [TrainedSequence(g.slot, at, 0.5, 0.01, 0.2) for g in groups for at in range(COMPLETIONS)]
+        sequences = [
+            TrainedSequence(g.slot, at, 0.5, 0.01, 0.2, DIFFERENCES[source.randrange(256)].tobytes())
+            for g in groups
+            for at in range(COMPLETIONS)
+        ]
         started, used = time.perf_counter(), time.process_time()
         record.add_step(step, groups, sequences, step)
         longest = max(longest, time.perf_counter() - started)

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import ks_2samp
 
-from scalerl_cli.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
-from scalerl_cli.simulation.simulator import simulate
-from scalerl_cli.simulation.workload import (
+from scalerl_coordinator.off_policy import PipelineRL
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded
+from scalerl_extras.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
+from scalerl_extras.simulation.simulator import simulate
+from scalerl_extras.simulation.workload import (
     Cluster,
     DecodeSpeed,
     Group,
@@ -32,8 +34,6 @@ from scalerl_cli.simulation.workload import (
     known,
     lower_bound,
 )
-from scalerl_coordinator.off_policy import PipelineRL
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded
 
 CAP, COMPLETIONS, EPOCHS = 16_384, 16, 3
 MEDIAN_TOKENS = 1_500

@@ -17,12 +17,12 @@ from pathlib import Path
 from support.length_model import make_length_model, write_prompts
 from support.measured_run import manifest, measured_run
 
-from scalerl_cli.simulation.simulator import simulate
-from scalerl_cli.simulation.speeds import fit_decode, fit_trainer, publish_seconds
-from scalerl_cli.simulation.trace_file import RunTrace, read_trace
-from scalerl_cli.simulation.workload import Cluster, from_history
 from scalerl_coordinator.off_policy import PipelineRL
 from scalerl_coordinator.scheduling import LeastLoaded
+from scalerl_extras.simulation.simulator import simulate
+from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
+from scalerl_extras.simulation.trace_file import RunTrace, read_trace
+from scalerl_extras.simulation.workload import Cluster, from_history
 
 PINS = {"generator": 0, "trainer": 1, "coordinator": 1}
 CONTEXT, COMPLETION, COMPLETIONS = 288, 256, 8

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from schedule import CAP, DECODE, GENERATORS, PUBLISH_SECONDS, SCENARIOS, TRAIN_SECONDS_PER_TOKEN, make_work
 
-from scalerl_cli.simulation.simulator import simulate
-from scalerl_cli.simulation.workload import Cluster, DecodeSpeed, Drafts, Workload, from_history
 from scalerl_coordinator.off_policy import PipelineRL
 from scalerl_coordinator.scheduling import LeastLoaded
+from scalerl_extras.simulation.simulator import simulate
+from scalerl_extras.simulation.workload import Cluster, DecodeSpeed, Drafts, Workload, from_history
 
 DRAFTING_SECONDS = 3.6e-6
 """Of ``history``, a sequence and step (``rollout.py``); that of ``suffix`` is not counted."""

@@ -7,7 +7,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MEMBERS = ("processes", "api", "tasks", "curvefit", "coordinator", "trainer", "generator", "operator", "cli")
+MEMBERS = (
+    "processes",
+    "api",
+    "tasks",
+    "curvefit",
+    "coordinator",
+    "trainer",
+    "generator",
+    "operator",
+    "cli",
+    "extras",
+)
 _PYPROJECT = re.compile(r'(^version = "|"scalerl-[a-z]+(?:\[[a-z]+\])?==)([^"]+)', re.MULTILINE)
 _CHART = re.compile(r"(^(?:appVersion|version): )(\S+)", re.MULTILINE)
 PLACES = {

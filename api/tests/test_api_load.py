@@ -180,7 +180,7 @@ def test_defaults_survive_a_round_trip() -> None:
             "spec.task.jsonl",
             {"path": "a"},
             "spec.task",
-            "exactly one of reasoningGym, jsonl, dataset, opGraph, plugin, mix; given are reasoningGym, jsonl",
+            "exactly one of reasoningGym, jsonl, dataset, plugin, mix; given are reasoningGym, jsonl",
         ),
         ("spec.budget", {}, "spec.budget", "at least one of maxSteps"),
         ("spec.budget", None, "spec.budget", "required"),

@@ -12,7 +12,9 @@ from scalerl_api.memory import (
     host_memory,
     rank_memory,
     server_memory,
+    stage_plan,
     trained_parameters,
+    trainer_advice,
     trainer_rank_memory,
 )
 from scalerl_api.spec import RunSpec, ScratchModel
@@ -74,7 +76,8 @@ def test_host_memory_of_all_roles() -> None:
     run = spec(trainer={"replicas": 2, "microBatchTokens": 64}, generator={"replicas": 3, "kvCache": "1Mi"})
     assert host_memory(SIZE, run) == {
         "generator": 3 * (2 * SIZE.parameters + 2**20),
-        "trainer": 2 * trainer_rank_memory(SIZE, run).total,
+        # With the copies of their states that a checkpoint is written from.
+        "trainer": 2 * trainer_rank_memory(SIZE, run).total + 12 * SIZE.parameters,
     }
     assert trainer_rank_memory(SIZE, run).optimizer == 12 * SIZE.parameters // 2
 
@@ -124,7 +127,7 @@ def test_breakdown_names_every_part() -> None:
     got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
     assert (
         str(got)
-        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 2.1, buffers 0.2)"
+        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 2.1, head 0.2, buckets 0.0)"
     )
 
 
@@ -236,3 +239,27 @@ def test_reference_of_adapters_is_no_second_model() -> None:
         for sections in ({}, adapters, adapters | {"warmStart": {"steps": 1, "batchSize": 1}})
     )
     assert (whole.reference > 0, alone.reference, warm.reference > 0) == (True, 0, True)
+
+
+def test_plan_of_70b_on_eight_gpus() -> None:
+    """The example of docs/models.md: 12 bytes of optimizer state and 4 of gradients a weight are 131 GiB a rank of eight."""
+    size = ModelSize(70_553_706_496, 8192, 80, 28672, 128256)
+    run = on_gpus("80Gi", devices=8, activationCheckpointing=True)
+    plan = stage_plan(size, run)
+    assert list(plan) == [1, 2, 3], "without ZeRO, bfloat16 has no master weights"
+    assert [round(rank.total / 2**30) for rank in plan.values()] == sorted(
+        (round(rank.total / 2**30) for rank in plan.values()), reverse=True
+    )
+    third = plan[3]
+    assert (third.gradients + third.optimizer) / 2**30 == pytest.approx(131.4, abs=0.1)
+    assert third.total > 80 * 2**30
+    assert trainer_advice(size, run, 80 * 2**30).startswith(
+        "trainer.zeroStage: 3, trainer.activationCheckpointing: true, trainer.replicas: 4 would fit"
+    )
+    many = stage_plan(size, on_gpus("80Gi", devices=8, replicas=4, activationCheckpointing=True))
+    assert [stage for stage, rank in many.items() if rank.total <= 80 * 2**30] == [3]
+
+
+def test_plan_of_float32_has_all_stages() -> None:
+    run = spec(model={"scratch": {}, "contextTokens": 64, "dtype": "float32"})
+    assert list(stage_plan(SIZE, run)) == [0, 1, 2, 3]

@@ -53,7 +53,7 @@ def test_example_has_two_tasks_and_follows_their_mean() -> None:
         ({"task_1": {"maxCompletionTokens": 33}}, "spec", "at most recipe.maxCompletionTokens (32)"),
         ({"task": {"heldOut": {"size": 5}}}, "spec.task", "move them into the tasks of mix"),
         ({"task": {"verifier": {"name": "exact"}}}, "spec.task", "each of its tasks its own verifier"),
-        ({"task": {"opGraph": {"operations": [2, 3]}}}, "spec.task", "exactly one of"),
+        ({"task": {"plugin": {"name": "opgraph"}}}, "spec.task", "exactly one of"),
         ({"evaluation": {"forecastSet": "other"}}, "spec", "evaluation.forecastSet (other) must be"),
         (
             {"evaluation": {"sets": [{"name": "a", "heldOutOf": "other"}], "forecastSet": "a"}},

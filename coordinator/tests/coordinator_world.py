@@ -13,6 +13,7 @@ from coordinator_client import make_group
 
 from scalerl_api import wire
 from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
+from scalerl_api.schedule import ByLengthSpec, ScheduleSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
@@ -45,6 +46,8 @@ def make_settings(**changes: Any) -> Settings:
         evaluation_temperature=0.5,
     )
     fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
+    if changes.pop("by_length", False):
+        changes["schedule"] = ScheduleSpec(by_length=ByLengthSpec())
     values: dict[str, Any] = {
         "temperature": 1.0,
         "evaluation_every": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,18 @@ READ = [
     for edited in TAKEN
     if edited.edit.effect in (Effect.COORDINATOR, Effect.GENERATORS) and not edited.path.startswith(OWN_PODS)
 ]
+
+
+@pytest.fixture(autouse=True)
+def schedule_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``schedule.plugin`` names, installed."""
+    info = tmp_path / "other-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[scalerl.schedules]\nother = other_schedule:made\n")
+    code = "from scalerl_coordinator.scheduling import LeastLoaded\ndef made(size=0):\n    return LeastLoaded()\n"
+    (tmp_path / "other_schedule.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def settings(run: ScaleRLRun) -> Settings:

@@ -163,8 +163,7 @@ class Coordinator(RuleBasedStateMachine):
                     self._push(at, not data.draw(st.integers(0, 2), label="flat"))
                 else:
                     self._report(*self.work[at], data.draw(st.integers(1, 3), label="tokens"), None)
-            if not self.unpublished:
-                self.trainer_goes_on()
+            self.trainer_goes_on()
             if self.unpublished:
                 self.trainer_publishes(set())
             self.world.pass_time(3, dict(self.members.values()))
@@ -369,7 +368,7 @@ class Coordinator(RuleBasedStateMachine):
     def trainer_crashes(self, data: st.DataObject) -> None:
         self._hello(data.draw(st.sampled_from(sorted(self.checkpoints) or [0])))
 
-    @precondition(lambda self: self.incarnation and not self.unpublished)
+    @precondition(lambda self: self.incarnation)
     @rule(skipped=st.sampled_from(["", "", "", "the loss is nan"]))
     def trainer_goes_on(self, skipped: str = "") -> None:
         world = self.world
@@ -381,6 +380,9 @@ class Coordinator(RuleBasedStateMachine):
             self.unpublished = True
         elif following.action is NextAction.TRAIN:
             step = following.step
+            if step > world.state.published and world.training.publishes(step):
+                REACHED["steps trained while an evaluation holds a publish"] += self.unpublished
+                assert not any(world.training._due(step, t) for t in world.settings.identity.set_tasks)
             plan = world.plan(self.incarnation, step)
             assert [g.slot for g in plan.groups] == list(world.state.slots_of(step))
             for lease_id in plan.lease_ids:

@@ -6,7 +6,8 @@ import pytest
 from coordinator_client import make_group
 from coordinator_world import World, make_settings, ready, train
 
-from scalerl_api.wire import NextAction, PushResult, Split
+from scalerl_api import wire
+from scalerl_api.wire import Lease, NextAction, PushResult, Split
 from scalerl_coordinator.run_status import build_status
 
 
@@ -282,3 +283,118 @@ def test_generator_that_joins_a_batch_gets_weights_during_an_evaluation():
         world.push(world.member, make_group(lease, version=2))
     point = world.state.points[-1]
     assert (point.version, point.mixed_versions) == (2, False)
+
+
+def held_at_2() -> tuple[World, list[Lease]]:
+    """Version 2 is published and its two prompts are leased; every slot that k = 3 permits is served."""
+    settings = make_settings(max_staleness_steps=3, prompts_per_step=1)
+    world = ready(World(settings))
+    for step in range(2):
+        world.serve(world.member, step, 1)
+        world.report("t", step)
+        world.publish("t")
+        world.beat(world.member, step + 1)
+    held_out = world.lease(world.member, 2, 2)
+    assert [lease.split for lease in held_out] == [Split.HELD_OUT] * 2
+    world.serve(world.member, 2)
+    return world, held_out
+
+
+def test_evaluation_holds_publishes_and_no_steps() -> None:
+    """Versions are skipped in publishing, but none that is due; the point is of the version that was evaluated."""
+    world, held_out = held_at_2()
+    assert world.state.closed(5)
+    world.report("t", 2)
+    assert world.begin_publish("t") is None
+    assert world.next("t") == wire.Next(action=NextAction.TRAIN, step=3)
+    world.report("t", 3)
+    assert world.begin_publish("t") is None
+    assert world.next("t") is None, "version 4 is due, and must be published before it is trained further"
+    for lease in held_out:
+        world.push(world.member, make_group(lease, version=2))
+    point = world.state.points[-1]
+    assert (point.version, point.mixed_versions, point.work_tokens) == (2, False, 16)
+    assert world.next("t").action is NextAction.PUBLISH
+    assert [m.member_id for m in world.begin_publish("t").members] == [world.member]
+    assert world.next("t") == wire.Next(action=NextAction.TRAIN, step=4), "beside the publish"
+    world.commit_publish("t", [world.member])
+    assert (4, 0) in world.state.evaluations
+    world.report("t", 4)
+
+
+def test_hold_that_ends_is_followed_by_a_publish_before_a_closed_step() -> None:
+    """Otherwise the generators would wait for weights until no step is closed."""
+    world, held_out = held_at_2()
+    world.report("t", 2)
+    assert world.next("t").action is NextAction.TRAIN
+    for lease in held_out:
+        world.push(world.member, make_group(lease, version=2))
+    assert world.next("t").action is NextAction.PUBLISH
+
+
+def test_due_version_is_published_without_generators() -> None:
+    """A trainer that ends between its report and its publish loses no point."""
+    world = ready(World(make_settings(max_staleness_steps=5, prompts_per_step=1, evaluation_every=4)))
+    world.serve(world.member, 0)
+    for step in range(4):
+        world.report("t", step)
+    world.core.membership.members.clear()
+    assert world.state.closed(4)
+    world.hello("t2", 4)
+    assert world.next("t2").action is NextAction.PUBLISH
+    assert world.begin_publish("t2").members == []
+    world.commit_publish("t2", [])
+    assert world.next("t2").action is NextAction.TRAIN
+    assert (4, 0) in world.state.evaluations
+
+
+def test_generator_that_joins_gets_weights_while_an_evaluation_holds_a_publish() -> None:
+    world, held_out = held_at_2()
+    world.report("t", 2)
+    assert world.begin_publish("t") is None
+    late = world.register("late")
+    assert world.next("t").action is NextAction.PUBLISH
+    assert world.publish("t") == [late]
+    assert world.state.published == 3
+    assert world.next("t").action is NextAction.TRAIN
+    for lease in held_out:
+        world.push(world.member, make_group(lease, version=2))
+    point = world.state.points[-1]
+    assert (point.version, point.mixed_versions) == (2, False)
+    world.report("t", 3)
+    world.beat(late, 3)
+    assert world.publish("t") == [world.member, late]
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_tokens_of_a_held_generator_are_at_most_k_old(release: bool) -> None:
+    """It gets no slot of a step more than k = 3 after its version, however far the trainer is."""
+    world, _ = held_at_2()
+    for step in (2, 3):
+        world.report("t", step)
+        assert world.begin_publish("t") is None
+    if release:
+        world.pass_time(61, {world.member: 2})
+        assert world.state.evaluations[2, 0].released
+    assert world.serve(world.member, 2) == []
+    assert not world.state.closed(6)
+
+
+def test_run_that_ends_waits_for_the_evaluation_that_holds_a_publish() -> None:
+    world, held_out = held_at_2()
+    world.report("t", 2)
+    world.core.stop("enough", world.now)
+    assert world.next("t") is None
+    late = world.register("late")
+    assert world.next("t").action is NextAction.PUBLISH
+    assert world.publish("t") == [late]
+    world.beat(late, 3)
+    assert world.next("t") is None
+    for lease in world.lease(late, 3, 2):
+        assert (lease.split, lease.policy_version) == (Split.HELD_OUT, 3)
+        world.push(late, make_group(lease, version=3))
+    assert world.next("t") is None, "the point of version 2 is not complete"
+    for lease in held_out:
+        world.push(world.member, make_group(lease, version=2))
+    assert world.next("t").action is NextAction.FINISH
+    assert [(p.version, p.mixed_versions) for p in world.state.points[-2:]] == [(2, False), (3, False)]

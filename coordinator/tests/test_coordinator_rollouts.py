@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from coordinator_client import Client, make_group
@@ -213,6 +214,38 @@ def test_row_says_why_it_is_not_trained_on(tmp_path: Path) -> None:
     assert rows[4, 0]["completion"] is None
 
 
+def test_columns_of_tokens(tmp_path: Path) -> None:
+    """Their places in the text, the versions that sampled them, and the differences of those that were trained."""
+    of = stored()
+    assert of.text is not None
+    spans = [wire.VersionSpan(3, 0), wire.VersionSpan(wire.MASKED, 1), wire.VersionSpan(4, 3)]
+    completions = [msgspec.structs.replace(of.completions[0], versions=spans), of.completions[1]]
+    characters = [np.array([6, 0, 2, 5], "<u2").tobytes(), b""]
+    text = msgspec.structs.replace(of.text, token_characters=characters)
+    group = msgspec.structs.replace(of, completions=completions, text=text)
+    differences = np.array([0.5, -0.25], "<f2").tobytes()
+    figures = [
+        wire.TrainedSequence(0, 0, 1.0, 0.375, 0.5, differences),
+        wire.TrainedSequence(0, 1, 1.0, 0.375, 0.5, differences),  # not as many as its tokens
+    ]
+    record = record_in(tmp_path)
+    prompt = PromptRef(0, Split.TRAIN, 5)
+    record.add_step(
+        0,
+        [RecordedGroup.of_training(0, 0, prompt, accepted(masked_tokens=[2, 0]), group, False)],
+        figures,
+        0,
+    )
+    record.close()
+    first, second = sorted(rows_in(tmp_path), key=lambda row: row["sample"])
+    assert first["token_ends"] == [6, 6, 8, 13]
+    assert first["token_versions"] == [3, wire.MASKED, wire.MASKED, 4]
+    assert first["token_logprob_differences"][::3] == [0.5, -0.25]
+    assert np.isnan(first["token_logprob_differences"][1:3]).all()
+    assert (second["token_ends"], second["token_logprob_differences"]) == (None, None)
+    assert second["token_versions"] == [0] * 4
+
+
 def test_refilled_groups_are_recorded_with_their_step(tmp_path: Path) -> None:
     record = record_in(tmp_path)
     record.keep(group_of(3))
@@ -402,4 +435,4 @@ def test_oldest_rollouts_are_deleted_first(tmp_path: Path) -> None:
 
 def test_documentation_has_every_column() -> None:
     page = (ROOT / "docs/reference/rollouts.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \| (?:string|int|double|map)", page, re.MULTILINE) == schema().names
+    assert re.findall(r"^\| `(\w+)` \| (?:string|int|double|list|map)", page, re.MULTILINE) == schema().names

@@ -29,7 +29,7 @@ class Countdown:
 
 
 class CountdownVerifier:
-    """``verifier.plugin: {name: countdown}``: 1 for the target, 0.1 for another value of the given numbers."""
+    """``verifier: {name: countdown}``: 1 for the target, 0.1 for another value of the given numbers."""
 
     part_names = ("numbers",)
 

@@ -29,18 +29,26 @@ from scalerl_coordinator import journal_records as r
 from scalerl_generator import partial_reports
 
 PROMPTS_PER_STEP, COMPLETIONS = 4, 4
-STEPS = {"fixed": 40, "refill": 20}
+STEPS = {"fixed": 40, "refill": 20, "episodes": 12}
 LONGEST = 1100
 VICTIMS = ["coordinator"] * 6 + ["trainer"] * 8 + ["server"] * 12 + ["actor"] * 24
 DOWN_SECONDS = 3.0
 """A vLLM server takes longer to start than its actor takes to notice that it is gone."""
-BATCHES: dict[str, dict[str, Any]] = {"fixed": {}, "refill": {"recipe__refill": {"maxTries": 3}}}
+MAX_TURNS, MESSAGE = 4, "no. try again."
+BATCHES: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "refill": {"recipe__refill": {"maxTries": 3}},
+    "episodes": {
+        "task__environment": {"name": "retry", "maxTurns": MAX_TURNS, "parameters": {"wrong": MESSAGE}}
+    },
+}
+"""Of episodes, no reply is right, so they have all turns unless they fill the length."""
 SCHEMES: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": {"maxStalenessSteps": 2}},
     "ppo": {"ppo": {"stepsPerBatch": 3}},
 }
 LEAST_P = 0.05 / (len(BATCHES) * len(SCHEMES))
-"""The four comparisons together reject what is sound once in twenty."""
+"""The comparisons together reject what is sound once in twenty."""
 
 
 class KeepingTrainer(MortalTrainer):
@@ -67,6 +75,17 @@ def accepted(directory: Path) -> Iterator[r.GroupAccepted]:
             record = r.decode(frame.header)
             if isinstance(record, r.GroupAccepted):
                 yield record
+
+
+def expected_lengths(batch: str, count: int) -> Iterator[int]:
+    """Lengths without kills."""
+    dice = np.random.default_rng(0)
+    for _ in range(count):
+        length, turns = int(dice.geometric(1 / stand_in_vllm.DRAWN_MEAN)), 1
+        while batch == "episodes" and turns < MAX_TURNS and length + len(MESSAGE) < LONGEST:
+            length += len(MESSAGE) + int(dice.geometric(1 / stand_in_vllm.DRAWN_MEAN))
+            turns += 1
+        yield min(length, LONGEST)
 
 
 async def restart_server(generator: Generator) -> None:
@@ -152,7 +171,7 @@ async def test_lengths_are_not_biased_by_kills(
     assert counts.acknowledged == COMPLETIONS * PROMPTS_PER_STEP * STEPS[batch] + counts.refilled
     assert (counts.refilled > 0) == (batch == "refill")
     assert (counts.queued, counts.leased, counts.skipped, counts.given_up, counts.invalid) == (0, 0, 0, 0, 0)
-    expected = np.random.default_rng(0).geometric(1 / stand_in_vllm.DRAWN_MEAN, 20_000).clip(max=LONGEST)
+    expected = np.array(list(expected_lengths(batch, 20_000)))
     test = ks_2samp(lengths, expected)
     print(
         f"{len(lengths)} lengths, mean {np.mean(lengths):.1f} ({expected.mean():.1f}); "

@@ -18,7 +18,7 @@ from stand_in_vllm import counted, counted_length
 
 from scalerl_api import endpoints
 from scalerl_api.load import load_run
-from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, PromptRef, Split, VersionSpan
+from scalerl_api.wire import MASKED, Lease, MessageSpan, Partial, PartialGroup, PromptRef, Split, VersionSpan
 from scalerl_coordinator.partials import PartialStore
 from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.partial_completion import PartialCompletion
@@ -104,6 +104,10 @@ def test_read_completions_are_those_given() -> None:
     assert ended.finish_reason == "stop"
     (cut,) = read(given_group(finish_reason="length"), lease(max_tokens=3))
     assert cut.finish_reason == "length"
+    (cut,) = read(given_group(finish_reason="length", turns=[MessageSpan(1, 2)]), lease())
+    assert (cut.finish_reason, cut.turns) == ("length", [MessageSpan(1, 2)]), (
+        "an episode, at the length of a turn"
+    )
     # Training went back to a checkpoint, or a generator with older weights continues.
     (older,) = read(given_group(versions=[VersionSpan(5, 0), VersionSpan(4, 1)]), lease(policy_version=4))
     assert older.weight_versions == (Span(5, 0, 1), Span(4, 1, 3))
@@ -121,7 +125,6 @@ def test_read_completions_are_those_given() -> None:
         ({"logprobs": b"abcd"}, {}, "lengths"),
         ({}, {"max_tokens": 2}, "lengths"),
         ({}, {"max_tokens": 3}, "lengths"),  # cut, and not said to be
-        ({"finish_reason": "length"}, {}, "lengths"),
         ({"token_ids": np.array([7, 50, 9], "<i4").tobytes()}, {}, "tokens"),
         ({"token_ids": np.array([7, -1, 9], "<i4").tobytes()}, {}, "tokens"),
         ({"logprobs": np.array([-1, np.nan, -3], "<f4").tobytes()}, {}, "logprobs"),

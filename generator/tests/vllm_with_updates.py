@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,10 +63,16 @@ class Server:
 
 
 def start_server(
-    root: Path, *, tied: bool, dtype: str, fp32_head: bool, options: Sequence[str] = ()
+    root: Path,
+    *,
+    tied: bool,
+    dtype: str,
+    fp32_head: bool,
+    options: Sequence[str] = (),
+    build: Callable[..., None] = build_model,
 ) -> Iterator[Server]:
     model = root / "model"
-    build_model(model, tied=tied, dtype=getattr(torch, dtype))
+    build(model, tied=tied, dtype=getattr(torch, dtype))
     port = free_port()
     argv = ["--model", str(model), "--port", str(port), "--dtype", dtype, "--max-num-seqs", "64"]
     argv += ["--kv-cache-bytes", str(128 << 20)] + ([] if fp32_head else ["--no-fp32-head"])

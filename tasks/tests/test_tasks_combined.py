@@ -38,7 +38,7 @@ def spec(tmp_path):
             for one in verifiers
         ]
         return EvaluationTaskSpec.model_validate(
-            {"opGraph": {"operations": [2, 3]}, "verifiers": given, "combine": combine}
+            {"reasoningGym": {"name": "chain_sum"}, "verifiers": given, "combine": combine}
         )
 
     return made

@@ -107,7 +107,6 @@ async def test_score_group_keeps_order(name):
         ("exact", ["5", "<think>4", r"\boxed{4"], [True, False, False]),
         ("number", ["It is 5.", "I do not know", r"\boxed{four}"], [True, False, False]),
         ("math-verify", ["It is 5.", "<think>4", "<answer></answer>"], [True, False, False]),
-        ("opgraph-outcome", ["<answer>5", "5"], [True, False]),
     ],
 )
 async def test_score_group_tells_which_completions_have_an_answer(name, completions, answered):

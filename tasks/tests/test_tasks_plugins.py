@@ -51,7 +51,7 @@ def spec(name: str = "countdown", **parameters: int) -> EvaluationTaskSpec:
     return EvaluationTaskSpec.model_validate(
         {
             "plugin": {"name": name, "parameters": parameters},
-            "verifier": {"plugin": {"name": name}},
+            "verifier": {"name": name},
         }
     )
 
@@ -102,7 +102,10 @@ def test_plugin_that_is_not_installed(countdown):
 
 
 def test_plugin_whose_class_fails(countdown):
-    with pytest.raises(SourceError, match=r"'countdown' \(countdown_task:Countdown\): TypeError: .*'sizes'"):
+    with pytest.raises(
+        SourceError,
+        match=r"'countdown' \(countdown_task:Countdown\): parameters: .*'sizes'; it takes size, largest, seed",
+    ):
         open_source(spec(sizes=3))
 
 
@@ -130,7 +133,9 @@ def test_plugin_that_is_incomplete(tmp_path, monkeypatch, code, group, says):
 async def test_two_packages_with_one_name(countdown, monkeypatch):
     other = {"scalerl.verifiers": {"countdown": "other:Verifier"}}
     install(countdown / "other", monkeypatch, {"name": "other", "version": "1", "entry-points": other})
-    with pytest.raises(VerifierError, match=r"several packages have it.*other:Verifier; uninstall one"):
+    with pytest.raises(
+        VerifierError, match=r"several packages have it.*other:Verifier; uninstall all but one"
+    ):
         PluginVerifier(Plugin("countdown"))
 
 

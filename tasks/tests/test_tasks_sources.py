@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scalerl_api.source import OP_GRAPH_CONTEXTS
 from scalerl_api.spec import EvaluationSpec, RunSpec, RunTaskSpec, TaskSpec, VerifierSpec
 from scalerl_tasks import (
     EvaluationSetError,
@@ -21,10 +20,8 @@ from scalerl_tasks import (
     open_source,
     open_task,
     open_tasks,
-    open_verifier,
     verifier_config,
 )
-from scalerl_tasks.opgraph import CONTEXTS, MAX_DISTRACTORS, MAX_OPERATIONS, MAX_PROBLEMS, MIN_OPERATIONS
 
 
 def section(**changes):
@@ -95,47 +92,6 @@ def test_tasks_guide_sections_are_valid(tmp_path):
     (sample,) = re.findall(r"^```json\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "sample.jsonl").write_text(sample)
     assert open_jsonl(tmp_path / "sample.jsonl")[1].solution
-
-
-async def test_open_task_of_op_graph_section():
-    section_ = {
-        "operations": [2, 4],
-        "contexts": {"zoo": "0.5", "school": "0.5"},
-        "modes": ["reverse"],
-        "seed": 7,
-    }
-    spec = section(opGraph=section_ | {"size": 300}, reasoningGym=None, verifier={"name": "opgraph-strict"})
-    task = open_task(spec)
-    assert (len(task.train), len(task.held_out)) == (280, 20)
-    prompt = task.train[5]
-    assert {prompt.labels["mode"], task.held_out[0].labels["mode"]} == {"reverse"}
-    assert {task.train[i].labels["context"] for i in range(40)} == {"zoo", "school"}
-    verifier = open_verifier(verifier_config(spec))
-    for index in range(20):
-        verifier.check(task.train[index])
-    async with open_grading_pool(spec) as pool:
-        graded = await pool.score_group(prompt, [prompt.solution, f"<answer>{prompt.answer}</answer>"])
-    assert [g.score for g in graded] == [1.0, 0.0]
-
-
-def test_op_graph_spec_has_the_limits_of_the_task():
-    """The spec's models cannot import this package."""
-    assert tuple(CONTEXTS) == OP_GRAPH_CONTEXTS
-    bounds = {
-        "operations": {"operations": [MIN_OPERATIONS, MAX_OPERATIONS]},
-        "distractors": {"operations": [2, 4], "distractors": MAX_DISTRACTORS},
-        "size": {"operations": [2, 4], "size": MAX_PROBLEMS},
-    }
-    beyond = {
-        "operations": [{"operations": [MIN_OPERATIONS - 1, 4]}, {"operations": [4, MAX_OPERATIONS + 1]}],
-        "distractors": [bounds["distractors"] | {"distractors": MAX_DISTRACTORS + 1}],
-        "size": [bounds["size"] | {"size": MAX_PROBLEMS + 1}],
-    }
-    for name, within in bounds.items():
-        open_source(section(opGraph=within, reasoningGym=None, verifier={"name": "exact"}))
-        for outside in beyond[name]:
-            with pytest.raises(ValueError, match=rf"opGraph\.{name}"):
-                section(opGraph=outside, reasoningGym=None, verifier={"name": "exact"})
 
 
 def two_sets(directory: Path, hard: list[str], train: list[str], **task: object) -> RunSpec:

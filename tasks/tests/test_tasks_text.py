@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from scalerl_api.recipe.presets import INTERRUPTION_PHRASE
@@ -327,3 +329,58 @@ def test_phrase_has_to_decode_to_itself(
     else:
         with pytest.raises(TokenizerError, match="cannot encode it"):
             check_interruption(InterruptionSpec(phrase=phrase), found, 1000)
+
+
+# --- characters of tokens ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[ModelTokenizer]:
+    folders = [tmp_path_factory.mktemp("tokenizer") for _ in range(3)]
+    made = (byte_level(prefix=False), byte_level(prefix=True), metaspace())
+    return [
+        ModelTokenizer(save(folder, one, eos_token="</s>"), PromptSpec())
+        for folder, one in zip(folders, made, strict=True)
+    ]
+
+
+@given(st.text(st.sampled_from("ab 7.é—€字😀\n"), max_size=30), st.booleans())
+def test_characters_of_tokens_are_those_of_the_text(
+    tokenizers: list[ModelTokenizer], text: str, ended: bool
+) -> None:
+    """A character of several tokens is with its last one; the end token has none."""
+    for tokenizer in tokenizers[:2]:
+        (ids,) = tokenizer.encode([text])
+        ids = [*ids, tokenizer.end_token_id] if ended else ids
+        (decoded,) = tokenizer.decode([ids])
+        characters = tokenizer.characters(ids, decoded)
+        assert characters is not None
+        assert (len(characters), sum(characters)) == (len(ids), len(decoded))
+        end = 0
+        for at, count in enumerate(characters):
+            (begun,) = tokenizer.texts([ids[: at + 1]]) if at < len(ids) - ended else (decoded,)
+            end += count
+            if not begun.endswith("\ufffd"):
+                assert begun == decoded[:end]
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_characters_of_bytes_that_are_no_text(tokenizers: list[ModelTokenizer], ids: list[int]) -> None:
+    for tokenizer in tokenizers[:2]:
+        (decoded,) = tokenizer.decode([ids])
+        characters = tokenizer.characters(ids, decoded)
+        assert characters is not None
+        assert sum(characters) == len(decoded)
+
+
+@given(st.lists(st.integers(0, len(CHARACTERS) - 1), max_size=20))
+def test_first_token_may_lose_its_space(tokenizers: list[ModelTokenizer], ids: list[int]) -> None:
+    tokenizer = tokenizers[2]
+    (decoded,) = tokenizer.decode([ids])
+    characters = tokenizer.characters(ids, decoded)
+    assert characters is None or sum(characters) == len(decoded)
+
+
+def test_no_characters_of_another_text(tokenizers: list[ModelTokenizer]) -> None:
+    (ids,) = tokenizers[0].encode(["abc"])
+    assert tokenizers[0].characters(ids, "ab") is None

@@ -236,7 +236,7 @@ def test_reasoning_gym_verifier_scores_by_metadata():
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (VerifierConfig("exakt"), "unknown verifier 'exakt'; did you mean 'exact'"),
+        (VerifierConfig("exakt"), "'exakt': no installed package has it.*did you mean 'exact'"),
         (VerifierConfig("exact", task=GymTask("chain_sum")), "takes a task"),
         (VerifierConfig("reasoning-gym"), "needs a reasoning-gym task"),
     ],

@@ -59,6 +59,7 @@ print(json.dumps({
     "pip": importlib.util.find_spec("pip") is not None,
     "plugins": [point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")
         if point.value.startswith("scalerl")],
+    "sources": [point.name for point in importlib.metadata.entry_points(group="scalerl.sources")],
 }))
 """
 
@@ -120,6 +121,7 @@ def test_restricted_pod_imports_what_its_role_needs(
         "torch": role != "operator",
         "pip": False,
         "plugins": ["scalerl_generator.vllm_worker:register"] if role == "generator" else [],
+        "sources": ["opgraph"],
     }
 
 

@@ -17,6 +17,7 @@ DRAWN = {
         "cli",
         "coordinator",
         "curvefit",
+        "extras",
         "generator",
         "operator",
         "processes",

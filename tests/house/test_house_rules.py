@@ -23,6 +23,7 @@ SLIM = [
     "scalerl_curvefit",
     "scalerl_operator",
     "scalerl_cli.main",
+    "scalerl_extras",
 ]
 HEAVY = ["torch", "vllm", "deepspeed", "transformers"]
 

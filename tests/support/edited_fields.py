@@ -46,8 +46,8 @@ BASE: Final[Object] = {
     },
 }
 
-_OP_GRAPH: Final[Object] = {"operations": [2, 4]}
-_HALF: Final[Object] = {"weight": "0.5", "opGraph": _OP_GRAPH, "verifier": {"name": "exact"}}
+_OP_GRAPH: Final[Object] = {"name": "opgraph", "parameters": {"operations": [2, 4]}}
+_HALF: Final[Object] = {"weight": "0.5", "plugin": _OP_GRAPH, "verifier": {"name": "exact"}}
 _MIX: Final[Object] = {
     "reasoningGym": None,
     "verifier": None,
@@ -77,6 +77,14 @@ _OF_DATASET: Final[dict[str, Object]] = {
     "filter.overlap": {"filter": {"overlap": 13}},
 }
 
+
+def _within(path: str, value: Any) -> Object:
+    """The merge patch that sets the value at a path."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
 OTHER: Final[dict[str, Object]] = {
     "model.hub.name": {"model": {"scratch": None, "hub": {"name": "a/b"}}},
     "model.hub.revision": {"model": {"scratch": None, "hub": {"name": "a/b", "revision": "c"}}},
@@ -98,18 +106,9 @@ OTHER: Final[dict[str, Object]] = {
         for path, section in _OF_DATASET.items()
     },
     "task.mix": {"task": _MIX},
-    "task.opGraph.operations": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH}},
-    "task.opGraph.count": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"count": "Edges"}}},
-    "task.opGraph.contexts": {
-        "task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"contexts": {"school": "1"}}}
-    },
-    "task.opGraph.modes": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"modes": ["reverse"]}}},
-    "task.opGraph.distractors": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"distractors": 0}}},
-    "task.opGraph.seed": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"seed": 1}}},
     "task.heldOut.graphs": {
-        "task": {"reasoningGym": None, "opGraph": _OP_GRAPH, "heldOut": {"graphs": "0.2"}}
+        "task": {"reasoningGym": None, "plugin": _OP_GRAPH, "heldOut": {"graphs": "0.2"}}
     },
-    "task.opGraph.size": {"task": {"reasoningGym": None, "opGraph": _OP_GRAPH | {"size": 5000}}},
     "task.prompt.template": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.prompt.chatTemplate": {"task": {"prompt": {"format": "Chat", "chatTemplate": "{{ messages }}"}}},
     "task.prompt.system": {"task": {"prompt": {"format": "Chat", "system": "Add."}}},
@@ -122,16 +121,39 @@ OTHER: Final[dict[str, Object]] = {
         "task": {"verifier": {"name": None, "python": {"module": "rewards", "function": "score"}}}
     },
     **{f"task.verifier.http.{name}": _HTTP for name in ("url", "batch", "concurrency")},
-    **{
-        f"task.verifier.plugin.{name}": {"task": {"verifier": {"name": None, "plugin": {"name": "a"}}}}
-        for name in ("name", "parameters")
-    },
+    "task.verifier.parameters": {"task": {"verifier": {"name": "other", "parameters": {"size": 1}}}},
     **{
         f"task.verifier.code.{name}": {"task": {"verifier": {"name": None, "code": {}}}}
         for name in ("language", "partial", "cpuSeconds", "memory")
     },
     "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
     "task.combine": {"task": {"combine": "Product"}},
+    **{
+        f"task.environment.{name}": {"task": {"environment": {"name": "retry"}}}
+        for name in (
+            *(
+                "name",
+                "parameters",
+                "maxTurns",
+                "maxTokensPerTurn",
+                "turnTimeoutSeconds",
+                "memory",
+                "workers",
+            ),
+        )
+    },
+    **{
+        f"task.environment.python.{name}": {
+            "task": {
+                "verifier": None,
+                "environment": {"python": {"path": "/code/game.py", "className": "Game"}},
+            }
+        }
+        for name in ("path", "className")
+    },
+    "task.environment.python.module": {
+        "task": {"verifier": None, "environment": {"python": {"module": "game", "className": "Game"}}}
+    },
     **{
         f"task.plugin.{name}": {"task": {"reasoningGym": None, "plugin": {"name": "a"}}}
         for name in ("name", "parameters")
@@ -216,6 +238,16 @@ OTHER: Final[dict[str, Object]] = {
     "trackers.tensorBoard.directory": {"trackers": {"tensorBoard": {"directory": "/shared/tensorboard"}}},
     "trackers.mlflow.uri": {"trackers": {"mlflow": {"uri": "https://mlflow"}}},
     "trackers.mlflow.experiment": {"trackers": {"mlflow": {"uri": "https://mlflow", "experiment": "other"}}},
+    **{
+        f"{path}.{name}": _within(path, {"name": "other", "parameters": {"size": 1}})
+        for path in (
+            "recipe.loss.plugin",
+            "schedule.plugin",
+            "trackers.plugin",
+            "generator.speculation.history.drafter",
+        )
+        for name in ("name", "parameters")
+    },
     "storage.claimName": {"storage": {"claimName": "mine"}},
     "storage.mountedBy": {"storage": {"mountedBy": "Coordinator"}, "checkpoint": {"to": "s3://bucket/run"}},
     "storage.size": {"storage": {"size": "20Gi"}},
@@ -275,10 +307,7 @@ def _edited(path: str, model_field: Any) -> Object:
     if path in OTHER:
         return merged(BASE, {"spec": OTHER[path]})
     for value in _alternatives(model_field, now):
-        patch: Any = value
-        for part in reversed(path.split(".")):
-            patch = {part: patch}
-        manifest = merged(BASE, {"spec": patch})
+        manifest = merged(BASE, {"spec": _within(path, value)})
         try:
             run = ScaleRLRun.model_validate(manifest)
         except (ValidationError, TypeError):
@@ -299,9 +328,9 @@ def edits(*, refused: bool) -> list[Edited]:
 _OF_MIXED_TASK: Final[dict[str, Object]] = {
     "name": {"name": "c"},
     "weight": {"weight": "0.50"},
-    "opGraph": {"opGraph": _OP_GRAPH | {"distractors": 0}},
-    "jsonl": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}},
-    "dataset": {"opGraph": None, "dataset": {"files": ["/data/a.csv"]}},
+    "plugin": {"plugin": {"parameters": {"distractors": 0}}},
+    "jsonl": {"plugin": None, "jsonl": {"path": "/data/a.jsonl"}},
+    "dataset": {"plugin": None, "dataset": {"files": ["/data/a.csv"]}},
     "heldOut.size": {"heldOut": {"size": 4}},
     "prompt.template": {"prompt": {"template": "{prompt} ="}},
     "maxCompletionTokens": {"maxCompletionTokens": 8},
@@ -316,7 +345,7 @@ _OF_HELD_OUT_SET: Final[dict[str, Object]] = {
     "everySteps": {"everySteps": 3},
     "samplesPerPrompt": {"samplesPerPrompt": 3},
     "k": {"k": 1},
-    "task": {"task": {"opGraph": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}},
+    "task": {"task": {"plugin": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}},
 }
 
 _OF_SET: Final[dict[str, Object]] = {
@@ -324,10 +353,10 @@ _OF_SET: Final[dict[str, Object]] = {
     "everySteps": {"everySteps": 1},
     "samplesPerPrompt": {"samplesPerPrompt": 5},
     "k": {"k": 2},
-    "task.opGraph": {"task": {"opGraph": _OP_GRAPH | {"distractors": 0}}},
-    "task.jsonl": {"task": {"opGraph": None, "jsonl": {"path": "/data/a.jsonl"}}},
-    "task.dataset": {"task": {"opGraph": None, "dataset": {"files": ["/data/a.csv"]}}},
-    "task.reasoningGym": {"task": {"opGraph": None, "reasoningGym": {"name": "chain_sum"}}},
+    "task.plugin": {"task": {"plugin": {"parameters": {"distractors": 0}}}},
+    "task.jsonl": {"task": {"plugin": None, "jsonl": {"path": "/data/a.jsonl"}}},
+    "task.dataset": {"task": {"plugin": None, "dataset": {"files": ["/data/a.csv"]}}},
+    "task.reasoningGym": {"task": {"plugin": None, "reasoningGym": {"name": "chain_sum"}}},
     "task.prompt": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.size": {"task": {"size": 4}},
     "task.seed": {"task": {"seed": 1}},
@@ -348,7 +377,7 @@ def mix_base() -> Object:
 
 def sets_base() -> Object:
     """A run with two evaluation sets, the second with its own task."""
-    task = {"opGraph": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}
+    task = {"plugin": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}
     sets = [
         {"name": "held-out"},
         {"name": "hard", "everySteps": 4, "samplesPerPrompt": 4, "k": 4, "task": task},

@@ -130,7 +130,9 @@ class Accelerator(TorchDispatchMode):
 class PlainEngine:
     """In place of DeepSpeed: one rank, torch's AdamW."""
 
-    def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
+    def __init__(
+        self, module: torch.nn.Module, settings: EngineSettings, device: torch.device, weights: object = None
+    ) -> None:
         del device
         self.module = module
         self.optimizer = ClippingAdamW(module.parameters(), lr=settings.learning_rate)

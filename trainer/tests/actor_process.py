@@ -3,8 +3,8 @@
 Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR`` set to a dict:
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),
 ``token``, and ``faults``: a list of dicts ``{"at": "join" | "allreduce" | "receive", "how": "kill" | "freeze" |
-"refuse" | "not-ready" | "shoot" | a number, "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
-whose id is in the file ``victim`` and continues. At "probe", a number is the log-probability of every token (else -5.5).
+"refuse" | "not-ready" | "shoot" | "wait" | a number, "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
+whose id is in the file ``victim`` and continues, "wait" does after ``seconds``. At "probe", a number is the log-probability of every token (else -5.5).
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Actor:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "shoot":
                     os.kill(int(Path(fault["victim"]).read_text()), signal.SIGKILL)
+                case "wait":
+                    time.sleep(fault["seconds"])
                 case float() as logprob:
                     self.logprob = logprob
                 case how:

@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
+from scalerl_trainer.background import in_background
 from scalerl_trainer.engine import (
     Engine,
     EngineSettings,
@@ -284,6 +286,38 @@ class Scenarios:
             "steps_done": engine.steps_done,
         }
 
+    def beside(self, stage: int, dtype: Dtype, *, waits: bool) -> dict[str, Any]:
+        """Weights read on a thread that has read one tensor when a step begins, and reads on once the update may come.
+
+        ``waits``: the update waits for the thread; otherwise the thread reads on after the update.
+        """
+        engine = self.engine(stage, dtype)
+        ranks = Ranks(self.rank.rank, self.rank.world, TIMEOUT_SECONDS)
+        engine.step(self.share(0), Cispo())
+        before = {n: t.clone() for n, t in engine.gather_checkpoint(4000)}
+        first, resumed, found = threading.Event(), threading.Event(), dict[str, torch.Tensor]()
+
+        def read() -> None:
+            for name, tensor in engine.gather_checkpoint(4000, ranks.group):
+                found[name] = tensor.clone()
+                first.set()
+                assert resumed.wait(TIMEOUT_SECONDS)
+
+        reading = in_background("read", read, self.device)
+
+        def may_update() -> None:
+            resumed.set()
+            reading.result()
+
+        if waits:
+            engine.before_update = may_update
+        assert self.rank.rank or first.wait(TIMEOUT_SECONDS)
+        stats = engine.step(self.share(1), Cispo())
+        may_update()
+        after = {n: t.clone() for n, t in engine.gather_checkpoint(4000)}
+        engine.close()
+        return {"before": before, "found": found, "after": after, "applied": stats.applied}
+
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -309,6 +343,10 @@ def main() -> None:
         results[f"refuse {stage}"] = scenarios.refuse(stage)
     for stage, dtype in SKIPPED:
         results[f"skip {stage} {dtype}"] = scenarios.skip(stage, dtype)
+    for stage in range(4):
+        for waits in (True, False):
+            dtype: Dtype = "bfloat16" if stage == 2 else "float32"
+            results[f"beside {stage} {waits}"] = scenarios.beside(stage, dtype, waits=waits)
     results["warm"] = scenarios.warm(1)
     results["timeout"] = groups._get_data_parallel_group()._get_backend(device).options._timeout
     torch.save(results, out / f"rank-{rank.rank}.pt")

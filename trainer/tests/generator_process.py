@@ -98,7 +98,8 @@ def work(me: wire.Registered) -> None:
         if given["skip_held_out"] and lease.split is wire.Split.HELD_OUT:
             continue
         time.sleep(given["seconds_per_group"])
-        completions = [completion(lease, s, held) for s in range(lease.completions)]
+        sampled_by = version()  # a publish may have come while it waited for the lease
+        completions = [completion(lease, s, sampled_by) for s in range(lease.completions)]
         group = wire.Group(
             lease_id=lease.lease_id,
             prompt=lease.prompt,

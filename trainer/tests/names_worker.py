@@ -1,4 +1,4 @@
-"""One of two ranks: gathers models of several families under ZeRO 3 (and 1), small buckets, as a publish does."""
+"""One of two ranks: loads models of several families under ZeRO 3 (and 1) and gathers them, small buckets, as a publish does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
-from scalerl_trainer.models import load_model
+from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 
 given: dict[str, Any] = NAMES  # type: ignore[name-defined]  # noqa: F821
@@ -25,7 +25,8 @@ answer = {}
 for family, folder in given["folders"].items():
     for stage in (1, 3):
         settings = EngineSettings(zero_stage=stage, dtype="float32")
-        engine = Engine(load_model(folder, dtype="float32"), settings, device, stored_names(Path(folder)))
+        model, weights = open_model(Path(folder), dtype="float32")
+        engine = Engine(model, settings, device, stored_names(Path(folder)), weights)
         gathered = [(name, tensor.clone().numpy()) for name, tensor in engine.gather_checkpoint(40_000)]
         answer[family, stage] = engine.checkpoint_shapes(), gathered
         engine.close()

@@ -25,7 +25,6 @@ from scalerl_trainer.batch import (
     recorded,
     start_sequences,
 )
-from scalerl_trainer.engine.engine import _add_differences, _differences
 from scalerl_trainer.errors import BadBatchError, DivergedError
 
 STEP = 7
@@ -473,21 +472,29 @@ def test_recorded_has_the_figures_of_the_recorded_groups() -> None:
     metas = [msgspec.structs.replace(meta, recorded=meta.slot % 2 == 0) for meta in metas]
     shard = wire.Shard(step=STEP, groups=metas, sequences=sequences)
     batch = rank_batch(shard, RecipeSpec()).batch
-    differences_s = torch.arange(2.0 * len(sequences), dtype=torch.float64).reshape(-1, 2)
-    expected = [
-        (metas[one.group].slot, one.sample, float(batch.advantages_s[at]), 2.0 * at, 2.0 * at + 1)
-        for at, one in enumerate(sequences)
-        if metas[one.group].recorded
-    ]
+    lengths = [metas[one.group].trained_tokens[one.sample] for one in sequences]
+    differences_n = torch.linspace(-2.0, 1.0, sum(lengths))
+    expected = []
+    for own, length, one, advantage in zip(
+        differences_n.split(lengths), lengths, sequences, batch.advantages_s.tolist(), strict=True
+    ):
+        if metas[one.group].recorded:
+            size = own.abs()
+            figures = (float(size.double().mean()), float(size.max())) if length else (0.0, 0.0)
+            values = own.to(torch.float16).numpy().tobytes()
+            expected.append((metas[one.group].slot, one.sample, advantage, *figures, values))
     assert 0 < len(expected) < len(sequences)
-    assert [msgspec.structs.astuple(one) for one in recorded(shard, batch, differences_s)] == expected
+    found = [msgspec.structs.astuple(one) for one in recorded(shard, batch, differences_n)]
+    assert [one[:3] + one[5:] for one in found] == [one[:3] + one[5:] for one in expected]
+    assert np.allclose([one[3:5] for one in found], [one[3:5] for one in expected])
     assert recorded(shard, batch, None) == []
 
 
-def test_differences_are_of_each_sequence_over_all_micro_batches() -> None:
-    micro_batches = [([0.5, 0.25, 2.0], [0, 0, 3]), ([1.0, 4.0, 0.0], [3, 0, 1])]
-    total_3s = torch.zeros(3, 4, dtype=torch.float64)
-    for differences, sequences in micro_batches:
-        _add_differences(total_3s, torch.tensor(differences, dtype=torch.float64), torch.tensor(sequences))
-    expected = [[4.75 / 3, 4.0], [0.0, 0.0], [0.0, 0.0], [1.5, 2.0]]  # the third has no trainable token
-    torch.testing.assert_close(_differences(total_3s), torch.tensor(expected, dtype=torch.float64))
+def test_recorded_differences_fit_float16() -> None:
+    metas, sequences = make_step(1, 1, 3)
+    shard = wire.Shard(
+        step=STEP, groups=[msgspec.structs.replace(metas[0], recorded=True)], sequences=sequences
+    )
+    batch = rank_batch(shard, RecipeSpec()).batch
+    for one in recorded(shard, batch, torch.full((sum(metas[0].trained_tokens),), -1e6)):
+        assert set(np.frombuffer(one.differences, "<f2").tolist()) == {-65504.0}

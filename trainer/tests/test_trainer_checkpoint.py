@@ -23,6 +23,7 @@ from scalerl_trainer.checkpoint import (
     Manifest,
     files_in,
 )
+from scalerl_trainer.saved_state import SavedState
 
 SHAPE = {"ranks": "2"}
 
@@ -289,3 +290,32 @@ def test_sigkill_at_random_times_leaves_valid_checkpoint(tmp_path: Path, process
         assert store.snapshot(newest) == b"snapshot %d" % newest
         assert newest > last
         last = newest
+
+
+@pytest.mark.slow
+def test_thirty_kills_during_writes_beside_training_leave_a_whole_checkpoint(
+    tmp_path: Path, processes: Any
+) -> None:
+    """Each has the values of one step, although all change while it is written."""
+    generator = random.Random(int(os.environ.get("PYTEST_SEED", "0")))
+    paths, last, during = RunPaths(tmp_path), 0, 0
+    for _ in range(30):
+        writer = processes.run("state_writer.py", WRITER={"root": tmp_path})
+        deadline = time.monotonic() + 120
+        while not any(s > last for s in CheckpointStore(paths, 2).steps()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(generator.random() * 0.1)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join(120)
+        during += any(paths.checkpoints.glob(f".attempt-*/{STAGED}0*/*"))
+        store = CheckpointStore(paths, 2)
+        newest = store.steps()[0]
+        store.verify(store.manifest(newest))
+        assert store.snapshot(newest) == b"snapshot %d" % newest
+        state = SavedState(store.directory(newest))
+        assert state.header.steps_done == newest > last
+        for name in state.header.parameters:
+            assert set(state.whole(name).tolist()) == {newest}
+        last = newest
+    assert during > 5, "most kills are to come during a write"

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -47,6 +48,15 @@ class Weights:
     def save(self, directory: Path) -> None:
         (directory / "weights").write_bytes(b"weights")
 
+    def copy_state(self) -> Any:
+        """As the engine's: written on another thread."""
+
+        def write(directory: Path, progress: Any) -> list[Path]:
+            self.save(directory)
+            return [directory / "weights"]
+
+        return SimpleNamespace(write=write)
+
     def load(self, directory: Path) -> None:
         self.loaded = (directory / "weights").read_bytes()
 
@@ -57,9 +67,9 @@ class SlowDisk(Disk):
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def sha256(self, path: Path) -> str:
+    def sha256(self, path: Path, progress: Any = None) -> str:
         self.released.wait(120)
-        return super().sha256(path)
+        return super().sha256(path, progress)
 
 
 def checkpointer(root: Path, timeout_seconds: float = 60.0, disk: Disk | None = None) -> Checkpointer:
@@ -109,10 +119,57 @@ def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     begun = time.perf_counter()
     saved = one.finish()
     assert time.perf_counter() - begun < timeout_seconds
-    assert saved.error == "not flushed within 3 s"
+    assert saved.error == "rank 0: the write made no progress for 3 s"
     assert one.last_step is None
     assert CheckpointStore(RunPaths(tmp_path), 2).steps() == []
+    assert "the write before this one still hangs" in str(one.start(2, b"")), "its buffers are in use"
     disk.released.set()
+    assert one._writer is not None
+    one._writer.join(60)
+    assert CheckpointStore(RunPaths(tmp_path), 2).steps() == [], "it changes nothing any more"
+    assert one.start(2, b"") is None
+    assert one.finish().error is None
+
+
+def test_finish_waits_for_a_write_that_progresses(tmp_path: Path) -> None:
+    """Longer than a write without progress may take, and than a collective."""
+    one = checkpointer(tmp_path, timeout_seconds := 0.8)
+
+    def copy_state() -> Any:
+        def write(directory: Path, progress: Any) -> list[Path]:
+            for _ in range(12):
+                time.sleep(0.1)
+                progress(1)
+            (directory / "weights").write_bytes(b"weights")
+            return [directory / "weights"]
+
+        return SimpleNamespace(write=write)
+
+    one._engine.copy_state = copy_state  # type: ignore[method-assign]
+    begun = time.perf_counter()
+    assert one.start(1, b"") is None
+    assert time.perf_counter() - begun < 0.5, "training goes on"
+    assert not one.flushed
+    assert one.finish().error is None
+    assert time.perf_counter() - begun > timeout_seconds
+    assert one.flushed is False, "nothing is pending"
+
+
+def test_full_disk_fails_the_write_as_a_whole(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    one = checkpointer(tmp_path)
+
+    def full(directory: Path) -> None:
+        (directory / "weights").write_bytes(b"wei")
+        raise OSError(28, "No space left on device")
+
+    one._engine.save = full  # type: ignore[method-assign]
+    assert one.start(4, b"") is None
+    saved = one.finish()
+    assert (saved.step, one.last_step) == (4, None)
+    assert "rank 0: OSError: [Errno 28] No space left on device" in str(saved.error)
+    assert [p.name for p in RunPaths(tmp_path).checkpoints.iterdir()] == ["step-00000003"]
+    assert checkpointer(tmp_path).load() == 3
 
 
 def test_load_other_shape(tmp_path: Path) -> None:
@@ -153,8 +210,8 @@ def test_load_without_random_states_takes_the_checkpoint_before(
     save(tmp_path, 2)
     monkeypatch.setattr(
         checkpointer_module,
-        "save_random_state",
-        lambda folder, rank: (folder / "random-rank00000.msgpack").write_bytes(b"?"),
+        "random_state",
+        lambda: b"?",
     )
     save(tmp_path, 4)
     assert checkpointer(tmp_path).load() == 2

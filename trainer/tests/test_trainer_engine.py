@@ -208,6 +208,19 @@ def test_step_stats_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert [rank["train 3"]["stats"][0].learning_rate for rank in ranks] == [5e-3, 5e-3]
 
 
+def test_differences_are_of_each_token(ranks: list[dict[str, Any]], model: str, worker: Any) -> None:
+    """In the order of the rank's sequences, over all micro-batches."""
+    network, batch = load_model(model, dtype="float32"), worker.whole_batch(0)
+    for rank, mine in enumerate([[0, 2, 3, 4, 5], [1, 6]]):
+        with torch.no_grad():
+            own = [
+                plain_logprobs(network, batch["sequences"][i], worker.SETTINGS["temperature"]) for i in mine
+            ]
+        expected = torch.cat([one - batch["generator"][i] for one, i in zip(own, mine, strict=True)])
+        found = ranks[rank]["train 3"]["stats"][0].differences_n
+        torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=0)
+
+
 def test_gather_parameters_is_empty_on_other_ranks(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["train 3"]["parameters"] == {}
 
@@ -276,3 +289,17 @@ def test_warm_start_learns_and_resets_optimizer(ranks: list[dict[str, Any]]) -> 
         assert warm["clean"]
         assert warm["steps_done"] == 0
     assert ranks[0]["warm"]["losses"] == ranks[1]["warm"]["losses"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_read_beside_a_step_are_those_before_its_update(
+    ranks: list[dict[str, Any]], stage: int
+) -> None:
+    """Bit for bit; without the wait they are a mix of two versions, so the step did run beside."""
+    whole, mixed = (ranks[0][f"beside {stage} {waits}"] for waits in (True, False))
+    for read in (whole, mixed):
+        assert read["applied"]
+        assert read["before"].keys() == read["found"].keys()
+        assert not all(torch.equal(read["before"][n], read["after"][n]) for n in read["before"])
+    assert all(torch.equal(tensor, whole["before"][n]) for n, tensor in whole["found"].items())
+    assert not all(torch.equal(tensor, mixed["before"][n]) for n, tensor in mixed["found"].items())

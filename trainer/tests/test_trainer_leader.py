@@ -53,10 +53,19 @@ def publishing(
         spec=spec,
         coordinator=coordinator,
         version=5,
-        probes=[object()],
-        engine=SimpleNamespace(checkpoint_shapes=dict, start=None),
+        probes=[SimpleNamespace(sequence=None)],
+        engine=SimpleNamespace(
+            checkpoint_shapes=dict,
+            start=None,
+            device=torch.device("cpu"),
+            logprobs=lambda *_, **__: SimpleNamespace(per_sequence=lambda: [torch.zeros(64)]),
+        ),
         ranks=SimpleNamespace(broadcast=lambda command, kind: command),
         metrics=Metrics(),
+        beside=None,
+        reads_beside=True,
+        gather_beside=lambda: iter(()),
+        end_gathers=lambda: None,
     )
     done = outcome or Outcome(5, [m.member_id for m in members], [], "", STATS)
     publisher = SimpleNamespace(publish=lambda *_: done)
@@ -73,6 +82,12 @@ def publishing(
     return leader, commits
 
 
+def publish(leader: Any) -> None:
+    leader._publish()
+    leader._finish_publish()
+    leader._check_publish()
+
+
 @pytest.mark.parametrize(("holders", "ends"), [(0, True), (1, False)])
 def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
     monkeypatch: pytest.MonkeyPatch, holders: int, ends: bool
@@ -80,7 +95,7 @@ def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
     """As after a restart of the trainer, whose generators hold the version: only the one that joins is probed."""
     leader, commits = publishing(monkeypatch, [MEMBER], {"new/1": 3.0}, holders=holders)
     with pytest.raises(PublishRefusedError, match="KL of new 3 ") if ends else contextlib.nullcontext():
-        leader._publish()
+        publish(leader)
     ((_, held, failed, _, refused, problem),) = commits
     assert (held, failed, refused) == ([], [], ["new/1"])
     assert "KL of new 3 nats per token" in problem
@@ -91,14 +106,14 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     """One of two generators disagrees, the other is silent: neither gets work, and the weights are sent again."""
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     leader, commits = publishing(monkeypatch, [MEMBER, other], {"new/1": 3.0})
-    for publish in range(publishes):
-        ends = publish + 1 == module.MAX_EQUAL_PUBLISH_FAILURES
+    for earlier in range(publishes):
+        ends = earlier + 1 == module.MAX_EQUAL_PUBLISH_FAILURES
         with (
             pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row")
             if ends
             else contextlib.nullcontext()
         ):
-            leader._publish()
+            publish(leader)
         _, held, failed, _, refused, problem = commits[-1]
         assert (held, failed, refused) == ([], ["old/1"], ["new/1"])
         assert problem.endswith("; 1 did not answer")
@@ -110,12 +125,12 @@ def test_silent_member_that_is_absent_from_the_next_publish_is_no_evidence(
     """It was removed, and hangs: it cannot register again. The one that disagrees is alone."""
     members = [MEMBER, wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)]
     leader, commits = publishing(monkeypatch, members, {"new/1": 3.0})
-    leader._publish()
+    publish(leader)
     del members[1]
     leader._publisher.publish = lambda *_: Outcome(5, ["new/1"], [], "", STATS)
-    leader._publish()
+    publish(leader)
     with pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row"):
-        leader._publish()
+        publish(leader)
     assert [commit[4] for commit in commits] == [["new/1"]] * 3
 
 
@@ -123,32 +138,32 @@ def test_all_that_disagree_after_silence_end_the_run_at_once(monkeypatch: pytest
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     answers = {"new/1": 3.0}
     leader, _ = publishing(monkeypatch, [MEMBER, other], answers)
-    leader._publish()
+    publish(leader)
     answers["old/1"] = 3.0
     with pytest.raises(PublishRefusedError, match=r"KL of new 3, old 3|KL of old 3, new 3"):
-        leader._publish()
+        publish(leader)
 
 
 def test_member_that_answers_after_silence_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     answers = {"new/1": 3.0}
     leader, commits = publishing(monkeypatch, [MEMBER, other], answers)
-    leader._publish()
+    publish(leader)
     answers["old/1"] = 0.0
-    leader._publish()
+    publish(leader)
     _, held, failed, _, refused, _ = commits[-1]
     assert (held, failed, refused) == (["old/1"], [], ["new/1"])
     assert leader._publish_failures == []
     answers["old/1"] = 3.0
     leader._worker.version += 1
     with pytest.raises(PublishRefusedError, match=r"KL of new 3, old 3|KL of old 3, new 3"):
-        leader._publish()
+        publish(leader)
 
 
 def test_equal_failures_after_weights_were_held_are_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, _ = publishing(monkeypatch, [MEMBER], {}, outcome=Outcome(5, [], ["new/1"], "no route", STATS))
     for _ in range(5):
-        leader._publish()
+        publish(leader)
     assert leader._publish_failures == []
 
 

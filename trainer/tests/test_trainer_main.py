@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -94,6 +96,21 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
         torch.testing.assert_close(taken[0][name], taken[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_publish_beside_a_step_is_of_one_version(new_run: Any, zero_stage: int) -> None:
+    """Each publish takes longer than a forward and backward pass; what the generator has is bit for bit the checkpoint's."""
+    run = new_run(trainer__zeroStage=zero_stage, checkpoint__everySteps=1, checkpoint__keep=8)
+    run.start_coordinator()
+    directory = run.start_generator({"at": "receive", "how": "wait", "seconds": 0.7, "bucket": 1})
+    run.start_trainer()
+    assert run.wait_trainer() == [0, 0]
+    beside = [row["publish_wait_seconds"] > 0.2 for row in run.rows()]
+    assert any(beside), "no update waited for a publish"
+    for version in range(1, 7):
+        taken, trained = torch.load(directory / f"v{version}.pt"), model_state(run.paths.checkpoint(version))
+        assert all(torch.equal(taken[name], trained[name]) for name in taken), version
+
+
 def test_interrupted_run_checkpoints_before_evaluation(new_run: Any) -> None:
     run = new_run(evaluation__everySteps=1, evaluation__holdSeconds=300, checkpoint__everySteps=100)
     run.start(skip_held_out=True)
@@ -124,6 +141,32 @@ def test_stopped_run_exports_last_model(new_run: Any) -> None:
     exported = load_file(run.paths.root / status.exports.last.path / "model.safetensors")
     last = torch.load(directory / f"v{status.step}.pt")
     assert all(torch.equal(last[name], exported[name]) for name in last)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_evaluation_that_holds_a_publish_holds_no_step(new_run: Any, zero_stage: int) -> None:
+    """One generator evaluates version 0 and does not end. The steps that k = 2 permits are trained; one that joins goes on with
+    the newest weights and yields the points of later versions."""
+    run = new_run(trainer__zeroStage=zero_stage, evaluation__everySteps=4, evaluation__holdSeconds=3600)
+    run.start_coordinator()
+    held = run.start_generator(skip_held_out=True)
+    run.start_trainer()
+    until(lambda: run.step() == 3, what="version 3")
+    status = run.status()
+    assert status is not None
+    assert status.published_version == 0
+    joined = run.start_generator()
+    until(lambda: (joined / "v6.pt").exists(), what="version 6")
+    os.kill(run.generators[0].pid, signal.SIGKILL)
+    assert run.wait_trainer() == [0, 0]
+    assert sorted(int(p.stem[1:]) for p in held.glob("v*.pt")) == [0]
+    assert sorted(int(p.stem[1:]) for p in joined.glob("v*.pt")) == [3, 4, 5, 6]
+    status = run.status()
+    assert status is not None
+    assert status.step == 6
+    assert [(p.version, p.mixed_versions) for p in status.points] == [(4, False), (6, False)]
+    assert status.counts.acknowledged == status.counts.trained + status.counts.filtered + status.counts.queued
+    assert all(row["staleness_max"] <= 2 for row in run.rows())
 
 
 def test_unfinished_evaluation_is_not_polled_every_round(new_run: Any) -> None:

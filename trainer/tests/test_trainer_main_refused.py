@@ -40,14 +40,17 @@ def test_later_disagreement_keeps_the_trained_weights(new_run: Any) -> None:
     run.start_generator(*({"at": "probe", "version": v, "how": -60.0} for v in (3, 4, 5, 6)))
     run.start_trainer()
     assert run.wait_trainer() == REFUSED
-    assert run.checkpoints() == [3], "the weights of the refused version"
+    (saved,) = run.checkpoints()
+    assert saved in (3, 4), (
+        "the weights of the refused version, or of the step that was computed beside its publish"
+    )
     status = run.status()
     assert status is not None
-    assert (status.step, status.published_version, status.checkpoint_version) == (3, 2, 3)
+    assert (status.step, status.published_version, status.checkpoint_version) == (saved, 2, saved)
     run.start_trainer()
     # It may train on rollouts that wait already before the generator has registered again.
     assert run.wait_trainer() == REFUSED, "published and probed again, and refused again"
-    assert 3 <= run.step() == run.checkpoints()[-1] <= 5
+    assert 3 <= run.step() == run.checkpoints()[-1] <= 6
 
 
 def test_one_broken_generator_gets_no_work(new_run: Any) -> None:

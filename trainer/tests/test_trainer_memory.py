@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
+
+from scalerl_api.memory import ModelSize, rank_memory
+from scalerl_api.spec import ScratchModel
+from scalerl_trainer.models.scratch import write_scratch
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 
@@ -48,3 +55,47 @@ def test_requests_are_above_what_containers_use() -> None:
     found, estimates = module["measure"](module["CASES"]["99 M, bfloat16, 2 ranks"])
     for container, estimate in estimates.items():
         assert 0 < found[container] < estimate, container
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")]
+)
+def test_plan_is_within_a_tenth_of_the_engines_tensors(
+    tmp_path: Path, processes: Any, stage: int, dtype: Any
+) -> None:
+    """The plan is that of the model on the meta device; the tensors are those of two ranks, between backward pass and update."""
+    from scalerl_trainer.models.checkpoint_names import skeleton
+
+    folder, bucket = tmp_path / "model", 20_000
+    folder.mkdir()
+    sizes = ScratchModel(
+        layers=8, hidden_size=320, attention_heads=4, intermediate_size=1024, vocabulary_size=300
+    )
+    write_scratch(folder, sizes, ["0123456789"], seed=0, dtype="bfloat16", context_tokens=64)
+    port, pipes = free_port(), []
+    given = {
+        "world": 2,
+        "port": port,
+        "folder": str(folder),
+        "stage": stage,
+        "dtype": dtype,
+        "bucket": bucket,
+    }
+    for rank in range(2):
+        ours, theirs = multiprocessing.Pipe()
+        processes.run("counters_worker.py", COUNTERS=given | {"pipe": theirs, "rank": rank})
+        theirs.close()
+        pipes.append(ours)
+    meta = skeleton(folder)
+    assert {parameter.device.type for parameter in meta.parameters()} == {"meta"}
+    parameters = sum(parameter.numel() for parameter in meta.parameters())
+    size = ModelSize.of_config(json.loads((folder / "config.json").read_text()), parameters)
+    assert size is not None
+    plan = rank_memory(
+        size, dtype=dtype, zero_stage=stage, world=2, micro_batch_tokens=64, bucket_elements=bucket
+    )
+    held = plan.parameters + plan.gradients + plan.optimizer
+    for pipe in pipes:
+        assert pipe.poll(240)
+        assert pipe.recv() == pytest.approx(held, rel=0.1)

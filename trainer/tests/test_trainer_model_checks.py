@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.model_checks import _structure, model_problems
-from scalerl_trainer.models import load_model, served, vllm_architectures
+from scalerl_trainer.models import load_model, open_model, served, vllm_architectures
 from scalerl_trainer.models.structure import problems
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -411,11 +411,15 @@ def test_structure(
     assert problems(folder, "float32", "sdpa") == messages
     if "dtype" in str(messages):
         return
-    if messages:
-        with pytest.raises(ModelError):
-            load_model(str(folder), dtype="float32")
-    else:
-        load_model(str(folder), dtype="float32")
+    for load in (
+        lambda: load_model(str(folder), dtype="float32"),
+        lambda: open_model(folder, dtype="float32"),
+    ):
+        if messages:
+            with pytest.raises(ModelError):
+                load()
+        else:
+            load()
 
 
 def test_loader_names_what_is_missing(folder: Path) -> None:

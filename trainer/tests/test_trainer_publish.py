@@ -339,9 +339,9 @@ def test_publish_frozen_member_times_out(actors: FakeActors, make_publisher: Any
     os.kill(actors.processes["generator-0"].pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("timeout_seconds", "limit"), [(120, 600), (3600, 3660)])
+@pytest.mark.parametrize(("timeout_seconds", "limit"), [(120, 600), (3600, 10_860)])
 def test_collective_timeout_exceeds_publish(timeout_seconds: int, limit: float) -> None:
-    """Under ZeRO-3 the other ranks wait in a gather while a bucket is sent."""
+    """An update waits on each rank until a publish, with all its attempts, has read the weights."""
     spec = RunSpec.model_validate(
         {
             "model": {"hub": {"name": "a/model"}},
@@ -400,10 +400,8 @@ def test_probe_measures_the_distance(actors: FakeActors) -> None:
         ProbeSequence(np.arange(4, dtype=np.int32), 1),
     ]
 
-    def score(asked: Any) -> list[torch.Tensor]:
-        return [torch.full((len(s.token_ids) - s.prompt_tokens,), -5.4) for s in asked]
-
-    stats = probe(control, [member], 3, sequences, score).stats
+    scores = [torch.full((len(s.token_ids) - s.prompt_tokens,), -5.4) for s in sequences]
+    stats = probe(control, [member], 3, sequences, scores).stats
     control.close()
     ratio = torch.tensor(0.1).exp().item()
     assert stats["probe_kl"] == pytest.approx(ratio - 1 - 0.1, rel=1e-3)  # k3 of a difference of .1
@@ -415,7 +413,7 @@ def test_probe_failure_is_reported(actors: FakeActors) -> None:
     (member,) = actors.start([{"at": "probe", "how": "wrong-version"}])
     control = ActorControl(TOKEN)
     sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
-    measured = probe(control, [member], 3, sequences, lambda _: [torch.zeros(5)])
+    measured = probe(control, [member], 3, sequences, [torch.zeros(5)])
     control.close()
     assert (measured.stats, measured.k3_n) == ({"probe_failed": 1.0}, {})
     assert measured.above(0.0) == [], "a probe without an answer is not a disagreement"
@@ -425,7 +423,7 @@ def test_probe_of_weights_that_are_no_numbers_blames_no_generator(actors: FakeAc
     (member,) = actors.start([])
     control = ActorControl(TOKEN)
     sequences = [ProbeSequence(np.arange(1, 9, dtype=np.int32), 3)]
-    measured = probe(control, [member], 3, sequences, lambda _: [torch.full((5,), torch.nan)])
+    measured = probe(control, [member], 3, sequences, [torch.full((5,), torch.nan)])
     control.close()
     assert (measured.stats, measured.above(1e-6)) == ({"probe_failed": 1.0}, [])
 
@@ -460,7 +458,7 @@ def test_probe_compares_each_member(actors: FakeActors) -> None:
     control = ActorControl(TOKEN)
     sequences = [ProbeSequence(np.arange(1, 100, dtype=np.int32), 3)]
     members = [far, near, silent, broken]
-    measured = probe(control, members, 3, sequences, lambda _: [torch.full((96,), -5.5)])
+    measured = probe(control, members, 3, sequences, [torch.full((96,), -5.5)])
     control.close()
     assert measured.k3_n.keys() == {far.member_id, near.member_id, broken.member_id}
     assert measured.above(1e-6) == [far.member_id, broken.member_id]

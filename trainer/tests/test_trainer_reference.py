@@ -37,7 +37,7 @@ def test_failed_write_leaves_no_file(
 def test_load_reference_names_the_fields_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "load_model", lambda *_, **__: torch.nn.Linear(1, 1))
+    monkeypatch.setattr(reference, "open_model", lambda *_, **__: (torch.nn.Linear(1, 1), None))
     paths = RunPaths(tmp_path)
     spec: Any = SimpleNamespace(
         model=SimpleNamespace(dtype="float32", attention="sdpa"), warm_start=SimpleNamespace()

@@ -162,7 +162,8 @@ class Reason(_Explained):
     REFERENCE_NOT_FOUND = (
         "ReferenceNotFound",
         "Create the object that the message names (a claim, StorageClass, Secret, ConfigMap or a key of it, PriorityClass, "
-        "LocalQueue, or RuntimeClass, whose handler has to be installed on the nodes), or name another one.",
+        "LocalQueue, or RuntimeClass, whose handler has to be installed on the nodes), install the package of a plugin that it names "
+        "in the images, or name another one.",
     )
     CLAIM_LOST = (
         "ClaimLost",

@@ -208,6 +208,8 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
             where = f"{field}.verifier" if task.verifier is not None else f"{field}.verifiers[{at}]"
             if one.python is not None:
                 found[f"{where}.python.path"] = one.python.path
+        if task.environment is not None and task.environment.python is not None:
+            found[f"{field}.environment.python.path"] = task.environment.python.path
     own = None if spec.warm_start is None else spec.warm_start.dataset
     for at, path in enumerate(() if own is None else own.files or ()):
         found[f"spec.warmStart.dataset.files[{at}]"] = path

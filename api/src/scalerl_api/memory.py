@@ -22,6 +22,8 @@ BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 """Bytes of one value."""
 _MOMENTS_BYTES = 8
 """Bytes per parameter of AdamW's two float32 moments."""
+CHECKPOINT_BYTES_A_WEIGHT: Final = 12
+"""Bytes of a checkpoint per weight: a float32 copy of the weight and both moments of AdamW."""
 BUCKET_ELEMENTS = 50_000_000
 """Maximum size of DeepSpeed's communication buckets, in elements."""
 ALLREDUCE_ELEMENTS = 500_000_000
@@ -100,8 +102,10 @@ class RankMemory:
     optimizer: int
     activations: int
     """Kept for the backward pass, and recomputed ones of a layer."""
-    buffers: int = 0
-    """Largest of what is allocated for a while: the output head's float32 copies beside communication buckets, a publish."""
+    head: int = 0
+    """The output head: its weight in float32, the weight's gradient in float32 and in the model's dtype, chunks of logits."""
+    buckets: int = 0
+    """Communication buckets beside the head; or what an update or a publish needs beyond head and activations, if that is more."""
     reference: int = 0
     """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
     allowance: int = 0
@@ -218,13 +222,26 @@ def rank_memory(
         zero_stage, 0
     )
     publish = 2 * max(min(publish_bytes, count * each), output * each)
-    # ZeRO-3 partitions the model after it is on the device as a whole.
-    loading = count * each - (parameters + gradients + optimizer)
-    buffers = max(head + bucket, max(update, publish, loading) - activations)
-    parts = RankMemory(parameters, gradients, optimizer, activations, buffers, stored * each * frozen)
+    buckets = max(bucket, max(update, publish) - activations - head)
+    parts = RankMemory(parameters, gradients, optimizer, activations, head, buckets, stored * each * frozen)
     if not accelerator:
         return parts
     return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))
+
+
+def stage_plan(size: ModelSize, spec: RunSpec) -> dict[int, RankMemory]:
+    """The memory of one rank by the ZeRO stages that can train ``spec``, which differs in nothing else."""
+    stages = range(spec.model.dtype == "bfloat16", 4)  # without ZeRO there are no float32 master weights
+    return {stage: trainer_rank_memory(size, _with_trainer(spec, zero_stage=stage)) for stage in stages}
+
+
+def _with_trainer(spec: RunSpec, **changes: object) -> RunSpec:
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
+
+
+def checkpoint_copy(size: ModelSize, spec: RunSpec) -> int:
+    """Host memory of one rank for the copy of its state that a checkpoint is written from, bytes."""
+    return math.ceil(CHECKPOINT_BYTES_A_WEIGHT * trained_parameters(size, spec) / spec.trainer.ranks)
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:
@@ -247,7 +264,8 @@ def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
     if spec.generator.devices == 0:
         needs["generator"] = spec.generator.replicas * server_memory(size, spec)
     if spec.trainer.devices == 0:
-        needs["trainer"] = spec.trainer.ranks * trainer_rank_memory(size, spec).total
+        rank = trainer_rank_memory(size, spec).total + checkpoint_copy(size, spec)
+        needs["trainer"] = spec.trainer.ranks * rank
     return needs
 
 
@@ -273,7 +291,7 @@ def device_memory_problem(
             return TooLittle(
                 "trainer",
                 f"one trainer rank needs about {rank}, there are {trainer / _GIB:.1f} on its GPU",
-                _trainer_advice(size, spec, trainer),
+                trainer_advice(size, spec, trainer),
             )
     if spec.generator.devices and generator is not None:
         fraction, server = float(spec.generator.memory_fraction), server_memory(size, spec)
@@ -287,12 +305,11 @@ def device_memory_problem(
     return None
 
 
-def _trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
+def trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
     """The first of a few changes with which a rank would fit, or what to choose otherwise."""
 
     def fits(**changes: object) -> bool:
-        trainer = spec.trainer.model_copy(update=changes)
-        return trainer_rank_memory(size, spec.model_copy(update={"trainer": trainer})).total <= there
+        return trainer_rank_memory(size, _with_trainer(spec, **changes)).total <= there
 
     ways: list[dict[str, object]] = [{"activation_checkpointing": True}]
     ways += [{"zero_stage": stage} for stage in range(spec.trainer.zero_stage + 1, 4)]

@@ -12,12 +12,14 @@ from scalerl_api.fields import InRange, Matches, Rule, exactly_one
 from scalerl_api.pods import Unique
 from scalerl_api.source import (
     HELD_OUT_RULES,
+    SCORED_BY,
     VERIFIER_RULES,
     HeldOutSpec,
     PromptSpec,
     ScoringSpec,
     ShareDecimal,
     TaskSpec,
+    scored_by,
 )
 from scalerl_api.wire.prompts import MAIN_TASK, MEAN_SET
 
@@ -92,12 +94,15 @@ class RunTaskSpec(ScoringSpec):
     """Prompts excluded from training; their mean score is the curve. In a mix, set it in each task."""
 
     rules = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin", "mix"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "plugin", "mix"),
         Rule(
-            "[has(self.mix), has(self.verifier), has(self.verifiers)].exists_one(given, given)",
-            "give verifier or verifiers, or with mix, each of its tasks its own verifier",
+            f"[has(self.mix), {SCORED_BY}].exists_one(given, given) && !(has(self.mix) && has(self.environment))",
+            "give verifier or verifiers, or an environment in place of them (retry: beside them), or with mix, each of its tasks its "
+            "own verifier",
             "verifier",
-            lambda task: [task.mix, task.verifier, task.verifiers].count(None) == 2,
+            lambda task: (
+                scored_by(task) == (task.mix is None) and (task.mix is None or task.environment is None)
+            ),
         ),
         Rule(
             # The API server applies defaults before it checks rules.

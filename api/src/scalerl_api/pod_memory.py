@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeGuard
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.memory import BYTES, ModelSize, server_memory, trained_parameters, trainer_rank_memory
+from scalerl_api.memory import (
+    BYTES,
+    CHECKPOINT_BYTES_A_WEIGHT,
+    ModelSize,
+    checkpoint_copy,
+    server_memory,
+    trained_parameters,
+    trainer_rank_memory,
+)
 from scalerl_api.spec import RunSpec
 
 _MIB: Final = 2**20
@@ -26,8 +34,6 @@ ACCELERATOR_LIBRARY_BYTES: Final[Mapping[str, int]] = {"server": 4096 * _MIB, "t
 """The same of one process with an accelerator: also CUDA's libraries, and memory that NCCL pins [by reading]."""
 MARGIN: Final = 0.1
 """Added to the part that depends on the model."""
-CHECKPOINT_BYTES_A_WEIGHT: Final = 12
-"""Bytes of a checkpoint per trained weight: a float32 copy of the weight and both moments of AdamW."""
 
 
 def has_estimate(container: str) -> TypeGuard[Literal["prepare", "server", "trainer"]]:
@@ -83,9 +89,9 @@ DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
 
 
 def _trainer(size: ModelSize, spec: RunSpec) -> int:
-    """With accelerators each rank loads the whole model on the host before it moves to its device; buffers of a publish over
-    gloo are also there. On CPUs all of :func:`.trainer_rank_memory`."""
+    """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, and buffers of a publish over
+    gloo. On CPUs also all of :func:`.trainer_rank_memory`."""
+    copy = checkpoint_copy(size, spec)
     if spec.trainer.devices:
-        buffers = 2 * quantity_bytes(spec.weight_sync.bucket)
-        return size.parameters * BYTES[spec.model.dtype] + 4 * size.largest_tensor + buffers
-    return trainer_rank_memory(size, spec).total
+        return copy + 12 * size.largest_tensor + 2 * quantity_bytes(spec.weight_sync.bucket)
+    return copy + trainer_rank_memory(size, spec).total

@@ -13,6 +13,9 @@ from scalerl_api.wire.prompts import PromptRef
 EVALUATION_FACTOR: Final = 8
 """An evaluation has so many times the rollouts of a step in the record."""
 
+TOKEN_COLUMNS: Final = ("token_ends", "token_versions", "token_logprob_differences")
+"""Columns of the record with a list that has an item for each token, which few readers need."""
+
 
 class RolloutsSpec(Model):
     """The rollouts that the coordinator writes to ``rollouts/`` on the run's volume, for ``scalerl rollouts``."""

@@ -31,17 +31,19 @@ _NO_BUFFER: Final = f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENA
 
 
 def _within(task: str) -> str:
-    """CEL: no verifier of a task may take as long as a lease."""
+    """CEL: no verifier and no environment of a task may take as long as a lease."""
     seconds = "self.generator.leaseSeconds"
     return (
         f"(!has({task}.verifier) || {seconds} > {task}.verifier.timeoutSeconds) && "
-        f"(!has({task}.verifiers) || {task}.verifiers.all(v, {seconds} > v.timeoutSeconds))"
+        f"(!has({task}.verifiers) || {task}.verifiers.all(v, {seconds} > v.timeoutSeconds)) && "
+        f"(!has({task}.environment) || {seconds} > {task}.environment.turnTimeoutSeconds)"
     )
 
 
 def _longest(task: ScoringSpec) -> int:
-    """Longest time of a verifier of a task, in seconds."""
-    return max((one.timeout_seconds for one in task.scoring), default=0)
+    """Longest time of a verifier of a task or a step of its environment, in seconds."""
+    turn = 0 if task.environment is None else task.environment.turn_timeout_seconds
+    return max([turn, *(one.timeout_seconds for one in task.scoring)])
 
 
 def _buffer_without_max(spec: RunSpec) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scalerl_api.fields import Model
+from scalerl_api.fields import Model, at_most_one
+from scalerl_api.plugins import SchedulePlugin
 
 
 class ByLengthSpec(Model):
@@ -17,3 +18,16 @@ class ScheduleSpec(Model):
     """Leases groups with long expected completions earlier, within the staleness window, and to the generator with the fewest
     expected tokens. RhymeRL's HistoPipe (arXiv 2508.18588 [S]) also ranks prompts by the lengths of past completions, but
     gives each generator a range of lengths, alternating by step."""
+    plugin: SchedulePlugin | None = None
+    """A schedule of the entry points ``scalerl.schedules``."""
+
+    rules = (at_most_one("byLength", "plugin"),)
+
+    @property
+    def name(self) -> str:
+        """Name of the schedule.
+
+        >>> ScheduleSpec().name
+        'leastLoaded'
+        """
+        return self.plugin.name if self.plugin else "byLength" if self.by_length else "leastLoaded"

@@ -20,7 +20,9 @@ from scalerl_api.fields import (
     Rule,
     exactly_one,
 )
+from scalerl_api.plugins import Parameters, PluginName, SourcePlugin, VerifierPlugin
 from scalerl_api.pods import ObjectName
+from scalerl_api.registry import BUILT_IN_VERIFIERS
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -241,57 +243,6 @@ class DatasetSource(Model):
     rules = (exactly_one("files", "hub"),)
 
 
-OP_GRAPH_CONTEXTS = ("zoo", "school", "harbour", "bakery")
-"""Contexts for which :mod:`scalerl_tasks.opgraph` has a vocabulary."""
-
-
-class OpGraphSource(Model):
-    """Word problems over graphs of a chosen number of arithmetic operations, with worked solutions."""
-
-    operations: Annotated[
-        list[Annotated[int, Field(ge=2, le=50)]],
-        Field(min_length=2, max_length=2),
-    ]
-    """Minimum and maximum number of operations that the answer needs, or of what ``count`` says; drawn uniformly between
-    them."""
-    count: Literal["Operations", "Edges"] = "Operations"
-    """What ``operations`` counts. ``Operations``: a sum of n has n - 1. ``Edges``: the operands, constants included, so a sum
-    of n has n; the *op* of arXiv 2512.07783 [P]."""
-    contexts: Annotated[dict[str, ShareDecimal], Field(min_length=1, max_length=8)] = {"zoo": "1"}
-    """Share of the problems by context: zoo, school, harbour, bakery. The shares sum to 1."""
-    modes: Annotated[list[Literal["forward", "reverse"]], Field(min_length=1, max_length=2)] = ["forward"]
-    """``forward``: the constants are given, and the answer is the final value. ``reverse``: the final value is given, and the
-    answer is a constant. Drawn uniformly from the listed modes."""
-    distractors: Annotated[int, Field(ge=0, le=10)] = 2
-    """Maximum number of sentences that are irrelevant to the answer; drawn uniformly from 0 to this number."""
-    seed: Seed = 0
-    """Seed of the problems; two seeds can have some problems in common."""
-    size: Annotated[int, Field(ge=2, le=14_714_880)] = 1_000_000
-    """Number of problems, including the held-out ones; all are different. A larger number has no cost."""
-
-    rules = (
-        Rule(
-            "self.operations[0] <= self.operations[1]",
-            "%(operations)s must have the least number first",
-            "operations",
-            lambda task: task.operations[0] <= task.operations[1],
-        ),
-        Rule(
-            f"self.contexts.all(name, name in [{', '.join(map(repr, OP_GRAPH_CONTEXTS))}])",
-            f"%(contexts)s must be of {', '.join(OP_GRAPH_CONTEXTS)}",
-            "contexts",
-            lambda task: set(task.contexts) <= set(OP_GRAPH_CONTEXTS),
-        ),
-        Rule(
-            "self.contexts.map(name, double(string(self.contexts[name]))).sum() > 0.9999999995 && "
-            "self.contexts.map(name, double(string(self.contexts[name]))).sum() < 1.0000000005",
-            "the shares of %(contexts)s must sum to 1",
-            "contexts",
-            lambda task: abs(sum(map(float, task.contexts.values())) - 1) < 5e-10,
-        ),
-    )
-
-
 class PythonVerifier(Model):
     """A function in a Python file or an installed package, which is trusted code."""
 
@@ -345,46 +296,23 @@ class HttpVerifier(Model):
     """Maximum concurrent requests of a generator."""
 
 
-class PluginSpec(Model):
-    """A class of an installed package, found by its entry point."""
-
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    """Name of the entry point."""
-    parameters: Annotated[
-        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
-        Field(max_length=64),
-    ] = {}
-    """Arguments of the class; write fractions as strings (``"0.5"``)."""
-
-
-VerifierName = Literal[
-    "reasoning-gym",
-    "exact",
-    "number",
-    "math-verify",
-    "opgraph-outcome",
-    "opgraph-blend",
-    "opgraph-strict",
-    "opgraph-verified",
-]
+_BUILT_IN: Final = f"has(self.name) && self.name in {list(BUILT_IN_VERIFIERS)}"
 
 
 class VerifierSpec(Model):
     """How completions are scored, and the limits of scoring. Completions are untrusted input."""
 
-    name: VerifierName | None = None
+    name: PluginName | None = None
     """``reasoning-gym``: the data set's own scorer. ``exact``: the same text. ``number``: the same number.
-    ``math-verify``: the same mathematics. For opGraph: ``opgraph-outcome``, the answer; ``opgraph-blend``, a fifth for the
-    right answer and the rest for its steps; ``opgraph-strict``, the answer if all steps are right and there are no others;
-    ``opgraph-verified``, the answer if all steps of the solution are there and right."""
+    ``math-verify``: the same mathematics. Another name: a verifier of the entry points ``scalerl.verifiers``."""
+    parameters: Parameters | None = None
+    """Arguments of a verifier of an installed package; write fractions as strings (``"0.5"``)."""
     python: PythonVerifier | None = None
-    """A function of your own; give this, name, code, http or plugin."""
+    """A function of your own; give this, name, code or http."""
     code: CodeVerifier | None = None
     """Programs that have to pass tests."""
     http: HttpVerifier | None = None
     """A reward service. While it is down, groups wait, and nothing is trained without their scores."""
-    plugin: PluginSpec | None = None
-    """A verifier of the entry points ``scalerl.verifiers``."""
     range: Annotated[list[DecimalString], Field(min_length=2, max_length=2)] = ["0", "1"]
     """Lowest and highest reward of your own code. They become the scores 0 and 1."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
@@ -395,7 +323,7 @@ class VerifierSpec(Model):
     """Scoring processes per generator."""
 
     rules = (
-        exactly_one("name", "python", "code", "http", "plugin"),
+        exactly_one("name", "python", "code", "http"),
         Rule(
             "double(string(self.range[0])) < double(string(self.range[1]))",
             "%(range)s must have the lowest reward first, and the highest above it",
@@ -403,17 +331,30 @@ class VerifierSpec(Model):
             lambda verifier: float(verifier.range[0]) < float(verifier.range[1]),
         ),
         Rule(
-            "!has(self.name) && !has(self.code) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
-            "range is for rewards of your own: verifiers with a name, and code, score from 0 to 1",
+            f"!({_BUILT_IN}) && !has(self.code) || (double(string(self.range[0])) == 0.0 && double(string(self.range[1])) == 1.0)",
+            "range is for rewards of your own: built-in verifiers, and code, score from 0 to 1",
             "range",
             lambda verifier: verifier.is_own_code or [float(bound) for bound in verifier.range] == [0, 1],
+        ),
+        Rule(
+            f"!has(self.parameters) || has(self.name) && !({_BUILT_IN})",
+            "parameters are for verifiers of installed packages: built-in ones have none",
+            "parameters",
+            lambda verifier: verifier.parameters is None or verifier.installed is not None,
         ),
     )
 
     @property
+    def installed(self) -> VerifierPlugin | None:
+        """The verifier of a package that is named; None: a built-in one, or another way of scoring."""
+        if self.name is None or self.name in BUILT_IN_VERIFIERS:
+            return None
+        return VerifierPlugin(name=self.name, parameters=self.parameters or {})
+
+    @property
     def is_own_code(self) -> bool:
         """Whether the user's own code scores."""
-        return self.name is None and self.code is None
+        return self.code is None and self.name not in BUILT_IN_VERIFIERS
 
     @property
     def title(self) -> str:
@@ -422,7 +363,7 @@ class VerifierSpec(Model):
             return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.function}"
         if self.code is not None:
             return "code"
-        return self.http.url if self.http else self.plugin.name if self.plugin else self.name or ""
+        return self.http.url if self.http else self.name or ""
 
 
 class WeightedVerifier(VerifierSpec):
@@ -438,15 +379,61 @@ class WeightedVerifier(VerifierSpec):
         """Name of its part of the verdict."""
         if self.label is not None:
             return self.label
-        name = (
-            self.python.function
-            if self.python
-            else self.plugin.name
-            if self.plugin
-            else self.name or ("code" if self.code else "http")
-        )
+        name = self.python.function if self.python else self.name or ("code" if self.code else "http")
         name = re.sub(r"[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")
         return name[:20] or "verifier"
+
+
+class PythonEnvironment(Model):
+    """A class of your own as an environment, from a file or an installed package, which is trusted code."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Python file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume or in the images."""
+    module: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Installed module, in place of path."""
+    class_name: Annotated[str, Field(min_length=1, max_length=128)]
+    """Name of the class there; see docs/environments.md."""
+
+    rules = (exactly_one("path", "module"),)
+
+
+class EnvironmentSpec(Model):
+    """Episodes of several turns: the environment answers each reply of the model, and ends the episode with a reward."""
+
+    name: Literal["retry", "nim"] | None = None
+    """``retry``: the verdict of the task's verifier in words, then another try. ``nim``: a game of taking objects from a heap."""
+    python: PythonEnvironment | None = None
+    """A class of your own; give this or name."""
+    parameters: Annotated[
+        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
+        Field(max_length=64),
+    ] = {}
+    """Arguments of the environment; write fractions as strings (``"0.5"``)."""
+    max_turns: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Maximum replies of an episode; after the last, it ends with the reward of that step."""
+    max_tokens_per_turn: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Maximum length of a reply. A longer one is cut, and ends the episode. Default: what is left of maxCompletionTokens, which
+    counts replies and messages together."""
+    turn_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
+    """Time limit of a step of the environment."""
+    memory: GraderQuantity = "1Gi"
+    """Memory limit of an environment's process."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Environment processes per generator."""
+
+    rules = (exactly_one("name", "python"),)
+
+    @property
+    def uses_verifier(self) -> bool:
+        """Whether the task's verifier scores the replies."""
+        return self.name == "retry"
+
+    @property
+    def title(self) -> str:
+        """The environment, for messages."""
+        if self.python is None:
+            return self.name or ""
+        return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.class_name}"
 
 
 VerifierList = Annotated[list[WeightedVerifier], Field(min_length=1, max_length=8)]
@@ -494,23 +481,22 @@ class HeldOutSpec(Model):
     seed: Seed = 0
     """Seed of the selection."""
     graphs: OpenUnitDecimal | None = None
-    """With opGraph: share of the graphs of operations that are held out. Held-out prompts have only these graphs, and training
-    prompts none of them, under any names. Default: held-out prompts differ from training prompts in text only."""
+    """With a plugin whose problems have graphs of operations (opgraph): share of the graphs that are held out. Held-out prompts have
+    only these graphs, and training prompts none of them, under any names. Default: held-out prompts differ from training prompts
+    in text only."""
 
 
 class SourcesSpec(Model):
     """Alternative sources of problems."""
 
     reasoning_gym: ReasoningGymSource | None = None
-    """Procedurally generated problems; give this, jsonl, dataset or opGraph."""
+    """Procedurally generated problems; give this, jsonl, dataset or plugin."""
     jsonl: JsonlSource | None = None
-    """Problems from a file; give this, reasoningGym, dataset or opGraph."""
+    """Problems from a file; give this, reasoningGym, dataset or plugin."""
     dataset: DatasetSource | None = None
-    """Problems from files of any layout, or of a hub; give this, reasoningGym, jsonl or opGraph."""
-    op_graph: OpGraphSource | None = None
-    """Word problems of chosen difficulty, with worked solutions; give this, reasoningGym, jsonl or dataset."""
-    plugin: PluginSpec | None = None
-    """Problems of a source of the entry points ``scalerl.sources``, in place of these."""
+    """Problems from files of any layout, or of a hub; give this, reasoningGym, jsonl or plugin."""
+    plugin: SourcePlugin | None = None
+    """Problems of a source of the entry points ``scalerl.sources``, such as opgraph; give this, reasoningGym, jsonl or dataset."""
 
 
 class ScoringSpec(SourcesSpec):
@@ -522,10 +508,17 @@ class ScoringSpec(SourcesSpec):
     """Several verifiers, in place of one; each is a part of the verdict."""
     combine: Literal["Sum", "Product"] = "Sum"
     """How the scores of verifiers are combined. Sum: by their weights, as a mean. Product: multiplied, as by a gate."""
+    environment: EnvironmentSpec | None = None
+    """Episodes of several turns; in place of a verifier, except for ``retry``, which uses it."""
+
+    @property
+    def own_environment(self) -> EnvironmentSpec | None:
+        """The environment, if it scores its episodes itself."""
+        return None if self.environment is None or self.environment.uses_verifier else self.environment
 
     @property
     def scoring(self) -> Sequence[VerifierSpec]:
-        """The verifiers: one, or several."""
+        """The verifiers: one, several, or with an environment of its own rewards none."""
         return [self.verifier] if self.verifier is not None else self.verifiers or ()
 
 
@@ -538,22 +531,24 @@ def _verifier_rules(field: str, given: str, verifier: str, end: str, several: bo
     """given: CEL up to the condition for ``verifier``; end: closes it."""
     return (
         Rule(
-            f"{given} || !has({verifier}.name) || !{verifier}.name.startsWith('opgraph-') || !has(self.reasoningGym){end}",
-            "the opgraph verifiers compare steps with those of a solution, which reasoningGym data do not have; "
-            "use reasoning-gym, exact, number or math-verify",
-            field,
-            lambda task: (
-                task.reasoning_gym is None
-                or not any(name.startswith("opgraph-") for name in _names(task, several))
-            ),
-        ),
-        Rule(
             f"{given} || !has({verifier}.name) || {verifier}.name != 'reasoning-gym' || has(self.reasoningGym){end}",
             "verifier reasoning-gym scores reasoningGym data only; use exact, number or math-verify",
             field,
             lambda task: task.reasoning_gym is not None or "reasoning-gym" not in _names(task, several),
         ),
     )
+
+
+SCORED_BY: Final = (
+    "has(self.verifier), has(self.verifiers), "
+    "has(self.environment) && (!has(self.environment.name) || self.environment.name != 'retry')"
+)
+"""What scores a task, in CEL."""
+
+
+def scored_by(task: ScoringSpec) -> int:
+    """Number of fields that score a task; see :data:`SCORED_BY`."""
+    return sum(one is not None for one in (task.verifier, task.verifiers, task.own_environment))
 
 
 VERIFIER_RULES: Final = (
@@ -569,16 +564,10 @@ HELD_OUT_RULES: Final = (
         lambda task: task.reasoning_gym is None or task.held_out.size < task.reasoning_gym.size,
     ),
     Rule(
-        "!has(self.opGraph) || self.heldOut.size < self.opGraph.size",
-        "%(heldOut.size)s must be less than %(opGraph.size)s: problems to train on have to be left",
-        "heldOut.size",
-        lambda task: task.op_graph is None or task.held_out.size < task.op_graph.size,
-    ),
-    Rule(
-        "!has(self.heldOut.graphs) || has(self.opGraph)",
-        "heldOut.graphs needs opGraph: other sources have no graphs",
+        "!has(self.heldOut.graphs) || has(self.plugin)",
+        "heldOut.graphs needs a plugin, such as opgraph: other sources have no graphs",
         "heldOut.graphs",
-        lambda task: task.held_out.graphs is None or task.op_graph is not None,
+        lambda task: task.held_out.graphs is None or task.plugin is not None,
     ),
 )
 """Rules for the held-out prompts of a training source."""
@@ -591,21 +580,21 @@ class ProblemSpec(ScoringSpec):
     """How the text of a problem becomes a prompt."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "opGraph", "plugin"),
-        exactly_one("verifier", "verifiers"),
+        exactly_one("reasoningGym", "jsonl", "dataset", "plugin"),
+        Rule(
+            f"[{SCORED_BY}].exists_one(given, given)",
+            "give exactly one of verifier, verifiers and environment; environment retry needs a verifier, which it uses",
+            "verifier",
+            lambda task: scored_by(task) == 1,
+        ),
         *VERIFIER_RULES,
     )
 
     @property
     def source_field(self) -> str:
         """Name of the given source field."""
-        given = (
-            ("jsonl", self.jsonl),
-            ("dataset", self.dataset),
-            ("reasoningGym", self.reasoning_gym),
-            ("plugin", self.plugin),
-        )
-        return next((name for name, section in given if section), "opGraph")
+        given = (("jsonl", self.jsonl), ("dataset", self.dataset), ("reasoningGym", self.reasoning_gym))
+        return next((name for name, section in given if section), "plugin")
 
 
 class TaskSpec(ProblemSpec):
@@ -638,11 +627,5 @@ class EvaluationTaskSpec(ProblemSpec):
             lambda task: (
                 task.size is None or task.reasoning_gym is None or task.size <= task.reasoning_gym.size
             ),
-        ),
-        Rule(
-            "!has(self.size) || !has(self.opGraph) || self.size <= self.opGraph.size",
-            "%(size)s must be at most %(opGraph.size)s, the problems that there are",
-            "size",
-            lambda task: task.size is None or task.op_graph is None or task.size <= task.op_graph.size,
         ),
     )

@@ -12,8 +12,7 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem, data_paths
-from scalerl_api.memory import ModelSize, trained_parameters
-from scalerl_api.pod_memory import CHECKPOINT_BYTES_A_WEIGHT
+from scalerl_api.memory import CHECKPOINT_BYTES_A_WEIGHT, ModelSize, trained_parameters
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec

@@ -7,6 +7,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import AtLeast, AtMost, Model, Quantity, exactly_one
+from scalerl_api.plugins import DrafterPlugin
 from scalerl_api.vllm_options import option_name
 
 HistoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("64Ti"))]
@@ -34,6 +35,8 @@ class HistorySpec(Model):
     maxConcurrentSequences times maxCompletionTokens, at least 4,000,000."""
     store_size: HistoryQuantity = "8Gi"
     """Disk on the run's volume for past responses, at 4 bytes a token; the oldest are deleted first."""
+    drafter: DrafterPlugin | None = None
+    """What drafts from these responses, of the entry points ``scalerl.drafters``; default: the built-in one."""
 
 
 class SpeculationSpec(Model):

@@ -42,7 +42,9 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "forward_backward_seconds": "Seconds of packing, forward and backward passes",
     "optimizer_seconds": "Seconds of the rest of the gradient reduction and of the optimizer",
     "busy_seconds": "Sum of the last two",
-    "publish_seconds": "Seconds to publish the weights since the last step, if they were",
+    "publish_wait_seconds": "Seconds in which a publish delayed the trainer: its own part of the probe, and where the publish took longer than "
+    "the forward and backward passes beside it",
+    "publish_seconds": "Seconds to publish the weights, beside the step, if they were",
     "checkpoint_seconds": "Seconds in which a checkpoint delayed the trainer",
     "export_seconds": "Seconds in which an export delayed it",
     "entropy": "Mean entropy of the policy over the trained tokens, in nats",

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import Matches, Model
+from scalerl_api.plugins import TrackerPlugin
 
 TrackerName = Annotated[
     str,
@@ -76,6 +77,8 @@ class TrackersSpec(Model):
     """Weights & Biases, online or offline."""
     mlflow: MLflowSpec | None = None
     """MLflow."""
+    plugin: TrackerPlugin | None = None
+    """A tracker of the entry points ``scalerl.trackers``."""
 
     @property
     def asked_for(self) -> list[str]:

@@ -41,6 +41,12 @@ def _add_run(commands: Commands) -> None:
         help="pin a role to CPUs, such as --pin trainer=0 --pin generator=1,2 (for benchmarks)",
     )
 
+    run.add_argument(
+        "--runtime",
+        metavar="NAME",
+        help="what runs its processes: a runtime of an installed package (default: this machine)",
+    )
+
     validate = commands.add_parser("validate", help="validate run files and list all problems")
     validate.add_argument("files", type=Path, nargs="+", metavar="FILE")
     validate.add_argument(
@@ -50,6 +56,11 @@ def _add_run(commands: Commands) -> None:
     )
     validate.add_argument(
         "--show", action="store_true", help="print every value of the recipe with its origin"
+    )
+    validate.add_argument(
+        "--memory",
+        action="store_true",
+        help="print what each role and rank allocates, by ZeRO stage, and the lowest stage that fits",
     )
 
 
@@ -140,7 +151,9 @@ def _add_rollouts(commands: Commands) -> None:
     rollouts.add_argument(
         "--limit", type=whole, default=100, metavar="N", help="number of rollouts (default: 100; 0: all)"
     )
-    rollouts.add_argument("--full", action="store_true", help="show long texts whole")
+    rollouts.add_argument(
+        "--full", action="store_true", help="show long texts whole; with --json also the columns of tokens"
+    )
     rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
 
 

@@ -200,7 +200,7 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
             error=given,
         )
         return not given
-    if all(one.http is not None for one in section.scoring):
+    if section.scoring and all(one.http is not None for one in section.scoring):
         say("  answers: not checked, since a reward service is asked by a run alone; scalerl score asks it")
         return True
     if not given and info is not None and info.programs:
@@ -222,11 +222,11 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
             say(f"  {text}", error=True)
         return False
     each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
-    named = all(one.name is not None or one.code is not None for one in section.scoring)
+    own = section.own_environment
+    titles = " and ".join(one.title for one in (*section.scoring, own) if one is not None)
+    named = own is None and all(one.name is not None or one.code is not None for one in section.scoring)
     what = "scores 1 as a reply" if named else "gets a reward as a reply"
-    say(
-        f"  answers: {count:,} checked by {' and '.join(one.title for one in section.scoring)}: {each} {what}"
-    )
+    say(f"  answers: {count:,} checked by {titles}: {each} {what}")
     return True
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel
 
+from scalerl_api import plugins
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
@@ -86,10 +87,19 @@ def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
     """
     return [
         *_suspended(run.spec),
+        *plugin_problems(run.spec),
         *model_problems(run.spec, structure=False),
         *_file_problems(run.spec),
         *machine_problems(run),
     ]
+
+
+def plugin_problems(spec: RunSpec, *, load: bool = False) -> Iterator[SpecProblem]:
+    """Names of the spec that no package installed here has; ``load``: also parameters that they do not take, if what a run needs
+    is installed."""
+    load = load and find_spec("scalerl_trainer") is not None
+    for path, problem in plugins.problems(spec, load=load):
+        yield SpecProblem(path, problem)
 
 
 def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:

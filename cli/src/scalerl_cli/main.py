@@ -10,16 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
+from scalerl_api.registry import Kind
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.arguments import add_local_commands
 from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
 from scalerl_cli.clusters.arguments import add_cluster_commands
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import exit_code
-from scalerl_cli.simulation.arguments import add_simulate
+from scalerl_cli.output import say
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan
 
@@ -35,7 +37,6 @@ _CODE: Final = {
     "export": "export:export",
     "fork": "fork:fork",
     "replay": "replay:replay",
-    "simulate": "simulate:run_simulate",
     "compare": "compare:run_compare",
     "fit": "curves.fit:run_fit",
     "plan": "curves.plan:run_plan",
@@ -56,9 +57,13 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     add_local_commands(commands)
-    add_simulate(commands)
     add_curve_commands(commands)
     add_cluster_commands(commands)
+    for entry in entry_points(group=Kind.COMMAND):
+        try:
+            entry.load()(commands)
+        except Exception as error:  # the other commands work
+            say(f"the command {entry.name} ({entry.value}): {type(error).__name__}: {error}", error=True)
     return top
 
 
@@ -86,8 +91,10 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             sys.stdout.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     arguments.started, arguments.planner = started, planner
-    module, function = _CODE[arguments.command].split(":")
-    return exit_code(lambda: getattr(import_module(f"scalerl_cli.{module}"), function)(arguments))
+    # A command of another package names its own function (docs/plugins.md).
+    code = getattr(arguments, "function", None) or f"scalerl_cli.{_CODE[arguments.command]}"
+    module, function = code.split(":")
+    return exit_code(lambda: getattr(import_module(module), function)(arguments))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from scalerl_api.paths import RunPaths
+from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli.argument_types import NEWEST, SORTS
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import say, shown
@@ -68,7 +69,7 @@ def finite(value: Any) -> Any:
 
 def run_rollouts(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    rows, matching, total = select(arguments)
+    rows, matching, total = select(arguments, tokens=arguments.json and arguments.full)
     if arguments.json:
         for row in rows:
             # A terminal also obeys characters that JSON does not escape, such as U+009B.
@@ -93,13 +94,15 @@ def select(
     *,
     offset: int = 0,
     columns: Sequence[str] | None = None,
+    tokens: bool = False,
     report: Report = say_error,
 ) -> tuple[list[dict[str, Any]], int, int]:
     """The rows to show, the number of matching rows, and that of all rows. Raises :class:`Problem`.
 
     Args:
         offset: matching rows to leave out before the first one.
-        columns: those to read (default: all).
+        columns: those to read (default: all but those of tokens).
+        tokens: whether to read those of tokens too.
     """
     import numpy as np
 
@@ -121,7 +124,7 @@ def select(
             for at, (group, row) in zip(source.tolist(), places.tolist(), strict=True)
         ]
     total = sum(file.metadata.num_rows for file in files.values())
-    return _read(files, chosen, columns), matching, total
+    return _read(files, chosen, columns, tokens=tokens), matching, total
 
 
 def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
@@ -313,7 +316,11 @@ def _containing(file: pq.ParquetFile, number: int, wanted: Sequence[str]) -> Any
 
 
 def _read(
-    files: dict[Path, pq.ParquetFile], chosen: Sequence[Place], columns: Sequence[str] | None
+    files: dict[Path, pq.ParquetFile],
+    chosen: Sequence[Place],
+    columns: Sequence[str] | None,
+    *,
+    tokens: bool,
 ) -> list[dict[str, Any]]:
     """The chosen rows, in their order. Raises :class:`Problem`."""
     import pyarrow as pa
@@ -325,10 +332,12 @@ def _read(
     def read(file: tuple[Path, dict[int, list[Place]]]) -> dict[Place, dict[str, Any]]:
         """Of one file, whose reader serves one thread at a time."""
         path, groups = file
+        names = files[path].schema_arrow.names
+        wanted = columns or [name for name in names if tokens or name not in TOKEN_COLUMNS]
         rows: dict[Place, dict[str, Any]] = {}
         try:
             for number, members in groups.items():
-                table = files[path].read_row_group(number, columns=columns, use_threads=False)
+                table = files[path].read_row_group(number, columns=wanted, use_threads=False)
                 found = table.take([row for _, _, row in members]).to_pylist(maps_as_pydicts="lossy")
                 rows |= zip(members, found, strict=True)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -371,6 +380,8 @@ def _head(row: dict[str, Any]) -> str:
     parts += [f"{name} {value:g}" for name, value in (row["parts"] or {}).items()]
     if row["advantage"] is not None:
         parts.append(f"advantage {row['advantage']:+.3f}")
+    if (turns := row.get("turns") or 1) > 1:
+        parts.append(f"{turns} turns")
     parts.append(f"{row['tokens']:,} tokens" + (", cut off" if row["finish_reason"] == "length" else ""))
     if row["oldest_version"] is not None and not held_out:
         parts.append(f"versions {row['oldest_version']} to {row['newest_version']}, age {row['age']}")

@@ -43,6 +43,10 @@ _LOG_LINES = 20
 
 def run(arguments: argparse.Namespace) -> int:
     """Execute the run of a file until it ends; returns the exit code. No process of the run is left."""
+    if arguments.runtime is not None:
+        from scalerl_cli.other_runtime import run_elsewhere
+
+        return run_elsewhere(arguments)
     spec = read_spec(arguments.file)
     for warning in warnings_of(spec.spec):
         say(f"{arguments.file}: warning: {warning}", error=True)

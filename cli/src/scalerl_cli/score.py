@@ -121,10 +121,18 @@ def _prompts(source: PromptSource, wanted: set[str | None]) -> dict[str, Prompt]
 
 
 async def _score(section: ProblemSpec, prompt: PromptSpec, groups: list[Group]) -> list[list[Graded]]:
+    """An environment scores each completion as an episode of one reply."""
     from scalerl_tasks import open_grading_pool
+    from scalerl_tasks.environments.protocol import write_replies
+
+    def texts(completions: list[str]) -> list[str]:
+        own = section.own_environment
+        return completions if own is None else [write_replies([completion]) for completion in completions]
 
     async with open_grading_pool(section, prompt=prompt, show_output=True) as pool:
-        return await asyncio.gather(*(pool.score_group(group.prompt, group.completions) for group in groups))
+        return await asyncio.gather(
+            *(pool.score_group(group.prompt, texts(group.completions)) for group in groups)
+        )
 
 
 def _report(groups: list[Group], graded: list[list[Graded]]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from scalerl_api.compute import rl_token_cost, rl_tokens, supervised_tokens
@@ -13,7 +14,7 @@ from scalerl_api.recipe import resolve
 from scalerl_api.spec import RunSpec
 from scalerl_api.spec_warnings import past_deadline, warnings_of
 from scalerl_cli.exits import BAD_INPUT, DONE
-from scalerl_cli.inputs import load, machine_problems, model_problems, task_problems
+from scalerl_cli.inputs import load, machine_problems, model_problems, plugin_problems, task_problems
 from scalerl_cli.output import say
 
 
@@ -26,6 +27,8 @@ def validate(arguments: argparse.Namespace) -> int:
         bad += bool(found)
         for problem in found:
             say(f"{file}: {problem}", error=True)
+        if arguments.memory:
+            _show_memory(file)
         if not found:
             for warning in warnings_of(load(file).spec):
                 say(f"{file}: warning: {warning}", error=True)
@@ -40,6 +43,20 @@ def validate(arguments: argparse.Namespace) -> int:
     if bad and len(files) > 1:
         say(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE
+
+
+def _show_memory(file: Path) -> None:
+    """Print the plan of allocations, also of a run that does not fit."""
+    try:
+        spec = load(file).spec
+    except SpecError:
+        return
+    if find_spec("scalerl_trainer") is None:
+        return  # model_problems() says that the trainer's packages are missing
+    from scalerl_cli.memory_plan import memory_lines
+
+    for line in memory_lines(spec):
+        say(line)
 
 
 def split_lines(spec: RunSpec) -> list[str]:
@@ -62,9 +79,11 @@ def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
     except SpecError as error:
         return error.problems
     late = past_deadline(run.spec, time.time())
-    return [
+    found = [
         *(() if late is None else [late]),
+        *plugin_problems(run.spec, load=True),
         *model_problems(run.spec, structure=True),
         *task_problems(run.spec, answers=True),
         *(() if any_machine else machine_problems(run)),
     ]
+    return list(dict.fromkeys(found))  # a name of a task is checked twice

@@ -31,6 +31,9 @@ ROW = {
     "age": 1,
     "logprob_difference_mean": 0.01,
     "logprob_difference_max": 0.2,
+    "token_ends": [3, 6, 7],
+    "token_versions": [0, 1, 1],
+    "token_logprob_differences": [0.0, -0.2, 0.01],
 }
 
 

@@ -126,7 +126,7 @@ def test_data_lists_answers_that_no_reply_can_match(
         (["--column", "answer"], "write FIELD=EXPRESSION"),
         (["--column", "anser=b"], "columns.anser: Extra inputs are not permitted (got 'b')\n"),
         (["--column", "answer=c.d"], "row 1, c.d: there is no column 'c'"),
-        (["--verifier", "numbr"], "'opgraph-verified' (got 'numbr')\n"),
+        (["--verifier", "numbr"], "plugin 'numbr': no installed package has it"),
         (["--answer-pattern", "("], "answerPattern: '(' is not Hashes"),
         (["--where", "b +"], "filter.where[0]: 'b +' is neither a column"),
         (["--model", "nowhere"], "nowhere: no such folder"),

@@ -243,6 +243,27 @@ async def test_hostile_texts_are_data(run: Path) -> None:
         assert full[1]["completion"] == "שלום \\u2067עולם"
 
 
+async def test_tokens_have_their_text_version_and_difference(run: Path) -> None:
+    """Characters that control a display are escaped by the token; figures of another text are not shown."""
+    text = "a\x1b[2J€b"
+    tokens = {"token_ends": [1, 6, 7, 7], "token_versions": [3, -1, 4, 4]}
+    difference = {"token_logprob_differences": [0.5, math.nan, -2.0, 0.0]}
+    record(run, [{"step": 2, "completion": text} | tokens | difference])
+    record(run, [{"step": 3, "completion": text} | tokens | {"token_logprob_differences": None}])
+    record(run, [{"step": 4, "completion": text + "c"} | tokens | difference])
+    record(run, [{"step": 5, "completion": None} | dict.fromkeys([*tokens, *difference])])
+    async with browser(run) as page:
+        await page.enter()
+        assert "by_token" not in (await page.get("/api/rollouts", step="2"))["rows"][0]
+        found = [
+            (await page.get("/api/rollouts", step=str(step), full="1"))["rows"][0]["by_token"]
+            for step in (2, 3, 4, 5)
+        ]
+    assert found[0] == [["a", 3, 0.5], ["\\x1b[2J€", -1, None], ["b", 4, -2.0], ["", 4, 0.0]]
+    assert [one[2] for one in found[1]] == [None] * 4
+    assert found[2:] == [[], []]
+
+
 async def test_numbers_that_are_not_finite(run: Path) -> None:
     """JSON has none."""
     record(run, [{"step": 2, "logprob_difference_max": math.inf, "parts": [("a", -math.inf), ("b", 0.5)]}])

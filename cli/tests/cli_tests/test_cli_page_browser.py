@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import chromium
+import numpy as np
 import pytest
 
 from cli_tests.recorded_rollouts import record
@@ -198,8 +200,47 @@ async def test_views_fit_narrow_screens_and_keys_work(run: Path) -> None:
         assert await tab.run("document.activeElement.textContent") == "Metrics"
 
 
+async def test_completion_is_coloured_by_its_tokens(run: Path) -> None:
+    pieces = ["so", " it", " is", "<img src=x onerror='window.owned=1'>", ""]
+    row = {
+        "step": 50,
+        "completion": "".join(pieces),
+        "token_ends": np.cumsum([len(piece) for piece in pieces]).tolist(),
+        "token_versions": [3, 3, -1, 4, 4],
+        "token_logprob_differences": [0.001, 0.5, math.nan, -2.5, 0.0],
+    }
+    record(run, [row])
+    spans = "[...document.querySelectorAll('article .box .chip')].map((one) => [one.textContent, one.title, one.className])"
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        await shown(tab, "rollouts?step=50", "document.querySelector('article')")
+        await tab.run("document.querySelector('article button').click()")
+        await tab.until("document.querySelector('article .box .chip')")
+        assert await tab.run(spans) == [
+            ["so it", "tokens 0 to 1: version 3", "chip t0"],
+            [" is", "token 2: not sampled", "chip t6"],
+            ["".join(pieces[3:]), "tokens 3 to 4: version 4", "chip t1"],
+        ]
+        choose = "(by) => { const one = document.querySelector('article select'); one.value = by; one.dispatchEvent(new Event('change')); }"
+        await tab.run(f"({choose})('difference')")
+        assert await tab.run(spans) == [
+            [" it", "token 1: +0.5 nats", "chip t0"],
+            [pieces[3], "token 3: -2.5 nats", "chip t1"],
+        ]
+        assert (await tab.text("article .box:has(.chip)")) == row["completion"]
+        await tab.run(f"({choose})('nothing')")
+        assert await tab.run(spans) == []
+        assert await tab.run("window.owned") is None
+        assert tab.problems == []
+
+
 async def test_completion_of_100_000_tokens_opens(run: Path) -> None:
-    record(run, [{"step": 50, "completion": "long word " * 100_000, "tokens": 100_000}])
+    tokens = {
+        "token_ends": list(range(10, 1_000_001, 10)),
+        "token_versions": [at // 5000 for at in range(100_000)],
+        "token_logprob_differences": [0.3 * (at % 3) for at in range(100_000)],
+    }
+    record(run, [{"step": 50, "completion": "long word " * 100_000, "tokens": 100_000} | tokens])
     async with browser(run) as page, chromium.tab() as tab:
         await entered(page, tab)
         await shown(tab, "rollouts?step=50", "document.querySelector('article')")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli_tests.recorded_rollouts import ROW, record
+from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli.main import main
 
 
@@ -98,6 +99,16 @@ def test_json_has_every_column(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         {"format": 1.0},
         None,
     )
+
+
+def test_json_has_columns_of_tokens_in_full_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record(tmp_path, [{"step": 0, "token_logprob_differences": [0.5, float("nan"), -2.0]}])
+    assert main(["rollouts", str(tmp_path), "--json"]) == 0
+    assert not set(TOKEN_COLUMNS) & json.loads(capsys.readouterr().out).keys()
+    assert main(["rollouts", str(tmp_path), "--json", "--full"]) == 0
+    row = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (row["token_ends"], row["token_versions"]) == ([3, 6, 7], [0, 1, 1])
+    assert row["token_logprob_differences"] == [0.5, None, -2.0]
 
 
 def test_text(capsys: pytest.CaptureFixture[str], run: Path) -> None:

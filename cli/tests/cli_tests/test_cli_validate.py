@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -99,7 +100,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "no source",
         changed(spec__task__reasoningGym=REMOVE),
-        ["spec.task", "exactly one of reasoningGym, jsonl, dataset, opGraph"],
+        ["spec.task", "exactly one of reasoningGym, jsonl, dataset, plugin"],
     ),
     (
         "a float",
@@ -143,7 +144,7 @@ FIELDS: list[tuple[str, str, list[str]]] = [
     (
         "bad verifier",
         changed(spec__task__verifier__name="guess"),
-        ["spec.task.verifier.name", "'math-verify'", "got 'guess'"],
+        ["spec.task.verifier.name", "plugin 'guess'", "built in: reasoning-gym, exact, number, math-verify"],
     ),
     ("no limit", changed(spec__budget={}), ["spec.budget", "maxSteps, maxDeviceHours, maxSeconds"]),
     (
@@ -699,3 +700,97 @@ def test_validate_shows_every_value_of_the_recipe_and_its_origin(
         "offPolicyMask",
         "refill",
     }
+
+
+def _sparse_llama(folder: Path) -> Path:
+    """Llama-3.1-70B's config, and a weights file with its header alone: the tensors are a hole."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+    }  # fmt: skip
+    hidden, wide, keys = 8192, 28672, 1024
+    shapes = {"model.embed_tokens.weight": (128256, hidden), "lm_head.weight": (128256, hidden)}
+    shapes["model.norm.weight"] = (hidden,)
+    for layer in range(80):
+        prefix = f"model.layers.{layer}"
+        for name, shape in (
+            ("self_attn.q_proj", (hidden, hidden)), ("self_attn.k_proj", (keys, hidden)), ("self_attn.v_proj", (keys, hidden)),
+            ("self_attn.o_proj", (hidden, hidden)), ("mlp.gate_proj", (wide, hidden)), ("mlp.up_proj", (wide, hidden)),
+            ("mlp.down_proj", (hidden, wide)), ("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,)),
+        ):  # fmt: skip
+            shapes[f"{prefix}.{name}.weight"] = shape
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def test_memory_plan_of_70b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed although the run is refused; docs/models.md shows it."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        changed(
+            spec__model={"path": str(_sparse_llama(tmp_path / "llama")), "contextTokens": 4096},
+            spec__trainer={
+                "devices": 8,
+                "deviceMemory": "80Gi",
+                "microBatchTokens": 8192,
+                "activationCheckpointing": True,
+            },
+            spec__generator={"devices": 8, "deviceMemory": "80Gi"},
+        )
+    )
+    assert main(["validate", str(file), "--memory", "--any-machine"]) == 2
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0].startswith(
+        "  memory of a trainer rank, GiB, 80.0 there: 70.55 G parameters, 8 ranks, bfloat16"
+    )
+    rows = {int(line.split()[0]): line for line in lines if line.lstrip()[:1].isdigit()}
+    assert rows.keys() == {1, 2, 3}
+    assert all("does not fit" in row for row in rows.values())
+    assert "(trainer.zeroStage)" in rows[1]
+    assert (
+        "no stage fits: trainer.zeroStage: 3, trainer.activationCheckpointing: true, trainer.replicas: 4"
+        in lines[5]
+    )
+    assert "98.6 for the copy of its state" in lines[6]
+    assert lines[7] == "  memory of a generator, GiB a GPU: weights 16.4, 55.6 of 72.0 for the KV cache"
+    assert "spec.trainer.deviceMemory" in printed.err
+    documented = (ROOT / "docs" / "models.md").read_text()
+    for line in lines[:8]:
+        assert line.removeprefix("  ") in documented
+
+
+def test_memory_plan_of_a_small_run_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        changed(spec__model__dtype="float32", spec__trainer={"replicas": 2, "microBatchTokens": 64})
+    )
+    assert main(["validate", str(file), "--memory", "--any-machine"]) == 0
+    printed = capsys.readouterr().out
+    assert "there: 0.2 M parameters, 2 ranks, float32, 64 tokens a micro-batch" in printed
+    assert "memory of a trainer rank, MiB, " in printed
+    assert "the lowest stage that fits: 0" in printed
+    assert printed.endswith("run.yaml: ok\n")
+
+
+def test_memory_plan_of_a_model_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        changed(spec__model={"hub": {"name": "nobody/nothing", "revision": "0" * 40}, "contextTokens": 64})
+    )
+    main(["validate", str(file), "--memory", "--any-machine"])
+    assert "memory: the model's size is not known: download the model first" in capsys.readouterr().out

@@ -70,6 +70,7 @@ def summarize_group(
             if teacher:
                 _check_logprobs(completion.teacher_logprobs, completion.tokens, "teacher's ")
             first, last, weighted, masked = _check_versions(completion, newest)
+            _check_turns(completion, completion.tokens)
         except InvalidGroup as problem:
             raise InvalidGroup(f"completions[{index}]: {problem}") from None
         lengths.append(completion.tokens)
@@ -123,6 +124,7 @@ def check_partials(group: PartialGroup, completions: int, max_tokens: int, newes
             if partial.token_ids or partial.logprobs or partial.versions:
                 _check_tokens(partial, max_tokens - partial.start)
                 _check_versions(partial, newest)
+            _check_turns(partial, partial.start + partial.tokens)
         except InvalidGroup as problem:
             raise InvalidGroup(f"completions[{index}]: {problem}") from None
 
@@ -136,6 +138,15 @@ def _check_tokens(completion: Completion | Partial, max_tokens: int) -> None:
         raise InvalidGroup(f"{len(ids) // 4} tokens, leased for at most {max_tokens}")
     if np.frombuffer(ids, "<i4").min() < 0:
         raise InvalidGroup("a token id is negative")
+
+
+def _check_turns(completion: Completion | Partial, tokens: int) -> None:
+    """Check that the messages of an environment lie in order between its replies."""
+    end = 0
+    for turn in completion.turns:
+        if not end < turn.start < turn.end <= tokens:
+            raise InvalidGroup(f"its messages are not ascending inside its {tokens} tokens")
+        end = turn.end
 
 
 def _check_logprobs(logprobs: bytes, tokens: int, whose: str = "") -> None:

@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-from scalerl_api.wire import GroupText, PromptRef, Sample, Split, VersionSpan
+from scalerl_api.wire import GroupText, MessageSpan, PromptRef, Sample, Split, VersionSpan
 from scalerl_coordinator.settings import Identity
 
 
@@ -112,6 +112,7 @@ class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[VersionSpan]
     teacher_logprobs: bytes = b""
     finish_reason: str = ""
+    turns: list[MessageSpan] = []
 
 
 class StoredVerdicts(msgspec.Struct, frozen=True, kw_only=True):

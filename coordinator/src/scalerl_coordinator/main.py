@@ -29,6 +29,7 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
+from scalerl_api.registry import PluginError
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator.core import Core, Refusal
@@ -62,6 +63,7 @@ class BadFork(Exception):
 
 _INPUT_ERRORS = (
     BadFork,
+    PluginError,
     TrackerMissing,
     EnvironmentProblem,
     SpecError,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, PromptRef, Split, VersionSpan
+from scalerl_api.wire import MASKED, Lease, MessageSpan, Partial, PartialGroup, PromptRef, Split, VersionSpan
 from scalerl_coordinator.leases import SlotKey, slot_key
 
 MAX_BYTES = 2**28
@@ -33,6 +33,7 @@ class _Completion:
     logprobs: bytearray = field(default_factory=bytearray)
     versions: list[VersionSpan] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    turns: list[MessageSpan] = field(default_factory=list)
 
     def extend(self, partial: Partial) -> None:
         """Replace the tokens from ``partial.start`` on."""
@@ -42,7 +43,7 @@ class _Completion:
         for span in partial.versions:
             if not self.versions or self.versions[-1].version != span.version:
                 self.versions.append(VersionSpan(span.version, partial.start + span.start))
-        self.finish_reason = partial.finish_reason
+        self.finish_reason, self.turns = partial.finish_reason, partial.turns
 
     def whole(self) -> Partial:
         return Partial(
@@ -51,6 +52,7 @@ class _Completion:
             logprobs=bytes(self.logprobs),
             versions=self.versions,
             finish_reason=self.finish_reason,
+            turns=self.turns,
         )
 
 

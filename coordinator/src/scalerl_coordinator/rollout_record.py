@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_api.wire import MASKED, PromptRef, Split, TrainedSequence
 from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.journal import Disk
-from scalerl_coordinator.journal_records import StoredGroup
+from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,7 +84,7 @@ class RecordedGroup:
         """Approximate size in memory, with the tokens."""
         text = self.group.text if self.group is not None else None
         texts = 0 if text is None else len(text.prompt) + sum(map(len, text.completions))
-        return 1024 + 8 * sum(self.lengths) + texts
+        return 1024 + 12 * sum(self.lengths) + texts
 
     def rows(self, task: str, figures: Mapping[tuple[int, int], TrainedSequence]) -> Iterable[dict[str, Any]]:
         """One row for each completion, by column; one without a completion if the slot was given up; none of a group without
@@ -124,6 +125,7 @@ class RecordedGroup:
                 "error": self.group.verdicts.errors.get(at),
                 "excluded": excluded or None,
                 "tokens": self.lengths[at],
+                "turns": len(completion.turns) + 1,
                 "finish_reason": completion.finish_reason,
                 "oldest_version": oldest,
                 "newest_version": newest,
@@ -131,7 +133,31 @@ class RecordedGroup:
                 "advantage": figure and figure.advantage,
                 "logprob_difference_mean": figure and figure.mean_difference,
                 "logprob_difference_max": figure and figure.max_difference,
+                **_by_token(completion, text.token_characters[at : at + 1], figure),
             }
+
+
+def _by_token(
+    completion: StoredCompletion, characters: Sequence[bytes], figure: TrainedSequence | None
+) -> dict[str, Any]:
+    """The columns with an item for each token of a completion; without those that are not known."""
+    import numpy as np
+
+    ends = [*(span.start for span in completion.versions[1:]), len(completion.token_ids) // 4]
+    versions = np.repeat(
+        np.array([span.version for span in completion.versions], dtype=np.int32), np.diff(ends, prepend=0)
+    )
+    columns: dict[str, Any] = {"token_versions": versions}
+    lengths = np.frombuffer(b"".join(characters), dtype="<u2")
+    if len(lengths) == len(versions):
+        columns["token_ends"] = np.cumsum(lengths, dtype=np.int32)
+    own = np.frombuffer(b"" if figure is None else figure.differences, dtype="<f2")
+    trained = versions != MASKED
+    if len(own) and len(own) == trained.sum():
+        differences = np.full(len(versions), np.nan, dtype=np.float32)
+        differences[trained] = own
+        columns["token_logprob_differences"] = differences
+    return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +387,7 @@ class RolloutRecord:
         serial = max((part.serial for part in self._parts), default=0) + 1
         part = RecordPart.named(self._directory, split, first, last, serial)
         staging = part.path.with_name(f".{part.path.name}")
+        searched = table.drop_columns(TOKEN_COLUMNS).nbytes
         if replaces:
             names = ",".join(old.path.name for old in replaces)
             table = table.replace_schema_metadata({_REPLACES: names})
@@ -370,7 +397,8 @@ class RolloutRecord:
                 staging,
                 compression="lz4",
                 use_dictionary=_REPEATED,
-                row_group_size=max(64, _ROW_GROUP_BYTES * table.num_rows // max(1, table.nbytes)),
+                column_encoding=_ENCODINGS,
+                row_group_size=max(64, _ROW_GROUP_BYTES * table.num_rows // max(1, searched)),
             )
             os.replace(staging, part.path)
         except OSError:
@@ -402,7 +430,10 @@ class RolloutRecord:
         tables = {part: table for part in small if (table := self._table(part)) is not None}
         if tables:
             first, last = min(part.first for part in tables), max(part.last for part in tables)
-            self._store(pa.concat_tables(tables.values()), split, first, last, list(tables))
+            whole = pa.concat_tables(
+                tables.values(), promote_options="default"
+            )  # earlier files may lack a column
+            self._store(whole, split, first, last, list(tables))
 
     def _table(self, part: RecordPart) -> pa.Table | None:
         """The rows of a file; None of one that is lost, which is then no longer among the files."""
@@ -426,7 +457,14 @@ class RolloutRecord:
 
 
 _REPLACES: Final = b"replaces"
-_REPEATED: Final = ["split", "task", "prompt_id", "prompt", "reference", "finish_reason", "excluded"]
+_REPEATED: Final = [
+    *("split", "task", "prompt_id", "prompt", "reference", "finish_reason", "excluded"),
+    "token_versions.list.element",
+]
+_ENCODINGS: Final = {
+    "token_ends.list.element": "DELTA_BINARY_PACKED",
+    "token_logprob_differences.list.element": "BYTE_STREAM_SPLIT",
+}
 
 
 Result = TypeVar("Result")
@@ -480,12 +518,16 @@ def schema() -> pa.Schema:
             ("excluded", pa.string()),
             ("advantage", pa.float64()),
             ("tokens", pa.int32()),
+            ("turns", pa.int32()),
             ("finish_reason", pa.string()),
             ("oldest_version", pa.int32()),
             ("newest_version", pa.int32()),
             ("age", pa.int32()),
             ("logprob_difference_mean", pa.float64()),
             ("logprob_difference_max", pa.float64()),
+            ("token_ends", pa.list_(pa.int32())),
+            ("token_versions", pa.list_(pa.int32())),
+            ("token_logprob_differences", pa.list_(pa.float32())),
         ]
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final
 
@@ -12,6 +12,7 @@ import msgspec
 
 from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.rollouts import EVALUATION_FACTOR, RolloutsSpec, in_sample
+from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
 from scalerl_api.speculation import HistorySpec
 from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MAX_TEXT_BYTES, MEAN_SET, PromptRef, Split
@@ -148,8 +149,7 @@ class Settings:
     teacher: bool = False
     """Whether training groups must have log-probabilities of ``recipe.distillation``'s teacher."""
     max_compute_tokens: int | None = None
-    by_length: bool = False
-    """``schedule.byLength``."""
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     trace: bool = False
     heartbeat_seconds: float = 2.0
     context_tokens: int = 2**20
@@ -281,7 +281,7 @@ class Settings:
             max_steps=spec.budget.max_steps,
             max_compute_tokens=spec.budget.max_compute_tokens,
             trace=spec.trace,
-            by_length=spec.schedule.by_length is not None,
+            schedule=spec.schedule,
             length=recipe.length,
             curriculum=recipe.curriculum,
             teacher=recipe.distillation is not None,

@@ -94,7 +94,7 @@ class Trace:
             steps_per_batch=identity.steps_per_batch,
             concurrency=self._generator.max_concurrent_sequences,
             max_draft_tokens=history.max_draft_tokens if history else 0,
-            schedule="byLength" if settings.by_length else "leastLoaded",
+            schedule=settings.schedule.name,
         )
         return trace.encode(line) + b"\n"
 

@@ -61,6 +61,8 @@ class TrainerRequests:
     """Evaluations that hold a publish, by evaluated version."""
     _stalled_since: float | None = None
     """Since when no member has been able to serve the final evaluation; None while one can."""
+    _permitted: int = -1
+    """The version that the trainer was last permitted to publish; it trains on meanwhile."""
 
     # --- hello ----------------------------------------------------------------------------------
 
@@ -107,6 +109,7 @@ class TrainerRequests:
         core.failed_checkpoint = None
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
         self._holds.clear()
+        self._permitted = -1
         self._stalled_since = None
         return wire.TrainerWelcome(
             next_step=state.version,
@@ -179,20 +182,28 @@ class TrainerRequests:
     # --- the next action ------------------------------------------------------------------------
 
     def next(self, request: wire.NextRequest, now: float) -> wire.Next | None:
-        """The next action, or None while the trainer must wait. Raises Refusal."""
+        """The next action, or None while the trainer must wait. Raises Refusal.
+
+        While an evaluation holds the publish of a version, closed steps are trained, whose rollouts are at most k steps old by the
+        leases. Versions are then skipped in publishing, but none that is due to be evaluated.
+        """
         self.check(request.incarnation)
         self._check_version("the trainer holds version", request.version)
         core, state = self.core, self.core.state
         core.uploads = request.uploads
         if core.end_reason:
             return self._next_at_end(now)
-        if state.closed(state.version) and state.version >= state.published:
-            return wire.Next(action=NextAction.TRAIN, step=state.version)
-        if self._outdated(now):
-            return wire.Next(action=NextAction.PUBLISH, step=state.version)
-        if state.closed(state.version):
-            return wire.Next(action=NextAction.TRAIN, step=state.version)
-        return None
+        version, closed = state.version, state.closed(state.version)
+        train = wire.Next(action=NextAction.TRAIN, step=version) if closed else None
+        publish = wire.Next(action=NextAction.PUBLISH, step=version)
+        if version > max(state.published, self._permitted) and self.publishes(version):
+            due = closed and any(self._due(version, t) for t in core.settings.identity.set_tasks)
+            if self._to_update(version, now) or (due and not self._held(version, now)):
+                return publish
+            return None if due else train
+        if train is not None and version >= state.published:
+            return train
+        return publish if self._to_update(version, now) else train
 
     def _outdated(self, now: float) -> list[Member]:
         """Members that need the trainer's current weights.
@@ -217,12 +228,16 @@ class TrainerRequests:
         hopeless = not state.leased and bool(core.publish_problem or not core.membership.members)
         if core.interrupted or hopeless:
             return self._finish(now)
-        if state.published != version or (self._outdated(now) and not self._has_points(version)):
+        held, to_update = self._held(version, now), self._to_update(version, now)
+        unpublished = state.published != version
+        if (unpublished and not held) or (to_update and not self._has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
+        if unpublished:
+            return None
         for task in core.settings.identity.set_tasks:
             if not self._has_point(version, task) and (version, task) not in state.evaluations:
                 self._start_evaluation(version, task)
-        if (
+        if not held and (
             self._has_points(version)
             or self._final_evaluation_stalled(version, now)
             or self._out_of_attempts(version)
@@ -396,12 +411,10 @@ class TrainerRequests:
         self.check(request.incarnation)
         self._check_version("the trainer publishes version", request.version)
         state = self.core.state
-        outdated = self._outdated(now)
-        blocking = self._evaluations_in_the_way(request.version, {m.version for m in outdated})
-        self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
-        self._release_holds(now)
-        if any(e.version in blocking and self._holds_publish(e) for e in state.evaluations.values()):
+        outdated = self._to_update(request.version, now)
+        if not outdated and self._held(request.version, now):
             return None
+        self._permitted = request.version
         members = [
             wire.Member(
                 member_id=m.member_id, name=m.name, control_url=m.control_url, weight_version=m.version
@@ -415,6 +428,21 @@ class TrainerRequests:
         return wire.PublishPermit(
             ready=True, members=members, holders=sum(m not in outdated for m in serving)
         )
+
+    def _held(self, version: int, now: float) -> set[int]:
+        """Versions whose evaluation holds a publish of ``version`` now."""
+        blocking = self._evaluations_in_the_way(version, {m.version for m in self._outdated(now)})
+        self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
+        self._release_holds(now)
+        evaluations = self.core.state.evaluations.values()
+        return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
+
+    def _to_update(self, version: int, now: float) -> list[Member]:
+        """The outdated members that may get ``version`` now: not those whose version an evaluation holds, and none at all while
+        it holds one that no member has."""
+        held = self._held(version, now)
+        present = {m.version for m in self.core.membership.members.values() if m.healthy}
+        return [m for m in self._outdated(now) if m.version not in held] if held <= present else []
 
     def _holds_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""

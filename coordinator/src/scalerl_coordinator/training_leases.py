@@ -19,6 +19,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from scalerl_api.registry import Kind, make
+from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import WORK, Core
@@ -77,8 +79,8 @@ class TrainingLeases:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._by_length = core.settings.by_length
-        self._policy: Policy = ByLength() if self._by_length else LeastLoaded()
+        self._policy: Policy = policy_of(core.settings.schedule)
+        self._uses_lengths = not isinstance(self._policy, LeastLoaded)
         self._requests: dict[str, _Request] = {}
         self._assignment: _Assignment | None = None
         self._pace = Pace()
@@ -164,8 +166,8 @@ class TrainingLeases:
             and other.healthy
             and member.version <= other.version <= core.newest_possible
         ]
-        expected = self._expected_tokens() if self._by_length else None
-        max_places = _MAX_PLACES if self._by_length else sum(groups for _, groups in requesting)
+        expected = self._expected_tokens() if self._uses_lengths else None
+        max_places = _MAX_PLACES if self._uses_lengths else sum(groups for _, groups in requesting)
         places = self._places(member, limit, max_places, expected, now)
         generators = [self._generator(other, groups, expected, now) for other, groups in requesting if places]
         assigned = self._policy.assign(View(places, generators, self._pace.tokens_per_step))
@@ -252,6 +254,14 @@ class TrainingLeases:
                 for lease_id, prompt in training
             )
         return Generator(member.member_id, groups, len(leases), tokens)
+
+
+def policy_of(spec: ScheduleSpec) -> Policy:
+    """The policy of ``spec.schedule``. Raises ``PluginError``."""
+    if spec.plugin is not None:
+        made: Policy = make(Kind.SCHEDULE, spec.plugin.name, spec.plugin.parameters)
+        return made
+    return ByLength() if spec.by_length is not None else LeastLoaded()
 
 
 def _has(ascending: Sequence[int], value: int) -> bool:

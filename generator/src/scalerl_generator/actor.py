@@ -64,6 +64,7 @@ from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
+from scalerl_generator.episodes import episode_sampler
 from scalerl_generator.interruption import (
     Interruption,
     ThoughtInterrupter,
@@ -182,12 +183,18 @@ async def run_actor(
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
+        problems = [*(one.section for one in spec.task.tasks), *(one.spec for one in tasks.sets)]
+        episodes = [
+            episode_sampler(problem, codecs[i], graders[i], thread, metrics)
+            for i, problem in enumerate(problems)
+        ]
         sections = {
-            (i, Split.TRAIN): Section(task.train, codecs[i], graders[i]) for i, task in enumerate(tasks.tasks)
+            (i, Split.TRAIN): Section(task.train, codecs[i], graders[i], episodes[i])
+            for i, task in enumerate(tasks.tasks)
         }
         held_out = [*(task.held_out for task in tasks.tasks), *(one.prompts for one in tasks.sets)]
         for i, prompts in enumerate(held_out):
-            sections[i, Split.HELD_OUT] = Section(prompts, codecs[i], graders[i])
+            sections[i, Split.HELD_OUT] = Section(prompts, codecs[i], graders[i], episodes[i])
         partials = PartialReports(
             coordinator,
             registration,
@@ -335,7 +342,12 @@ async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTa
         *((one.spec, one.prompt) for one in tasks.sets),
     ]
     keys = [
-        (problem.scoring, problem.combine, [verifier_config(problem, one, prompt) for one in problem.scoring])
+        (
+            problem.scoring,
+            problem.combine,
+            [verifier_config(problem, one, prompt) for one in problem.scoring],
+            problem.own_environment,
+        )
         for problem, prompt in problems
     ]
     pools: list[GroupGrader] = []

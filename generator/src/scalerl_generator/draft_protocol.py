@@ -14,6 +14,8 @@ import msgspec
 
 MEMORY_TOKENS = "scalerl_memory_tokens"
 """Key in vLLM's ``--additional-config``: tokens that the proposer remembers."""
+DRAFTER = "scalerl_drafter"
+"""Key there: name and parameters of the drafter of an installed package."""
 
 _REQUEST = re.compile(r"scalerl\.([0-9a-f]{16})\.")
 

@@ -48,6 +48,15 @@ class ActorMetrics:
             "Completions whose verifier failed; excluded from training",
             registry=r,
         )
+        self.episode_turns = Counter(
+            "scalerl_actor_episode_turns", "Replies in episodes with an environment", registry=r
+        )
+        self.environment_seconds = Histogram(
+            "scalerl_actor_environment_seconds",
+            "Time of a step of the environment, with the wait for its process",
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+            registry=r,
+        )
         self.groups = Counter(
             "scalerl_actor_groups",
             "Groups pushed, by the response of the coordinator, or `expired`",

@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_api.wire import MASKED, Partial, VersionSpan
+from scalerl_api.wire import MASKED, MessageSpan, Partial, VersionSpan
 from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Span
+from scalerl_tasks.grading.grading_pool import Graded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,12 @@ class PartialCompletion:
         """Number of tokens."""
         self.finish_reason: Literal["stop", "length"] | None = None
         """None while it is not complete."""
+        self.turns: list[MessageSpan] = []
+        """Messages of the environment of an episode."""
+        self.outcome: Graded | None = None
+        """Result of an episode that has ended."""
+        self.text: str | None = None
+        """Text of an episode of one turn; of others it has to be decoded."""
         self.has_forced = False
         """Whether :meth:`force` appended tokens."""
         self.reported = 0
@@ -78,6 +85,12 @@ class PartialCompletion:
         part = Part(token_ids, np.zeros(tokens, np.float32), np.zeros(tokens, np.bool_))
         self.append(part, MASKED)
         self.has_forced = True
+
+    def reopen(self, message_ids: NDArray[np.int32]) -> None:
+        """Continue an episode after a reply with the environment's messages, which are appended by :meth:`force`."""
+        self.finish_reason = None
+        self.turns.append(MessageSpan(self.tokens, self.tokens + len(message_ids)))
+        self.force(message_ids)
 
     def settle(self, since: int, spans: Sequence[Span]) -> None:
         """Set the versions of the tokens from ``since`` on: ``spans``, which count from there.
@@ -103,6 +116,7 @@ class PartialCompletion:
         """Keep only the first ``tokens`` tokens, and reset the finish reason."""
         whole, self.tokens, self.finish_reason = _concatenated(self._parts), min(tokens, self.tokens), None
         self.reported = min(self.reported, self.tokens)
+        self.turns = [turn for turn in self.turns if turn.end <= self.tokens]
         self.truncations += 1
         self._parts = [
             _Tokens(
@@ -137,6 +151,7 @@ class PartialCompletion:
             logprobs=tail.logprobs[since:].astype("<f4").tobytes(),
             versions=[VersionSpan(span.version, span.start) for span in _spans(versions)],
             finish_reason=self.finish_reason,
+            turns=self.turns.copy(),
         )
 
     def sampled(self) -> Sampled:

@@ -76,8 +76,13 @@ def _read(partial: Partial, max_tokens: int, vocabulary_size: int) -> PartialCom
     nbytes = len(partial.token_ids)
     if partial.start or nbytes % 4 or len(partial.logprobs) != nbytes or nbytes // 4 > max_tokens:
         raise UnusablePartials("lengths")
-    if (partial.finish_reason is None) != (nbytes // 4 < max_tokens) and partial.finish_reason != "stop":
+    if partial.finish_reason is None and nbytes // 4 == max_tokens:
         raise UnusablePartials("lengths")
+    end = 0
+    for turn in partial.turns:
+        if not end < turn.start < turn.end <= nbytes // 4:
+            raise UnusablePartials("lengths")
+        end = turn.end
     token_ids, logprobs = np.frombuffer(partial.token_ids, "<i4"), np.frombuffer(partial.logprobs, "<f4")
     if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocabulary_size:
         raise UnusablePartials("tokens")
@@ -97,7 +102,7 @@ def _read(partial: Partial, max_tokens: int, vocabulary_size: int) -> PartialCom
         in_span = slice(span.start, end)
         masked = np.zeros(end - span.start, np.bool_)  # a masked token has the version MASKED already
         completion.append(Part(token_ids[in_span], logprobs[in_span], masked), span.version)
-    completion.finish_reason = partial.finish_reason
+    completion.finish_reason, completion.turns = partial.finish_reason, partial.turns
     completion.reported = completion.tokens
     return completion
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import prompt_digest
+from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.text import ModelTokenizer
 
@@ -77,6 +78,14 @@ class PromptCodec:
                 f"{len(encoded.token_ids) + max_tokens}, lower recipe.maxCompletionTokens, or drop the prompt"
             )
         return encoded
+
+    def messages(self, messages: Sequence[Message]) -> NDArray[np.int32]:
+        """Token ids of an environment's messages after a reply, shape ``[tokens]``.
+
+        Raises:
+            TokenizerError: the chat template refuses the messages.
+        """
+        return np.array(self.tokenizer.encode_messages([(m.role, m.content) for m in messages]), np.int32)
 
     def texts(self, completions: Sequence[NDArray[np.int32]]) -> list[str]:
         """The text of each completion for the verifier, without the end token but with other special tokens."""

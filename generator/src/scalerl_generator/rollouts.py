@@ -1,7 +1,7 @@
 """Generates and grades the group of a lease.
 
 A *strategy* is the function that samples the completions of a prompt: :func:`sample_plain` or
-:class:`~.interruption.ThoughtInterrupter`. Encoding, waiting for weights, grading and packing are the same for all.
+:class:`~.interruption.ThoughtInterrupter`; :class:`~.episodes.EpisodeSampler`, of a task with an environment, also grades. Encoding, waiting for weights, grading and packing are the same for all.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from scalerl_api.wire import (
 )
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.draft_protocol import DraftTally
+from scalerl_generator.episodes import EpisodeSampler
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.past_responses import PastResponseFeed
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
@@ -159,6 +161,8 @@ class Section:
     source: PromptSource
     codec: PromptCodec
     grader: GroupGrader
+    episodes: EpisodeSampler | None = None
+    """Samples the completions, in place of the strategy, and grades them, if the task has an environment."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ class Generated:
     completions: list[Sampled]
     seconds: float
     """Duration of the sampling."""
+    episodes: Sequence[PartialCompletion] | None = None
+    """The completions with their turns and outcomes, if the task has an environment."""
 
 
 class RolloutGenerator:
@@ -251,7 +257,10 @@ class RolloutGenerator:
         self._partials.track(streams)
         self._busy.request_started()
         try:
-            await self._strategy(streams)
+            if section.episodes is None:
+                await self._strategy(streams)
+            else:
+                await section.episodes.sample(streams, prompt)
         except (ServerLost, asyncio.CancelledError):
             # Completions without a new token are not kept, because they may have made the server fail. Nor are tokens from
             # weights that were not published to the server, whose version is unknown.
@@ -264,7 +273,8 @@ class RolloutGenerator:
         completions = [completion.sampled() for completion in streams.completions]
         seconds = time.monotonic() - started
         self._record(lease, completions, seconds)
-        return Generated(lease, section, prompt, encoded, completions, seconds)
+        episodes = None if section.episodes is None else streams.completions
+        return Generated(lease, section, prompt, encoded, completions, seconds, episodes)
 
     async def grade(
         self,
@@ -305,8 +315,9 @@ class RolloutGenerator:
                 teacher_logprobs=of_teacher,
                 versions=version_spans(c),
                 finish_reason=c.finish_reason,
+                turns=generated.episodes[at].turns if generated.episodes else [],
             )
-            for c, of_teacher in zip(generated.completions, teacher_logprobs, strict=True)
+            for at, (c, of_teacher) in enumerate(zip(generated.completions, teacher_logprobs, strict=True))
         ]
         return Group(
             lease_id=lease.lease_id,
@@ -346,10 +357,18 @@ class RolloutGenerator:
     ) -> tuple[Verdicts, Sample | None, GroupText | None]:
         started = time.monotonic()
         section = generated.section
-        texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
-        graded = await section.grader.score_group(
-            generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded
-        )
+        texts = [episode.text for episode in generated.episodes or () if episode.text is not None]
+        if len(texts) < len(generated.completions):
+            texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
+        if generated.episodes is None:
+            graded = await section.grader.score_group(
+                generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded
+            )
+        else:
+            graded = [
+                episode.outcome or Graded(None, "the episode has no outcome")
+                for episode in generated.episodes
+            ]
         self._metrics.grading_seconds.observe(time.monotonic() - started)
         verdicts = group_verdicts(graded, section.grader.part_names)
         errors = [error for error in verdicts.errors.values() if error != NOT_APPLICABLE]
@@ -365,15 +384,22 @@ class RolloutGenerator:
         """The texts of a group for the record of rollouts."""
         generated, completions = of
         ids, prompt = generated.encoded.token_ids, generated.prompt
-        (rendered,) = generated.section.codec.tokenizer.texts([ids])
+        tokenizer = generated.section.codec.tokenizer
+        (rendered,) = tokenizer.texts([ids])
+        recorded = [
+            _recorded(text, len(sampled.token_ids))
+            for text, sampled in zip(completions, generated.completions, strict=True)
+        ]
+        lengths = [
+            tokenizer.characters(sampled.token_ids.tolist(), text) or []
+            for text, sampled in zip(recorded, generated.completions, strict=True)
+        ]
         return GroupText(
             prompt=_recorded(rendered, len(ids)),
             reference=_recorded(prompt.answer, len(ids)),
             labels={_recorded(name, 64): _recorded(value, 64) for name, value in prompt.labels.items()},
-            completions=[
-                _recorded(text, len(sampled.token_ids))
-                for text, sampled in zip(completions, generated.completions, strict=True)
-            ],
+            completions=recorded,
+            token_characters=[np.array(of_token, dtype="<u2").tobytes() for of_token in lengths],
         )
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scalerl_api.registry import Kind, make
 from scalerl_generator.draft_protocol import (
+    DRAFTER,
     MEMORY_TOKENS,
     DraftReport,
     DraftTally,
@@ -38,6 +40,7 @@ class HistoryProposer:
         self._sequences = vllm_config.scheduler_config.max_num_seqs
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._memory_tokens = int(vllm_config.additional_config[MEMORY_TOKENS])
+        self._plugin = vllm_config.additional_config.get(DRAFTER)
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         vocabulary = vllm_config.model_config.get_vocab_size()
         self._max_drafted = max_drafted(self._sequences, self._max_draft, vocabulary)
@@ -66,8 +69,15 @@ class HistoryProposer:
             # If a sequence is so close to the end of the context that a draft model might exceed its own context, vLLM skips
             # the proposer and drafts zeros for all sequences. There is no draft model here.
             runner.effective_drafter_max_model_len = sys.maxsize
-            self._drafter = Drafter(self._sequences, self._memory_tokens, self._max_draft)
+            self._drafter = self._new_drafter()
             self._runner = runner
+
+    def _new_drafter(self) -> Drafter:
+        sizes = (self._sequences, self._memory_tokens, self._max_draft)
+        if self._plugin is None:
+            return Drafter(*sizes)
+        made: Drafter = make(Kind.DRAFTER, self._plugin["name"], self._plugin["parameters"], *sizes)
+        return made
 
     def remember(self, past: PastResponses) -> None:
         """Add past responses to a prompt to the drafter's memory."""

@@ -35,9 +35,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COMPILE_CACHE, DIR, NAME, TOKEN_FILE
+from scalerl_api.registry import Kind, PluginError, entry_point
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
 from scalerl_generator import compile_cache, vllm_failures
-from scalerl_generator.draft_protocol import MEMORY_TOKENS
+from scalerl_generator.draft_protocol import DRAFTER, MEMORY_TOKENS
 from scalerl_generator.sampling_seed import start_seed, vllm_seed
 from scalerl_generator.vllm_lifetime import kill_forks_with_parent
 
@@ -91,6 +92,8 @@ class ServerOptions:
     """Maximum draft length of speculative decoding from past responses (:mod:`.drafter`); 0 turns it off."""
     draft_memory_tokens: int = 4_000_000
     """Capacity of the drafter's memory in tokens, 56 bytes each."""
+    drafter: str = ""
+    """The drafter of an installed package, as the JSON of ``history.drafter``; empty: :class:`.drafter.Drafter`."""
     stats: bool = False
     """Serve vLLM's own metrics at ``/metrics``; they add time to every step."""
     log_level: str = "warning"
@@ -124,6 +127,7 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
     p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
+    p.add_argument("--drafter", default=d.drafter)
     p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
     p.add_argument("--log-level", default=d.log_level)
     p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
@@ -133,6 +137,11 @@ def parse(argv: Sequence[str]) -> ServerOptions:
             free_option(argument)
     except ValueError as error:
         raise ServerProblem(f"generator.extraArgs: {error}") from None
+    if values["drafter"]:
+        try:
+            entry_point(Kind.DRAFTER, json.loads(values["drafter"])["name"])
+        except PluginError as error:
+            raise ServerProblem(f"generator.speculation.history.drafter: {error}") from None
     return ServerOptions(**values | {"extra": tuple(values["extra"])})
 
 
@@ -175,12 +184,18 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
             "num_speculative_tokens": options.max_draft_tokens,
         }
         argv += ["--speculative-config", json.dumps(speculation)]
-        argv += ["--additional-config", json.dumps({MEMORY_TOKENS: options.draft_memory_tokens})]
+        argv += ["--additional-config", json.dumps(_drafts(options))]
     if on_cpu:
         argv.append("--enforce-eager")  # compilation needs a C++ compiler and takes minutes
         if options.tensor_parallel == 1:
             argv += ["--distributed-executor-backend", "uni"]
     return [*argv, *options.extra]
+
+
+def _drafts(options: ServerOptions) -> dict[str, Any]:
+    """vLLM's ``--additional-config``, from which the proposer reads its settings."""
+    drafter = {DRAFTER: json.loads(options.drafter)} if options.drafter else {}
+    return {MEMORY_TOKENS: options.draft_memory_tokens} | drafter
 
 
 def overrides(options: ServerOptions, given: object) -> dict[str, Any]:

@@ -94,11 +94,12 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
             grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
             if grader not in graders and one.http is None:
                 graders.append(grader)
+    environments = {own.model_dump_json(): own for task in spec.tasks if (own := task.own_environment)}
     return sum(
         (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
         * verifier.workers
         for verifier, _ in graders
-    )
+    ) + sum(quantity_bytes(own.memory) * own.workers for own in environments.values())
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
@@ -106,7 +107,10 @@ def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Vo
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
     jsonl = (Volume(literal(path)) for path in files)
     code = dict.fromkeys(
-        one.python.path for task in spec.tasks for one in task.scoring if one.python and one.python.path
+        one.python.path
+        for task in spec.tasks
+        for one in (*task.scoring, task.environment)
+        if one and one.python and one.python.path
     )
     model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
     files = dict.fromkeys(
@@ -208,6 +212,8 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
     if generator.speculation and (history := generator.speculation.history):
         options += ["--max-draft-tokens", str(history.max_draft_tokens)]
         options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
+        if history.drafter:
+            options += ["--drafter", literal(history.drafter.model_dump_json())]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

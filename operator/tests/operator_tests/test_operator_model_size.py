@@ -73,17 +73,19 @@ def test_requests_follow_from_the_reported_size() -> None:
     found = requested(run, QWEN_1_5B.size)
     rank = trainer_rank_memory(QWEN_1_5B.size, run.spec).total / GIB
     assert rank > 20
-    assert found["trainer"] == pytest.approx(1 + 1.1 * rank, abs=0.01)
+    copy = 12 * QWEN_1_5B.size.parameters / GIB
+    assert found["trainer"] == pytest.approx(1 + 1.1 * (rank + copy), abs=0.01)
     assert 2 * QWEN_1_5B.checkpoint_bytes / GIB < found["server"] < 4 * QWEN_1_5B.checkpoint_bytes / GIB
     assert (found["prepare"], found["actor"]) == (1.0, 1.25)
 
 
 def test_requests_of_pods_with_several_ranks_and_devices() -> None:
-    """Each rank loads the model on the host, and the pod's shared memory is added."""
+    """Each rank has a copy of its state on the host, and the pod's shared memory is added."""
     run = cluster_run(model=PATH, trainer={"devices": 4}, generator={"devices": 2})
     found = requested(run, QWEN_1_5B.size)
     one = container_bytes("trainer", QWEN_1_5B.size, run.spec) / GIB
-    assert QWEN_1_5B.checkpoint_bytes / GIB < one < QWEN_1_5B.checkpoint_bytes / GIB + 6
+    copy = 12 * QWEN_1_5B.size.parameters / 4 / GIB
+    assert 4 + 1.1 * copy < one < 4 + 1.1 * copy + 4
     assert found["trainer"] == pytest.approx(4 * one + 4, abs=0.01)
     assert 9 < found["server"] < 12
 

@@ -7,7 +7,7 @@ From a task's spec to prompts and grades::
                    open_source() ─▶ ReasoningGymSource: GymTask.create() ─▶ gym_loader.load_task_classes()
                                  ├▶ JsonlSource: every line checked by _Scan.run()
                                  ├▶ dataset.DatasetSource: see that package
-                                 └▶ opgraph.OpGraphSource: see that package
+                                 └▶ plugins.open_plugin_source(): of an installed package
                    split_held_out() ─▶ Train, HeldOut (each with a digest)
                    check_template()
     index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt

@@ -1,28 +1,19 @@
-"""Sources and verifiers of installed packages, by their entry points.
+"""Sources and verifiers of installed packages, which :mod:`scalerl_api.registry` finds.
 
-::
-
-    [project.entry-points."scalerl.sources"]       a class or function that returns a PromptSource
-    [project.entry-points."scalerl.verifiers"]     a class or function that returns an object with ``score(prompt, completion)``
-
-It is called with ``plugin.parameters``. A verifier may also have what :class:`~scalerl_tasks.Verifier` has: ``check``, ``part_names``,
-``range``, ``whole`` and ``score_group``.
+A verifier may also have what :class:`~scalerl_tasks.Verifier` has: ``check``, ``part_names``, ``range``, ``whole`` and ``score_group``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from scalerl_api.registry import Kind, PluginError, entry_point, make
 from scalerl_tasks.code_digest import keep_code
-from scalerl_tasks.errors import SourceError, TaskError, VerifierError, did_you_mean
+from scalerl_tasks.errors import SourceError, TaskError, VerifierError
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, as_verdict, declared_parts
-
-SOURCES = "scalerl.sources"
-VERIFIERS = "scalerl.verifiers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +28,25 @@ class Plugin:
     """Of its code; other code is refused. Empty: any."""
 
 
-def entry_point(group: str, name: str) -> EntryPoint:
-    """The entry point of a name.
+def module_of(name: str) -> str:
+    """The module of an installed verifier.
 
     Raises:
-        TaskError: no package has it, or several have.
+        VerifierError: see :func:`~scalerl_api.registry.entry_point`.
     """
-    known = entry_points(group=group)
-    found = [one for one in known if one.name == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        values = ", ".join(sorted(one.value for one in found))
-        raise TaskError(f"plugin {name!r}: several packages have it in {group}: {values}; uninstall one")
-    installed = sorted({one.name for one in known})
-    raise TaskError(
-        f"plugin {name!r}: no installed package has it in the entry points {group}{did_you_mean(name, installed)} (installed: "
-        f"{', '.join(installed) or 'none'}); install it in this environment, on a cluster in the images"
-    )
-
-
-def _made(group: str, plugin: Plugin) -> Any:
-    entry = entry_point(group, plugin.name)
-    if plugin.digest:
-        keep_code(plugin.digest, module=entry.module)
     try:
-        return entry.load()(**plugin.parameters)
-    except TaskError:
-        raise
-    except BaseException as error:
-        raise TaskError(f"plugin {plugin.name!r} ({entry.value}): {type(error).__name__}: {error}") from error
+        return entry_point(Kind.VERIFIER, name).module
+    except PluginError as error:
+        raise VerifierError(str(error)) from error
+
+
+def _made(kind: Kind, plugin: Plugin) -> Any:
+    try:
+        if plugin.digest:
+            keep_code(plugin.digest, module=entry_point(kind, plugin.name).module)
+        return make(kind, plugin.name, plugin.parameters)
+    except PluginError as error:
+        raise error.__cause__ if isinstance(error.__cause__, TaskError) else TaskError(str(error)) from error
 
 
 class PluginVerifier:
@@ -76,19 +56,19 @@ class PluginVerifier:
         VerifierError: it cannot be made.
     """
 
-    name = "plugin"
     trusted = True
 
     def __init__(self, plugin: Plugin) -> None:
         try:
-            own = _made(VERIFIERS, plugin)
+            own = _made(Kind.VERIFIER, plugin)
         except TaskError as error:
             raise VerifierError(str(error)) from error
         self.whole = bool(getattr(own, "whole", False))
         wanted = "score_group" if self.whole else "score"
         if not callable(getattr(own, wanted, None)):
             raise VerifierError(f"plugin {plugin.name!r}: {type(own).__name__} has no method {wanted}")
-        self.label, self.part_names = plugin.name, tuple(getattr(own, "part_names", ()))
+        self.name = self.label = plugin.name
+        self.part_names = tuple(getattr(own, "part_names", ()))
         self.range = getattr(own, "range", plugin.range)
         self.finds_answers = bool(getattr(own, "finds_answers", False))
         self._own = own
@@ -134,7 +114,9 @@ def open_plugin_source(plugin: Plugin) -> PromptSource:
         SourceError: it cannot be made, or lacks a method.
     """
     try:
-        source = _made(SOURCES, plugin)
+        source = _made(Kind.SOURCE, plugin)
+    except SourceError:
+        raise
     except TaskError as error:
         raise SourceError(str(error)) from error
     for name in ("__len__", "__getitem__", "digest"):

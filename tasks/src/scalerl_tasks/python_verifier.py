@@ -93,7 +93,7 @@ class PythonVerifier:
     def __init__(self, given: PythonFunction) -> None:
         self._given = given
         self.range, self.label = given.range, given.label
-        self._module = _imported(given)
+        self._module = imported(given)
         function = getattr(self._module, given.function, None)
         if not callable(function):
             known = [n for n, v in vars(self._module).items() if callable(v) and not n.startswith("_")]
@@ -330,7 +330,7 @@ class PythonVerifier:
         )
 
     def _failed(self, prompt: Prompt, error: BaseException) -> VerifierError:
-        text = f"{self._given.label} raised {_described(error, self._file)} for the prompt {prompt.id}"
+        text = f"{self._given.label} raised {described(error, self._file)} for the prompt {prompt.id}"
         if self._form == "trl" and isinstance(error, TypeError | AttributeError):
             kinds = ("Chat", "messages", "Raw", "texts")
             given, kind, other, else_kind = kinds if self._given.chat else kinds[2:] + kinds[:2]
@@ -363,8 +363,8 @@ class PythonVerifier:
         return list(await asyncio.gather(*map(one, completions)))
 
 
-def _imported(given: PythonFunction) -> Any:
-    """The module of the function.
+def imported(given: PythonFunction, field: str = "verifier.python") -> Any:
+    """The module of the function, or of a class. ``field``: where the spec names it.
 
     Raises:
         VerifierError: there is none, or importing it fails.
@@ -378,7 +378,7 @@ def _imported(given: PythonFunction) -> Any:
         if not path.is_file():
             what = "is not a file" if path.exists() else "does not exist"
             raise VerifierError(
-                f"{path} {what}; verifier.python.path is relative to the run file, and on a cluster the path of a mounted volume"
+                f"{path} {what}; {field}.path is relative to the run file, and on a cluster the path of a mounted volume"
             )
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # its neighbours, behind installed packages
@@ -400,11 +400,9 @@ def _imported(given: PythonFunction) -> Any:
             "are graded: in this environment, on a cluster in images.generator and images.trainer; or move the function to a file without it"
         ) from None
     except BaseException as error:
-        advice = (
-            "; install its package and give verifier.python.module" if "relative import" in str(error) else ""
-        )
+        advice = f"; install its package and give {field}.module" if "relative import" in str(error) else ""
         raise VerifierError(
-            f"{given.path or f'module {given.module}'} cannot be imported: {_described(error, given.path)}{advice}"
+            f"{given.path or f'module {given.module}'} cannot be imported: {described(error, given.path)}{advice}"
         ) from None
 
 
@@ -466,7 +464,8 @@ def _shown(found: Any) -> str:
     return f"{text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '…'} ({kind})"
 
 
-def _described(error: BaseException, file: str | None) -> str:
+def described(error: BaseException, file: str | None) -> str:
+    """An error's type and text, with its line in ``file``."""
     try:
         text = str(error)
     except BaseException:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
+from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
+from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import (
     EvaluationSetError,
     JsonlError,
@@ -19,15 +21,14 @@ from scalerl_tasks.errors import (
     SourceError,
     TaskError,
     VerifierError,
+    did_you_mean,
 )
 from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
-from scalerl_tasks.opgraph import OpGraphSource, OpGraphTask
-from scalerl_tasks.plugins import VERIFIERS as PLUGIN_VERIFIERS
-from scalerl_tasks.plugins import Plugin, entry_point, open_plugin_source
+from scalerl_tasks.plugins import Plugin, module_of, open_plugin_source
 from scalerl_tasks.programs.verifier import CodeConfig
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
@@ -40,10 +41,10 @@ from scalerl_tasks.split import (
     open_train,
     select_prompts,
 )
-from scalerl_tasks.verifiers import VerifierConfig
+from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import CodeVerifier, HeldOutSpec, VerifierSpec
+    from scalerl_api.source import CodeVerifier, EnvironmentSpec, HeldOutSpec, VerifierSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
 
 
@@ -56,7 +57,7 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
             working directory, and the user's cache.
 
     Raises:
-        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl`, :func:`~scalerl_tasks.dataset.open_dataset` and :class:`~scalerl_tasks.opgraph.OpGraphTask`.
+        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl`, :func:`~scalerl_tasks.dataset.open_dataset` and :func:`.open_plugin_source`.
     """
     task = _gym_task(spec)
     if task is not None:
@@ -70,28 +71,16 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
                 "task.dataset: its prompts have system messages or several turns, which only a chat template can render: set "
                 "prompt.format to Chat, or map columns.prompt to one message, such as messages[0].content"
             )
-        if "answer" not in source.table.info.fields and not all(one.is_own_code for one in spec.scoring):
+        needs_answers = not all(one.is_own_code for one in spec.scoring)
+        if "answer" not in source.table.info.fields and needs_answers:
             raise SourceError(
                 f"task.dataset: the data have no answers, which {' and '.join(one.title for one in spec.scoring)} needs: say where "
                 f"answer is, such as columns: {{answer: COLUMN}} (columns: {', '.join(source.table.info.columns)})"
             )
         return source
-    if (section := spec.op_graph) is not None:
-        low, high = section.operations
-        return OpGraphSource(
-            OpGraphTask(
-                (low, high),
-                section.contexts,
-                section.modes,
-                section.distractors,
-                section.seed,
-                section.size,
-                section.count,
-            )
-        )
     if spec.plugin is not None:
         return open_plugin_source(Plugin(spec.plugin.name, spec.plugin.parameters))
-    raise SourceError("task: give one of reasoningGym, jsonl, dataset, opGraph and plugin")
+    raise SourceError("task: give one of reasoningGym, jsonl, dataset and plugin")
 
 
 def open_warm_start(spec: RunSpec, directory: Path | None = None) -> JsonlSource | DatasetSource | None:
@@ -131,6 +120,8 @@ def verifier_config(
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
     """
+    if given is None and (environment := spec.own_environment) is not None:
+        return VerifierConfig("environment", environment=_environment_config(environment, directory))
     given, prompt = given or spec.scoring[0], prompt or spec.prompt
     low, high = map(float, given.range)
     if (own := given.python) is not None:
@@ -162,13 +153,45 @@ def verifier_config(
             None if prompt is None else prompt.template,
             None if prompt is None else prompt.system,
         )
-    if given.plugin is not None:
-        digest = _digest_or_empty(module=_plugin_module(given.plugin.name))
-        return VerifierConfig(
-            "plugin", plugin=Plugin(given.plugin.name, given.plugin.parameters, (low, high), digest)
-        )
     assert given.name is not None
+    if given.installed is not None:
+        digest = _digest_or_empty(module=module_of(given.name))
+        return VerifierConfig(
+            given.name, plugin=Plugin(given.name, given.installed.parameters, (low, high), digest)
+        )
     return VerifierConfig(given.name, task=_gym_task(spec) if given.name == "reasoning-gym" else None)
+
+
+def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
+    if (own := given.python) is None:
+        return EnvironmentConfig(given.name or "", parameters=given.parameters)
+    path = None if own.path is None else (directory or Path()) / own.path
+    function = PythonFunction(
+        own.class_name,
+        None if path is None else str(path),
+        own.module,
+        digest=_digest_or_empty(path, own.module),
+    )
+    return EnvironmentConfig(python=function, parameters=given.parameters)
+
+
+def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | None:
+    """What makes the steps of a section's episodes, by the section's grader; None without an environment.
+
+    Raises:
+        VerifierError: the environment ``retry`` has no such parameter.
+    """
+    if (given := spec.environment) is None:
+        return None
+    if not given.uses_verifier:
+        return EnvironmentGrader(grader)
+    known = ("wrong", "unanswered")
+    for name, value in given.parameters.items():
+        if name not in known or not isinstance(value, str):
+            raise VerifierError(
+                f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+            )
+    return Retry(grader, **given.parameters)  # type: ignore[arg-type]
 
 
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
@@ -184,7 +207,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
     Raises:
         VerifierError: the code cannot be read.
     """
-    if spec.verifier is not None and spec.verifier.name is not None:
+    if spec.environment is None and spec.verifier is not None and spec.verifier.name in VERIFIERS:
         return ""
     limits = {"timeout_seconds", "memory", "workers"}
     parts: list[object] = [spec.combine]
@@ -198,17 +221,19 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
             )
         if given.http is not None:
             kept["http"] = {"url": given.http.url}
-        if given.plugin is not None:
-            kept["code"] = code_digest(module=_plugin_module(given.plugin.name))
+        if given.installed is not None:
+            kept["code"] = code_digest(module=module_of(given.installed.name))
         parts.append(sorted(kept.items()))
+    if spec.environment is not None:
+        kept = spec.environment.model_dump(
+            mode="json", exclude={"turn_timeout_seconds", "memory", "workers"}, exclude_defaults=True
+        )
+        if (own_class := spec.environment.python) is not None:
+            kept["python"] |= {"path": "", "module": ""}
+            path = None if own_class.path is None else (directory or Path()) / own_class.path
+            kept["code"] = code_digest(path, own_class.module)
+        parts.append(("environment", sorted(kept.items())))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _plugin_module(name: str) -> str:
-    try:
-        return entry_point(PLUGIN_VERIFIERS, name).module
-    except TaskError as error:
-        raise VerifierError(str(error)) from error
 
 
 def _digest_or_empty(path: Path | None = None, module: str | None = None) -> str:
@@ -235,6 +260,16 @@ def open_grading_pool(
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
+    if (environment := spec.own_environment) is not None:
+        config = verifier_config(spec, directory=directory)
+        assert isinstance(config, VerifierConfig)
+        return GradingPool(
+            config,
+            workers=workers or environment.workers,
+            timeout_seconds=environment.turn_timeout_seconds,
+            memory_bytes=quantity_bytes(environment.memory),
+            show_output=show_output,
+        )
     graders: list[GroupGrader] = []
     for given in spec.scoring:
         config = verifier_config(spec, given, prompt, directory)
@@ -298,7 +333,7 @@ class EvaluationPrompts:
         """Digest of the rendered prompts and the name of their verifier; a score also depends on :attr:`grading`."""
         parts = (
             self.prompts.digest,
-            "+".join(one.title for one in self.spec.scoring),
+            "+".join(one.title for one in (*self.spec.scoring, self.spec.environment) if one is not None),
             self.prompt.model_dump_json(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()

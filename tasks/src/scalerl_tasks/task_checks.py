@@ -45,6 +45,7 @@ from scalerl_tasks.row_problems import RowProblems
 from scalerl_tasks.sources import (
     RunTasks,
     grading_digest,
+    open_episodes,
     open_grading_pool,
     open_source,
     open_tasks,
@@ -175,7 +176,11 @@ def _section_problems(
     """
     source: PromptSource | None = None
     try:
-        open_grading_pool(section, directory=directory)
+        grader = open_grading_pool(section, directory=directory)
+        try:
+            open_episodes(section, grader)
+        except VerifierError as error:
+            yield TaskProblem(f"{field}.environment.parameters", str(error))
         scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
             source = open_dataset(section.dataset, directory, progress)
@@ -282,14 +287,12 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
 
 
 def _verifier_field(task: ProblemSpec) -> str:
+    if (environment := task.own_environment) is not None:
+        return ".environment.name" if environment.python is None else ".environment.python"
     if task.verifier is None:
         return ".verifiers"
     return next(
-        (
-            f".verifier.{name}"
-            for name in ("python", "code", "plugin", "http")
-            if getattr(task.verifier, name)
-        ),
+        (f".verifier.{name}" for name in ("python", "code", "http") if getattr(task.verifier, name)),
         ".verifier.name",
     )
 
@@ -301,15 +304,14 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
         case UnknownTaskError():
             field = ".reasoningGym.name"
         case ParameterError():
-            section = "reasoningGym.parameters" if task.reasoning_gym is not None else "opGraph"
-            field = f".{section}" + (f".{error.parameter}" if error.parameter else "")
+            field = f".{task.source_field}.parameters" + (f".{error.parameter}" if error.parameter else "")
         case SplitError():
             field = ".heldOut.size"
         case TemplateError():
             field = ".prompt.template"
         case VerifierError():
             field = _verifier_field(task)
-        case SourceError() if task.jsonl is None and task.dataset is None:
+        case SourceError() if task.reasoning_gym is not None:
             field = ""
     return TaskProblem(where + field, str(error))
 
@@ -455,11 +457,21 @@ def _parts(spec: ProblemSpec) -> list[ProblemSpec]:
 
 
 def _own_code(spec: ProblemSpec) -> bool:
-    return any(one.is_own_code for one in spec.scoring)
+    environment = spec.own_environment
+    return (environment is not None and environment.python is not None) or any(
+        one.is_own_code for one in spec.scoring
+    )
 
 
 def _titles(spec: ProblemSpec) -> str:
-    return " and ".join(one.title for one in spec.scoring)
+    return " and ".join(one.title for one in (*spec.scoring, spec.own_environment) if one is not None)
+
+
+def _limit(spec: ProblemSpec) -> str:
+    """The time limit of a check, with its field."""
+    if (own := spec.own_environment) is not None:
+        return f"environment.turnTimeoutSeconds ({own.turn_timeout_seconds})"
+    return f"verifier.timeoutSeconds ({max(one.timeout_seconds for one in spec.scoring):g})"
 
 
 def _reason(error: str) -> str:
@@ -480,7 +492,10 @@ async def _check_answers(
     progress: Progress,
 ) -> None:
     workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
-    total, once = len(source), all(one.name in _OF_THE_ANSWER for one in spec.scoring)
+    total, once = (
+        len(source),
+        spec.own_environment is None and all(one.name in _OF_THE_ANSWER for one in spec.scoring),
+    )
     known: dict[bytes, str | None] = {}
     """Result by key of the answer."""
     waiting: dict[bytes, list[int]] = {}
@@ -552,7 +567,7 @@ async def _check_answers(
                     if pool.counts.timeouts >= _MAX_TIMEOUTS:
                         text = (
                             f"stopped after {done:,} of {count:,} answers: the checks of {_MAX_TIMEOUTS} took longer than "
-                            f"verifier.timeoutSeconds ({max(one.timeout_seconds for one in spec.scoring):g}) each"
+                            f"{_limit(spec)} each"
                         )
                         problems.note = text
                         return

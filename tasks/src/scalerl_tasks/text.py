@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,8 +28,16 @@ if TYPE_CHECKING:
 
 _CONTROL = re.compile(r"<\|[^|<>\s{}]+\|>")
 """Text like ``<|im_start|>``, which is a single token in a chat template."""
+_REPLACEMENT = "\ufffd"
+"""In place of bytes that are no UTF-8."""
+_MOST_CHARACTERS = 2**16 - 1
+"""Of a token, as the wire has them."""
+_MARK = "\ue000"
+"""A private character in place of a text."""
 THOUGHT = "<think>"
 THOUGHT_END = "</think>"
+
+_THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -136,6 +145,7 @@ class ModelTokenizer:
         self.unknown_token_id: int | None = _token_id(found, self._special.get("unk_token"))
         """Token in place of text that the tokenizer cannot encode; None if there is no such token."""
         self._chat_template = chat_template if prompt.format == "Chat" else None
+        self._template, self._system = prompt.template, prompt.system
         self._after_question = prompt.template.rpartition("{prompt}")[2]
         self.end_token_id: int = ends[0]
         """Last token of a worked solution in training: the tokenizer's end token, else the first one of the configs."""
@@ -166,6 +176,26 @@ class ModelTokenizer:
         """Each completion's text, without its end token; other special tokens stay visible."""
         stripped = [ids[:-1] if len(ids) and ids[-1] in self.stop_token_ids else ids for ids in completions]
         return self.texts(stripped)
+
+    def characters(self, ids: Sequence[int], text: str) -> list[int] | None:
+        """The number of characters that each token of a completion adds to its ``text``, as :meth:`decode` gives it; the token
+        that completes a character of several tokens counts as all of it. None if ``text`` is not that of the tokens."""
+        own = ids[:-1] if len(ids) and ids[-1] in self.stop_token_ids else ids
+        alone = self.texts([[i] for i in own])
+        if "".join(alone) == text and _REPLACEMENT not in text:
+            lengths = [len(piece) for piece in alone]
+        else:  # in context: a character is at most four tokens, and a first token may lose its space
+            begins = [max(0, at - 4) for at in range(len(own))]
+            whole = self.texts([own[begin : at + 1] for at, begin in enumerate(begins)])
+            before = self.texts([own[begin:at] for at, begin in enumerate(begins)])
+            lengths = [len(a) - len(b) for a, b in zip(whole, before, strict=True)]
+        if (
+            sum(lengths) != len(text)
+            or min(lengths, default=0) < 0
+            or max(lengths, default=0) > _MOST_CHARACTERS
+        ):
+            return None
+        return [*lengths, *([0] * (len(ids) - len(own)))]
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -205,18 +235,98 @@ class ModelTokenizer:
         bare, text = (self._render(prompt, generation_prompt=added) for added in (False, True))
         return ends_inside_thought(text[len(os.path.commonprefix([bare, text])) :])  # noqa: RUF071 - of texts, not paths
 
+    def encode_messages(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Token ids of an environment's messages between two replies of the model, up to the start of the next reply.
+
+        They follow the end token of a reply, whose tokens are not encoded again. In a chat, they are what the chat template writes
+        there; without one, each message in ``prompt.template``. Special tokens in the messages are encoded as text.
+
+        Args:
+            messages: role and content of each.
+
+        Raises:
+            TokenizerError: the chat template refuses them, or what it writes before them depends on them.
+        """
+        contents = [content for _, content in messages]
+        if not any(self._added.search(content) for content in contents):
+            return self.encode([self._between(messages)])[0]
+        marks = [f"{_MARK}{at}{_MARK}" for at in range(len(messages))]
+        text = self._between([(role, mark) for (role, _), mark in zip(messages, marks, strict=True)])
+        pieces = []
+        for mark, content in zip(marks, contents, strict=True):
+            before, found, text = text.partition(mark)
+            if not found:
+                raise TokenizerError(
+                    f"{self._field}: the chat template does not write each message once, in order"
+                )
+            pieces += [before, *self._split_special(content)]
+        return [id_ for ids in self.encode([piece for piece in [*pieces, text] if piece]) for id_ in ids]
+
+    def check_turns(self) -> None:
+        """Check that messages of an environment can follow a reply.
+
+        Raises:
+            TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them.
+        """
+        self.encode_messages([("user", "a")])
+
+    def _split_special(self, text: str) -> list[str]:
+        """The text in pieces, none of which has an added token."""
+        pieces, start = [], 0
+        while found := self._added.search(text, start):
+            pieces.append(text[start : found.start() + 1])
+            start = found.start() + 1
+        return [*pieces, text[start:]]
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Added tokens of several characters."""
+        texts = sorted((text for text in self.added_tokens if len(text) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """Texts of the end tokens."""
+        return [text for text in self.texts([[id_] for id_ in self.stop_token_ids]) if text]
+
+    def _between(self, messages: Sequence[tuple[str, str]]) -> str:
+        """The text between the end token of a reply and the next reply."""
+        if self._chat_template is None:
+            head, _, tail = self._template.rpartition("{prompt}")
+            return "".join(f"{head}{content}{tail}" for _, content in messages)
+        turns = (("user", "a"), ("assistant", _MARK))
+        earlier = RenderedPrompt("", self._system, turns)
+        before = self._render_messages(earlier.messages[:-1], generation_prompt=False)
+        given = [{"role": role, "content": content} for role, content in messages]
+        text = self._render_messages([*earlier.messages[:-1], *given], generation_prompt=True)
+        (head, found, closing), (head_then, _, rest) = before.partition(_MARK), text.partition(_MARK)
+        if (
+            not found
+            or _THOUGHTS.sub("", head) != _THOUGHTS.sub("", head_then)
+            or not rest.startswith(closing)
+        ):
+            raise TokenizerError(
+                f"{self._field}: the chat template is not append-only: a message after a reply changes the text before it, so the "
+                "tokens of a conversation are not those that were sampled; give a chatTemplate that writes each message in order"
+            )
+        ends = [closing.find(end) + len(end) for end in self._ends if end in closing]
+        return rest[min(ends, default=0) :]
+
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         return [one.ids for one in encoded]
 
     def _render(self, prompt: RenderedPrompt, *, generation_prompt: bool) -> str:
+        return self._render_messages(prompt.messages, generation_prompt=generation_prompt)
+
+    def _render_messages(self, messages: list[dict[str, str]], *, generation_prompt: bool) -> str:
         """The same result as ``AutoTokenizer.apply_chat_template``, without importing its tokenizers and torch."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             (text,), _ = render_jinja_template(
-                [prompt.messages],
+                [messages],
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 **self._special,

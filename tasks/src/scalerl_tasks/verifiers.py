@@ -5,10 +5,7 @@
 ``number``                one number, compared exactly as a rational: all of a box or answer tag, or the last one in prose
 ``math-verify``           mathematical equality: LaTeX with units, lists, sets, intervals, equations, matrices, words
 ``reasoning-gym``         the task's own scorer, with its partial credit
-``opgraph-outcome``       the answer of an op-graph problem; the steps are compared and reported
-``opgraph-blend``         the answer and the steps of its solution; 0 if the answer is wrong
-``opgraph-strict``        the answer; 0 unless all steps are right too, and there are no others
-``opgraph-verified``      the answer; 0 unless all steps of the prompt's solution are right too
+other names               of installed packages (:mod:`.plugins`)
 ========================  ===================================================================================
 
 docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the
@@ -24,7 +21,9 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from scalerl_tasks.answer_extraction import extract, extract_answer
-from scalerl_tasks.errors import VerifierError, did_you_mean
+from scalerl_tasks.environments.protocol import Continued
+from scalerl_tasks.environments.verifier import EnvironmentConfig, EnvironmentVerifier
+from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
 from scalerl_tasks.plugins import Plugin, PluginVerifier
@@ -55,9 +54,9 @@ class Verifier(Protocol):
     @property
     def name(self) -> str: ...
 
-    def score(self, prompt: Prompt, completion: str, /) -> Verdict | float | None:
+    def score(self, prompt: Prompt, completion: str, /) -> Verdict | Continued | float | None:
         """The completion's verdict, or, without parts, its score in [0, 1] as a number or bool; None if the verifier does not apply
-        to the prompt.
+        to the prompt. Of an environment, also a step after which the episode goes on.
 
         Raises:
             VerifierError: this verifier cannot use the prompt's answer.
@@ -85,11 +84,12 @@ class VerifierConfig:
     """A verifier by name; small and picklable, so that a grading process can open it.
 
     Attributes:
-        name: one of :data:`VERIFIERS`.
+        name: one of :data:`VERIFIERS`, or of an installed package.
         task: for ``reasoning-gym``: the task with the scorer.
         python: a function of the user, in place of one of :data:`VERIFIERS`.
         code: settings of programs, in place of one of :data:`VERIFIERS`.
-        plugin: an installed verifier, likewise.
+        plugin: the verifier of an installed package; default: that of the name, without parameters.
+        environment: an environment, in place of one of :data:`VERIFIERS`; it is asked for steps.
     """
 
     name: str
@@ -97,6 +97,7 @@ class VerifierConfig:
     python: PythonFunction | None = None
     code: CodeConfig | None = None
     plugin: Plugin | None = None
+    environment: EnvironmentConfig | None = None
 
 
 def open_verifier(config: VerifierConfig) -> Verifier:
@@ -110,12 +111,10 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         return PythonVerifier(config.python)
     if config.code is not None:
         return CodeVerifier(config.code)
-    if config.plugin is not None:
-        return PluginVerifier(config.plugin)
+    if config.environment is not None:
+        return EnvironmentVerifier(config.environment)
     if config.name not in VERIFIERS:
-        raise VerifierError(
-            f"unknown verifier {config.name!r}{did_you_mean(config.name, VERIFIERS)} (known: {', '.join(VERIFIERS)})"
-        )
+        return PluginVerifier(config.plugin or Plugin(config.name))
     if config.task is not None and config.name != "reasoning-gym":
         raise VerifierError(f"only the verifier 'reasoning-gym' takes a task, not {config.name!r}")
     return _OPENERS[config.name](config)
@@ -299,12 +298,6 @@ def _entry(prompt: Prompt) -> dict[str, Any]:
     return {"question": prompt.text, "answer": prompt.answer or None, "metadata": dict(prompt.metadata)}
 
 
-def _open_op_graph(config: VerifierConfig) -> Verifier:
-    from scalerl_tasks.opgraph.verifier import OpGraphVerifier
-
-    return OpGraphVerifier(config.name)
-
-
 def _open_reasoning_gym(config: VerifierConfig) -> Verifier:
     if config.task is None:
         raise VerifierError("the verifier 'reasoning-gym' needs a reasoning-gym task as its source")
@@ -316,10 +309,6 @@ _OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
     "number": lambda config: NumberVerifier(),
     "math-verify": lambda config: MathVerifier(),
     "reasoning-gym": _open_reasoning_gym,
-    "opgraph-outcome": _open_op_graph,
-    "opgraph-blend": _open_op_graph,
-    "opgraph-strict": _open_op_graph,
-    "opgraph-verified": _open_op_graph,
 }
 VERIFIERS = tuple(_OPENERS)
-"""The names that :func:`open_verifier` accepts."""
+"""Names of the verifiers of this package."""

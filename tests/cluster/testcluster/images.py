@@ -24,9 +24,12 @@ from testcluster.runtime import Loader
 PROJECT = Path(__file__).resolve().parents[3]
 ROLES = ("operator", "trainer", "generator")
 _INPUTS = {
-    "operator": (("control",), ("processes", "api", "tasks", "curvefit", "coordinator", "operator", "cli")),
-    "trainer": (("cpu", "s3"), ("processes", "api", "tasks", "trainer")),
-    "generator": (("cpu",), ("processes", "api", "tasks", "generator")),
+    "operator": (
+        ("control",),
+        ("processes", "api", "tasks", "curvefit", "coordinator", "operator", "cli", "extras"),
+    ),
+    "trainer": (("cpu", "s3"), ("processes", "api", "tasks", "trainer", "extras")),
+    "generator": (("cpu",), ("processes", "api", "tasks", "generator", "extras")),
 }
 VARIABLE = "SCALERL_TEST_IMAGES"
 DEFAULT_BASE = "the Dockerfiles' own"

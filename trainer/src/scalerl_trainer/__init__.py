@@ -8,8 +8,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
        │                                                 advantages() ▶ engine: Engine.step()
        │                                                   losses, aggregation.per_token(); DeepSpeed's update
        │◀ step report ──────────────────────── sums ──  Trained
-       │ PUBLISH       Leader._publish() ─ Command ─▶  Worker.gather() whole parameters, a bucket at a time
-       │                 Publisher.publish()
+       │ PUBLISH       Leader._publish() ─ Command ─▶  Worker.gather_beside() whole parameters, a bucket at a time, while
+       │                 Publisher.publish()               the next step is computed; its update waits
        │                   buckets ▶ open_group() ▶ fill() ▶ start_broadcast() ────────────────▶ │
        │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤
        │ every n steps Leader._save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
@@ -25,7 +25,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
     ``spec_settings`` derives settings from the spec
-    ``background``    threads beside a step: fetches the next one
+    ``background``    threads beside a step: fetches the next one, publishes the one before
     ``batch``         converts a shard of a step from the wire to tensors
     ``publish``       sends weights to the generators
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,

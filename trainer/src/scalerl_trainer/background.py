@@ -38,6 +38,21 @@ def in_background(name: str, work: Callable[[], T], device: torch.device) -> Fut
     return future
 
 
+def on_own_stream(work: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    """``work`` on a CUDA stream of its own, after everything that is queued on this thread's now. On a CPU, ``work``."""
+    if device.type != "cuda":
+        return work
+    queued = torch.cuda.current_stream(device).record_event()
+
+    def run() -> T:
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(queued)
+        with torch.cuda.stream(stream):
+            return work()
+
+    return run
+
+
 def device_of_thread(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes ``device`` the current one of a new thread, which is otherwise the first: NCCL would create its communicator there,
     and pinned memory a context."""

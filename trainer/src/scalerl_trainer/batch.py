@@ -35,6 +35,8 @@ START_SEQUENCES = 32
 MIN_PROBED_TOKENS = 64
 """Of a completion, so that most of what is computed is also compared."""
 
+_LARGEST = float(np.finfo(np.float16).max)
+
 Int32 = np.dtype("<i4")
 Float32 = np.dtype("<f4")
 
@@ -134,21 +136,28 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
 
 
 def recorded(
-    shard: wire.Shard, batch: TrainBatch, differences_s: torch.Tensor | None
+    shard: wire.Shard, batch: TrainBatch, differences_n: torch.Tensor | None
 ) -> list[wire.TrainedSequence]:
     """What this rank computed of the sequences that the record of rollouts has.
 
     Args:
-        differences_s: see :attr:`StepStats.differences_s <.engine.stats.StepStats>`; None if nothing was computed.
+        differences_n: see :attr:`StepStats.differences_n <.engine.stats.StepStats>`; None if nothing was computed.
     """
-    if differences_s is None:
+    if differences_n is None:
         return []
-    figures = zip(shard.sequences, batch.advantages_s.tolist(), differences_s.tolist(), strict=True)
-    return [
-        wire.TrainedSequence(shard.groups[one.group].slot, one.sample, advantage, *differences)
-        for one, advantage, differences in figures
-        if shard.groups[one.group].recorded
-    ]
+    differences = differences_n.cpu().numpy()
+    found: list[wire.TrainedSequence] = []
+    end = 0
+    for one, advantage in zip(shard.sequences, batch.advantages_s.tolist(), strict=True):
+        meta = shard.groups[one.group]
+        begin, end = end, end + meta.trained_tokens[one.sample]
+        if meta.recorded:
+            own = differences[begin:end]
+            size = np.abs(own)
+            mean, largest = (float(size.mean(dtype=float)), float(size.max())) if len(own) else (0.0, 0.0)
+            by_token = np.clip(own, -_LARGEST, _LARGEST).astype("<f2").tobytes()
+            found.append(wire.TrainedSequence(meta.slot, one.sample, advantage, mean, largest, by_token))
+    return found
 
 
 def check_logprobs(shard: wire.Shard) -> None:

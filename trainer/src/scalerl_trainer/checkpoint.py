@@ -26,8 +26,9 @@ import logging
 import os
 import re
 import shutil
+import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,14 @@ class Disk:
     def remove(self, path: Path) -> None:
         shutil.rmtree(path)
 
-    def sha256(self, path: Path) -> str:
+    def sha256(self, path: Path, progress: Callable[[int], None] | None = None) -> str:
         with path.open("rb") as file:
             digest = hashlib.sha256()
             buffer = bytearray(_CHUNK_BYTES)
             while count := file.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
+                if progress is not None:
+                    progress(count)
         return digest.hexdigest()
 
 
@@ -170,11 +173,19 @@ class CheckpointStore:
 
     Args:
         fence: of this attempt; None: nothing is written, or no other process writes.
+        removes_aside: remove superfluous checkpoints on threads, which takes .2 s a GB; :meth:`close` waits for them.
     """
 
     def __init__(
-        self, paths: RunPaths, keep: int, disk: Disk | None = None, fence: Fence | None = None
+        self,
+        paths: RunPaths,
+        keep: int,
+        disk: Disk | None = None,
+        fence: Fence | None = None,
+        *,
+        removes_aside: bool = False,
     ) -> None:
+        self._removals: list[threading.Thread] | None = [] if removes_aside else None
         self._paths = paths
         self._keep = keep
         self._disk = disk or Disk()
@@ -203,8 +214,16 @@ class CheckpointStore:
         if self._fence is not None:
             self._fence.check()
 
-    def flush_and_hash(self, staged: StagedCheckpoint, files: Iterable[Path]) -> list[FileRecord]:
+    def flush_and_hash(
+        self,
+        staged: StagedCheckpoint,
+        files: Iterable[Path],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[FileRecord]:
         """Flush and hash ``files`` of ``staged``, which is slow. Any rank and any thread may call it.
+
+        Args:
+            progress: called with numbers of bytes as they are hashed.
 
         Raises:
             OSError
@@ -214,7 +233,9 @@ class CheckpointStore:
             self._disk.sync(path)
             size = path.stat().st_size
             records.append(
-                FileRecord(path.relative_to(staged.directory).as_posix(), size, self._disk.sha256(path))
+                FileRecord(
+                    path.relative_to(staged.directory).as_posix(), size, self._disk.sha256(path, progress)
+                )
             )
         return records
 
@@ -341,9 +362,24 @@ class CheckpointStore:
         staged = self._staging / f"{STAGED}old-{path.name}-{os.getpid()}"
         try:
             self._disk.rename(path, staged)
-            self._disk.remove(staged)
+            if self._removals is None:
+                self._disk.remove(staged)
+            else:
+                self._removals = [one for one in self._removals if one.is_alive()]
+                removal = threading.Thread(target=self._remove_renamed, args=(staged,), daemon=True)
+                self._removals.append(removal)
+                removal.start()
         except OSError as error:
             log.error("cannot remove superfluous %s: %s", path, error)
+
+    def _remove_renamed(self, path: Path) -> None:
+        with contextlib.suppress(OSError):  # the next checkpoint tries again
+            self._disk.remove(path)
+
+    def close(self) -> None:
+        """Wait for the removal of superfluous checkpoints, which the next start would remove otherwise."""
+        for removal in self._removals or ():
+            removal.join()
 
     # --- reading ------------------------------------------------------------------------------------------
 

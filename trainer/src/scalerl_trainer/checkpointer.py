@@ -1,8 +1,9 @@
 """Writes and loads the checkpoints of all ranks, in the files of :mod:`.checkpoint`.
 
-``start`` writes the current state to the staging folder while training waits. On each rank, a thread then flushes and
-hashes a part of the files while training continues, and ``finish`` commits the checkpoint. A failure on any rank fails the
-checkpoint on all ranks; training continues, and the previous checkpoint stays the last one.
+``start`` copies the current state to the host while training waits. On each rank, a thread then writes, flushes and hashes the
+rank's files in the staging folder while training continues, and ``finish`` commits the checkpoint once all ranks are done
+(docs/adr/0025-checkpoints-on-a-thread.md). A failure on any rank fails the checkpoint on all ranks; training continues, and the
+previous checkpoint stays the last one.
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ from scalerl_trainer.checkpoint import (
     Manifest,
     StagedCheckpoint,
     VolumeState,
-    files_in,
 )
 from scalerl_trainer.checkpoint_copies import PrefixTaken, lower_priority, read_with_retries
-from scalerl_trainer.engine import Engine
+from scalerl_trainer.engine import Engine, EngineState
 from scalerl_trainer.errors import AttemptSuperseded, Stopped, TrainerError
 from scalerl_trainer.object_store import StoreError
-from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
+from scalerl_trainer.random_state import RandomStateError, load_random_state, random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.uploader import Uploader
 
 log = logging.getLogger(__name__)
 
-FLUSH_TIMEOUT_SHARE = 0.5
-"""Timeout of flushing and hashing, as a fraction of that of the ranks' collectives. The other ranks wait in a collective
-during that time, and a slow disk must not look like a lost rank."""
+IDLE_TIMEOUT_SHARE = 0.5
+"""A write that makes no progress for this fraction of the timeout of the ranks' collectives has failed. One that makes progress
+has no limit."""
 
 
 RETRY_SECONDS = 30.0
@@ -45,7 +45,7 @@ BLIND_RETRY_SECONDS = 120.0
 """The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
 attempt fills it for all that write to it."""
 _EXCHANGE_SECONDS = 1.0
-"""Time between two exchanges of the ranks' states while they read from the object store."""
+"""Time between two exchanges of the ranks' states while they wait for a checkpoint, written or read from the object store."""
 LAST_RETRY_SECONDS = 3.0
 """Pause before the last attempt of a trainer that received SIGTERM."""
 
@@ -56,17 +56,33 @@ class NoUsableCheckpoint(TrainerError):
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being flushed."""
+    """A checkpoint that is being written."""
 
     staged: StagedCheckpoint
     snapshot: bytes
     """The coordinator's state."""
     best: int
     """Best version so far, whose checkpoint is kept."""
+    stage: bytes | None
+    """The state of mid-training."""
     records: list[FileRecord] = field(default_factory=list)
-    """Sizes and hashes of the files that this rank flushed."""
+    """Sizes and hashes of the files that this rank wrote."""
     error: str | None = None
     thread: threading.Thread | None = None
+    bytes_done: int = 0
+    """Written and hashed."""
+    abandoned: bool = False
+    """The write has failed, and the thread is to end."""
+
+    def progress(self, count: int) -> None:
+        """Count bytes. Raises ``CheckpointError`` once the write is abandoned."""
+        self.bytes_done += count
+        if self.abandoned:
+            raise CheckpointError("abandoned")
+
+    @property
+    def is_written(self) -> bool:
+        return self.thread is not None and not self.thread.is_alive()
 
 
 @dataclass(frozen=True)
@@ -164,14 +180,14 @@ class Checkpointer:
             "zeroStage": str(settings.zero_stage),
             "dtype": settings.dtype,
         }
-        self._flush_seconds = FLUSH_TIMEOUT_SHARE * ranks.timeout_seconds
+        self._idle_seconds = IDLE_TIMEOUT_SHARE * ranks.timeout_seconds
         self._pending: _Pending | None = None
+        self._writer: threading.Thread | None = None
+        """The thread of the last write."""
         self.last_step: int | None = None
         """The newest step that is committed or pending."""
         self.committed_step: int | None = None
         """The newest committed step, or the loaded one."""
-        self.stall_seconds = 0.0
-        """Seconds that training waited in the last ``start``."""
 
     @property
     def pending(self) -> bool:
@@ -179,59 +195,53 @@ class Checkpointer:
 
     @property
     def flushed(self) -> bool:
-        """Not a collective: whether this rank's files of the pending checkpoint are flushed and hashed."""
-        return self._pending is not None and not (
-            self._pending.thread is not None and self._pending.thread.is_alive()
-        )
+        """Not a collective: whether this rank's files of the pending checkpoint are written, flushed and hashed."""
+        return self._pending is not None and self._pending.is_written
 
     # --- writing ------------------------------------------------------------------------------------------
 
     def start(
         self, step: int, snapshot: bytes | None, best: int = -1, stage: bytes | None = None
     ) -> str | None:
-        """Write the state of ``step`` to the staging folder, and start to flush it; returns None or the error.
+        """Copy the state of ``step``, and start to write it to the staging folder; returns None or the error.
 
         Args:
             snapshot, best: see :meth:`CheckpointStore.commit`; used on rank 0 only.
             stage: the state of mid-training, if any; used on rank 0 only.
         """
-        begun = time.perf_counter()
+        assert self._pending is None, "at most one checkpoint is being written"
         begun_at = self._ranks.broadcast(self._begin(step) if self._ranks.is_leader else None, _Begun)
         if begun_at.error:
             return begun_at.error
-        staged = StagedCheckpoint(step, Path(begun_at.directory))
+        pending = _Pending(StagedCheckpoint(step, Path(begun_at.directory)), snapshot or b"", best, stage)
         failure = ""
         try:
-            self._engine.save(staged.directory)
-            save_random_state(staged.directory, self._ranks.rank)
-            if stage is not None and self._ranks.is_leader:
-                (staged.directory / STAGE).write_bytes(stage)
-        except (OSError, RuntimeError, TrainerError) as problem:
+            if self._writer is not None and self._writer.is_alive():  # it reads the copies of the last state
+                raise CheckpointError("the write before this one still hangs")
+            pending.thread = self._writer = threading.Thread(
+                target=self._write,
+                args=(pending, self._engine.copy_state(), random_state()),
+                name="checkpoint",
+                daemon=True,
+            )
+        except (RuntimeError, MemoryError, TrainerError) as problem:
             failure = f"rank {self._ranks.rank}: {type(problem).__name__}: {problem}"
         failures = [f for f in self._ranks.all_gather(failure, str) if f]
         if failures:
             if self._ranks.is_leader:
-                self._store.discard(staged)
+                self._store.discard(pending.staged)
             return failures[0]
-        pending = _Pending(staged, snapshot or b"", best)
-        files = list(files_in(staged.directory))[self._ranks.rank :: self._ranks.world]
-        pending.thread = threading.Thread(
-            target=self._flush, args=(pending, files), name="flush", daemon=True
-        )
+        assert pending.thread is not None
         pending.thread.start()
         self._pending = pending
         self.last_step = step
-        self.stall_seconds = time.perf_counter() - begun
         return None
 
     def finish(self) -> SaveResult:
-        """Wait for the pending checkpoint to be flushed, and commit it."""
+        """Wait for the pending checkpoint to be written on all ranks, and commit it."""
         pending, self._pending = self._pending, None
         assert pending is not None
-        assert pending.thread is not None
-        pending.thread.join(timeout=self._flush_seconds)
-        if pending.thread.is_alive():
-            pending.error = f"not flushed within {self._flush_seconds:g} s"
+        self._wait(pending)
         results = self._ranks.all_gather((pending.records, pending.error or ""), tuple[list[FileRecord], str])
         saved = self._ranks.broadcast(
             self._commit(pending, results) if self._ranks.is_leader else None, SaveResult
@@ -244,6 +254,25 @@ class Checkpointer:
                 self.uploader.offer(saved.step, pending.best)
         return saved
 
+    def _wait(self, pending: _Pending) -> None:
+        """Wait until all ranks have written, or one has failed or makes no progress."""
+        assert pending.thread is not None
+        done, since = pending.bytes_done, time.monotonic()
+        while True:
+            pending.thread.join(min(_EXCHANGE_SECONDS, self._idle_seconds / 4))
+            if pending.bytes_done != done:
+                done, since = pending.bytes_done, time.monotonic()
+            elif not pending.is_written and time.monotonic() - since > self._idle_seconds:
+                pending.error = (
+                    f"rank {self._ranks.rank}: the write made no progress for {self._idle_seconds:g} s"
+                )
+            states = self._ranks.all_gather((pending.is_written, bool(pending.error)), tuple[bool, bool])
+            if any(failed for _, failed in states):
+                pending.abandoned = True
+                return
+            if all(written for written, _ in states):
+                return
+
     def _begin(self, step: int) -> _Begun:
         # No checkpoint is pending here: what could not be removed before must not keep the volume full.
         self._store.remove_staged()
@@ -252,16 +281,26 @@ class Checkpointer:
         except OSError as error:
             return _Begun(error=str(error) or type(error).__name__)
 
-    def _flush(self, pending: _Pending, files: list[Path]) -> None:
+    def _write(self, pending: _Pending, state: EngineState, random: bytes) -> None:
+        """Write this rank's files; on a thread."""
+        lower_priority()
+        directory, rank = pending.staged.directory, self._ranks.rank
         try:
-            pending.records = self._store.flush_and_hash(pending.staged, files)
+            files = state.write(directory, pending.progress)
+            files.append(save_random_state(directory, rank, random))
+            if pending.stage is not None and self._ranks.is_leader:
+                files.append(directory / STAGE)
+                files[-1].write_bytes(pending.stage)
+            pending.records = self._store.flush_and_hash(pending.staged, files, pending.progress)
         except Exception as error:  # after any failure, the files may not be on disk
-            pending.error = f"rank {self._ranks.rank}: {error}"
+            pending.error = pending.error or f"rank {rank}: {type(error).__name__}: {error}"
 
     def _commit(self, pending: _Pending, results: list[tuple[list[FileRecord], str]]) -> SaveResult:
         step = pending.staged.step
         error = next((e for _, e in results if e), None)
-        if error is None:
+        if error is not None:
+            self._store.check()  # a later attempt has taken the staging folder
+        else:
             try:
                 records = [record for records, _ in results for record in records]
                 kept = self._store.commit(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from scalerl_api import plugins, registry
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize, device_memory_problem, host_memory, trainer_rank_memory
@@ -57,6 +58,19 @@ class PrepareError(TrainerError):
 
 
 # --- the task --------------------------------------------------------------------------------------------
+
+
+def check_plugins(spec: RunSpec, *, one_machine: bool) -> None:
+    """Check the names of installed packages in the spec, and their parameters.
+
+    one_machine: also those that the processes of other images use.
+
+    Raises:
+        PrepareError: lists the problems.
+    """
+    kinds = tuple(registry.Kind) if one_machine else (registry.Kind.LOSS,)
+    if found := plugins.problems(spec, kinds, load=True):
+        raise PrepareError(*(f"{path}: {problem}" for path, problem in found))
 
 
 def check_tasks(spec: RunSpec, directory: Path | None = None, *, answers: bool = True) -> None:

@@ -63,7 +63,7 @@ _UNRESUMABLE = ("bad-snapshot", "identity", "no-state", "checkpoints-lost", "unk
 
 
 class Coordinator:
-    """The coordinator's API for one rank. Only :meth:`shard` may be called on another thread.
+    """The coordinator's API for one rank. Only :meth:`shard` and :meth:`publish_commit` may be called on another thread.
 
     Args:
         retry_seconds: deadline of one call with its retries, and of one answer, however slowly it arrives: the other ranks wait in
@@ -187,7 +187,7 @@ class Coordinator:
             refused=refused,
             problem=problem,
         )
-        self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack)
+        self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack, alone=False)
 
     def checkpoint_begin(self, step: int, *, retry: bool = True) -> wire.CheckpointSnapshot:
         """Fetch the coordinator's state as of ``step``. ``retry``: retry; otherwise one attempt."""

@@ -7,9 +7,13 @@ and exit too, and all restart from the last checkpoint.
 A version with which no probed generator computes what the trainer computes is not committed: no generator gets work with it,
 its checkpoint is written, and all ranks exit (:class:`.errors.PublishRefusedError`).
 
-After an update, rank 0 reports the step, publishes if the coordinator's reply requests it, writes a checkpoint if one is
+After an update, rank 0 reports the step, starts to publish if the coordinator's reply requests it, writes a checkpoint if one is
 due, and exports the model if the version is evaluated. Once the run is ending, the checkpoint comes first: publishing and
 evaluating the last weights may take long, and an interrupted run must not wait for them.
+
+A publish, with the generators' part of its probe and its commit, runs on a thread beside the forward and backward of the next step.
+The next update waits until the publish has read the weights, and the report of the next step until it is committed, so the
+coordinator sees one version after the other. While an evaluation holds a publish, the steps that are closed are trained.
 
 A checkpoint that fails during training is tried again when the volume has more space, at the latest when the next one is due.
 At the end of training, rank 0 keeps the weights in memory until they are saved (:meth:`Leader._save_last`).
@@ -22,6 +26,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,6 +41,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.distillation import TEACHER_KL
 from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
+from scalerl_trainer.background import in_background, on_own_stream
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
@@ -83,6 +89,19 @@ class _ProbeResult:
     """The measured mismatch, if it is above the limit; else empty."""
 
 
+@dataclass(frozen=True)
+class _Published:
+    """A publish that is committed."""
+
+    version: int
+    members: list[wire.Member]
+    held: bool
+    """Whether a generator holds the version."""
+    probed: _ProbeResult
+    error: str
+    """Why the first member did not get the weights; empty if all did."""
+
+
 class Leader:
     """Rank 0's loop: calls the coordinator and the actors, and sends commands to the ranks.
 
@@ -123,6 +142,11 @@ class Leader:
         """Whether a generator has held weights of this run."""
         self._publish_failures: list[str] = []
         """Cause of each of the last publishes, which no generator could use; equal, and fewer than the maximum."""
+        self._publishing: Future[_Published] | None = None
+        """The publish in progress."""
+        self._unchecked: _Published | None = None
+        """A publish that is over and of which :meth:`_check_publish` has not been called."""
+        self._publish_wait_seconds = 0.0
         self._wait_seconds = 0.0
         self._checkpoint_seconds = 0.0
         self._export_seconds = 0.0
@@ -176,6 +200,9 @@ class Leader:
             self._finish_checkpoint()
         while not self._sync_and_check_stop():
             self._exported()
+            if self._publishing is not None and self._publishing.done():
+                self._finish_publish()
+            self._check_publish()
             reply = self._next()
             if self._exporter.waiting and reply.points != self._points:
                 self._evaluated()
@@ -186,17 +213,21 @@ class Leader:
             match reply.action:
                 case wire.NextAction.TRAIN:
                     published_now = self._train(reply.step)
+                    self._check_publish()
                     if published_now and worker.version > self._published:
                         self._publish()
                     if worker.version % worker.spec.checkpoint.every_steps == 0 or self._may_retry():
                         self._save()
                 case wire.NextAction.PUBLISH:
-                    self._publish()
+                    if not self._finish_publish():
+                        self._publish()
                 case wire.NextAction.WAIT:
                     pass
                 case wire.NextAction.FINISH:
                     log.info("finish: %s", reply.reason)
                     break
+        self._finish_publish()
+        self._check_publish()
         unsaved = self._save_last()
         unsaved = self._finish_upload() or unsaved
         self._command(Command.EXIT)
@@ -271,7 +302,10 @@ class Leader:
             )
         self._command(Command.TRAIN)
         trained = worker.train()
+        self._finish_publish()
         step_stats, staleness, seconds = trained.step_stats, trained.staleness, trained.seconds
+        seconds["publish_wait_seconds"] += self._publish_wait_seconds
+        self._publish_wait_seconds = 0.0
         phases = {
             **seconds,
             "wait_seconds": self._wait_seconds,
@@ -358,39 +392,73 @@ class Leader:
     # --- weights ------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Publish the current version to the members that the coordinator lists, once it permits that."""
+        """Start to publish the current version to the members that the coordinator lists, unless an evaluation holds that.
+
+        The trainer's part of the probe comes first, on this thread: it is a collective, like the forward pass of a step.
+        """
         worker = self._worker
         permit = self._permit()
         if permit is None:
             return
-        members = permit.members
         # Also from an earlier trainer: a member that joins them and disagrees is at fault, not the weights.
         if permit.holders:
             self._agreed_version = worker.version
-        outcome = self._publisher.publish(worker.version, self._weights(), members)
+        begin = time.perf_counter()
+        scores: list[torch.Tensor] = []
+        stats: dict[str, float] = {}
+        if permit.members and worker.probes:
+            scores = self._score(worker.probes)
+            if worker.engine.start is not None and worker.version % START_EVERY == 0:
+                self._command(Command.SCORE)
+                stats |= worker.engine.start_kl()
+        scored_seconds = time.perf_counter() - begin
+        self._publish_wait_seconds += scored_seconds
+        probing = partial(self._probe, worker.version, list(worker.probes), scores, stats, scored_seconds)
+        reading = Future[None]()
+        work = partial(self._publish_to, worker.version, permit.members, probing, reading)
+        device = worker.engine.device
+        if not worker.reads_beside:
+            self._publishing = Future()
+            self._publishing.set_result(work())
+            return
+        if worker.beside is not None:
+            self._command(Command.GATHER_BESIDE)
+        worker.reading = reading
+        self._publishing = in_background("publish", on_own_stream(work, device), device)
+
+    def _publish_to(
+        self,
+        version: int,
+        members: list[wire.Member],
+        probing: Callable[[list[wire.Member]], _ProbeResult],
+        reading: Future[None],
+    ) -> _Published:
+        """Publish, probe and commit. On the publish thread; ``reading`` is done once the weights may change."""
+        worker = self._worker
+        try:
+            try:
+                outcome = self._publisher.publish(version, self._weights(), members)
+            finally:
+                worker.end_gathers()
+        finally:
+            if worker.engine.device.type == "cuda":  # copies may be queued on this thread's stream
+                torch.cuda.current_stream(worker.engine.device).synchronize()
+            reading.set_result(None)
         stats = dict(outcome.stats)
-        probed = self._probe([m for m in members if m.member_id in outcome.updated])
+        probed = probing([m for m in members if m.member_id in outcome.updated])
         stats |= probed.stats
         problem = "; ".join(filter(None, (outcome.error, probed.problem)))
         held = [m for m in outcome.updated if m not in (*probed.refused, *probed.silent)]
         failed = [*outcome.failed, *probed.silent]
         self._coordinator.publish_commit(
-            worker.version,
+            version,
             held,
             failed,
             {name: value for name, value in stats.items() if math.isfinite(value)},
             probed.refused,
             problem,
         )
-        if not held:
-            self._check_refused(members, probed, outcome.error)
-        else:
-            self._held_weights = True
-            self._publish_failures.clear()
-            self._silent.clear()
-        self._published = max(self._published, worker.version)
         worker.metrics.show(stats)
-        worker.metrics.published_version.set(self._published)
         unusable = len(failed) + len(probed.refused)
         worker.metrics.publishes.labels("failed" if unusable else "ok").inc()
         worker.metrics.publish_members_failed.inc(unusable)
@@ -398,87 +466,123 @@ class Leader:
         worker.metrics.publish_seconds.observe(stats["publish_seconds"])
         log.info(
             "published version %d to %d of %d in %.3f s (pause %.3f transfer %.3f load %.3f resume %.3f) probe %s",
-            *(worker.version, len(held), len(members), stats["publish_seconds"]),
+            *(version, len(held), len(members), stats["publish_seconds"]),
             *(stats[f"publish_{phase}_seconds"] for phase in ("pause", "transfer", "load", "resume")),
             f"{stats['probe_kl']:.2e}" if "probe_kl" in stats else "not measured",
         )
+        return _Published(version, members, bool(held), probed, outcome.error)
 
-    def _probe(self, holders: list[wire.Member]) -> _ProbeResult:
-        """Compare the log-probabilities of members that hold the current version with the trainer's.
+    def _finish_publish(self) -> bool:
+        """Wait until the publish in progress is committed; returns whether there was one. Raises what it raised."""
+        publishing = self._publishing
+        if publishing is None:
+            return False
+        begin = time.perf_counter()
+        while not wait([publishing], POLL_SECONDS).done:
+            self._sync_and_check_stop()
+        self._publish_wait_seconds += time.perf_counter() - begin
+        self._publishing = None
+        self._unchecked = done = publishing.result()
+        self._published = max(self._published, done.version)
+        self._worker.metrics.published_version.set(self._published)
+        return True
+
+    def _check_publish(self) -> None:
+        """End the attempt if the last publish shows that no generator can use the weights. Raises as :meth:`_check_refused`."""
+        done, self._unchecked = self._unchecked, None
+        if done is None:
+            return
+        if done.held:
+            self._held_weights = True
+            self._publish_failures.clear()
+            self._silent.clear()
+        else:
+            self._check_refused(done)
+
+    def _probe(
+        self,
+        version: int,
+        sequences: list[ProbeSequence],
+        scores: list[torch.Tensor],
+        stats: dict[str, float],
+        scored_seconds: float,
+        holders: list[wire.Member],
+    ) -> _ProbeResult:
+        """Compare the log-probabilities of members that hold ``version`` with ``scores``, the trainer's.
 
         Probed are each member after its first weights, and one other, in turn. If all of them disagree, the other holders are
         probed too: a member that is broken by itself must not end the run. A probe without an answer is no evidence.
+
+        Args:
+            stats: measured with the scores, in ``scored_seconds``.
         """
-        worker = self._worker
-        if not holders or not worker.probes:
+        if not holders or not scores:
             return _ProbeResult()
         begin = time.perf_counter()
-        turn = holders[worker.version % len(holders)]
+        turn = holders[version % len(holders)]
         chosen = [turn, *(m for m in holders if m is not turn and m.member_id not in self._probed)]
-        limit = worker.spec.probe_limit
-        measured = probe(self._control, chosen, worker.version, worker.probes, self._score)
+        limit = self._worker.spec.probe_limit
+        measured = probe(self._control, chosen, version, sequences, scores)
         k3_n, refused = measured.k3_n, measured.above(limit)
         others = [m for m in holders if m not in chosen]
-        if refused and len(refused) == len(k3_n) and others and self._agreed_version != worker.version:
-            more = probe(self._control, others, worker.version, worker.probes, self._score)
+        if refused and len(refused) == len(k3_n) and others and self._agreed_version != version:
+            more = probe(self._control, others, version, sequences, scores)
             k3_n, refused = k3_n | more.k3_n, [*refused, *more.above(limit)]
         agreed = k3_n.keys() - set(refused)
         if agreed:
             self._probed |= agreed
-            self._agreed_version = worker.version
+            self._agreed_version = version
         names = {m.member_id: m.name for m in holders}
         problem, silent = "", list[str]()
         if refused:
             measures = ", ".join(f"{names[m]} {float(k3_n[m].mean()):.3g}" for m in refused[:5])
             problem = (
-                f"after the publish of version {worker.version}, generators compute something else than the trainer: KL of "
+                f"after the publish of version {version}, generators compute something else than the trainer: KL of "
                 f"{measures} nats per token ({len(refused)} of {len(k3_n)} probed are above the limit of {limit:g}, "
                 "weightSync.probeLimit)"
             )
             if (
-                self._agreed_version != worker.version
+                self._agreed_version != version
             ):  # all holders are probed; without a silent one, the weights are at fault
                 silent = [m.member_id for m in holders if m.member_id not in k3_n]
                 problem += f"; {len(silent)} did not answer" if silent else ""
             log.error("%s", problem)
-        stats = measured.stats
-        if worker.engine.start is not None and worker.version % START_EVERY == 0:
-            self._command(Command.SCORE)
-            stats |= worker.engine.start_kl()
-        stats |= {"probe_seconds": time.perf_counter() - begin}
-        return _ProbeResult(stats, refused, silent, problem)
+        seconds = {"probe_seconds": scored_seconds + time.perf_counter() - begin}
+        return _ProbeResult(measured.stats | stats | seconds, refused, silent, problem)
 
-    def _check_refused(self, members: Sequence[wire.Member], probed: _ProbeResult, error: str) -> None:
-        """End the attempt if the publish shows that no generator can use the weights.
+    def _check_refused(self, done: _Published) -> None:
+        """End the attempt if a publish that no generator holds shows that none can use the weights.
+
+        The step that was computed meanwhile is applied and reported, so the checkpoint is of the version after the refused one.
 
         Raises:
             PublishRefusedError: all generators disagreed, or :data:`MAX_EQUAL_PUBLISH_FAILURES` publishes in a row showed the
                 same: those that answered disagreed, or the weights reached no generator, and none has ever held weights.
                 All ranks raise it.
         """
-        worker = self._worker
+        worker, probed = self._worker, done.probed
         message = ""
-        names = {m.member_id: m.name for m in members}
+        names = {m.member_id: m.name for m in done.members}
         self._silent |= {names[i] for i in probed.silent}
         self._silent -= {names[i] for i in probed.refused}
         # A silent member is removed, and may be absent from the next publish: that is no evidence either.
-        if probed.refused and self._silent and self._agreed_version != worker.version:
+        if probed.refused and self._silent and self._agreed_version != done.version:
             if self._repeats("silent"):
                 message = (
                     f"{probed.problem}; the other generators did not answer the probes of {MAX_EQUAL_PUBLISH_FAILURES} publishes "
                     "in a row"
                 )
-        elif probed.refused and self._agreed_version != worker.version:
+        elif probed.refused and self._agreed_version != done.version:
             message = (
                 f"{probed.problem}. Check that the generators' vLLM supports this model and runs with its dtype; if they compute "
                 "with less precision on purpose (a quantized KV cache), raise weightSync.probeLimit"
             )
-        elif members and not probed.refused:
-            self._held_weights |= worker.version > 0 or any(m.weight_version >= 0 for m in members)
-            if not self._held_weights and self._repeats(_without_numbers(error)):
+        elif done.members and not probed.refused:
+            self._held_weights |= done.version > 0 or any(m.weight_version >= 0 for m in done.members)
+            if not self._held_weights and self._repeats(_without_numbers(done.error)):
                 message = (
                     f"{MAX_EQUAL_PUBLISH_FAILURES} publishes in a row reached no generator, and none has ever held weights: "
-                    f"{error}"
+                    f"{done.error}"
                 )
         if not message:
             return
@@ -496,39 +600,32 @@ class Leader:
         return len(self._publish_failures) >= MAX_EQUAL_PUBLISH_FAILURES
 
     def _permit(self) -> wire.PublishPermit | None:
-        """Wait for the permission to publish; None if a stop or the run's end comes first."""
-        worker = self._worker
+        """The permission to publish now; None if a stop comes first, or while an evaluation needs the weights that members hold.
+
+        An answer may be lost after the coordinator has given the permission, so it is asked until it answers.
+        """
         while True:
             begin = time.perf_counter()
             try:
-                permit = self._coordinator.publish_begin(worker.version, POLL_SECONDS)
+                permit = self._coordinator.publish_begin(self._worker.version, 0.0)
                 self._answered = time.monotonic()
-                if permit.ready:
-                    return permit
+                return permit if permit.ready else None
             except CoordinatorUnreachable as error:
                 self._no_answer(error)
             finally:
                 self._wait_seconds += time.perf_counter() - begin
-            if self._sync_and_check_stop() or self._run_is_ending():
+            if self._sync_and_check_stop():
                 return None
-
-    def _run_is_ending(self) -> bool:
-        """Whether the run finishes without another publish. Writes a checkpoint if the run is about to end."""
-        reply = self._next(0.0)
-        if reply.reason:
-            self._save_at_end()
-        return reply.action is wire.NextAction.FINISH
 
     def _weights(self) -> Weights:
         """The current weights, or the adapters, as they are published."""
-        engine, lora = self._worker.engine, self._worker.spec.trainer.lora
+        worker, lora = self._worker, self._worker.spec.trainer.lora
         adapters = lora is not None and lora.publish == "Adapter"
-        shapes = engine.adapter_shapes(PUBLISHED) if adapters else engine.checkpoint_shapes()
-        dtype = self._worker.spec.model.dtype
-        manifest = [wire.TensorSpec(name, dtype, list(shape)) for name, shape in shapes]
-        if lora is None or not adapters:
-            return Weights(manifest, self._stream)
-        return Weights(manifest, partial(self._adapters, PUBLISHED), lora.alpha / lora.rank)
+        shapes = worker.engine.adapter_shapes(PUBLISHED) if adapters else worker.engine.checkpoint_shapes()
+        manifest = [wire.TensorSpec(name, worker.spec.model.dtype, list(shape)) for name, shape in shapes]
+        if lora is not None and adapters:
+            return Weights(manifest, partial(self._adapters, PUBLISHED), lora.alpha / lora.rank)
+        return Weights(manifest, worker.gather_beside if worker.reads_beside else self._stream)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
@@ -710,7 +807,7 @@ class Leader:
         saved = worker.checkpointer.finish()
         self._checkpoint_seconds += time.perf_counter() - begin
         if saved.error is not None:
-            self._save_failed(saved.error)
+            self._save_failed(saved.error, saved.step)
             return
         worker.metrics.checkpoints.labels("ok").inc()
         worker.metrics.checkpoint_step.set(saved.step)
@@ -749,13 +846,13 @@ class Leader:
             return
         self._uncommitted = None
 
-    def _save_failed(self, reason: str) -> None:
+    def _save_failed(self, reason: str, step: int | None = None) -> None:
+        """Count and report a failed checkpoint of ``step``; None for the current version."""
+        step = self._worker.version if step is None else step
         self._checkpoint_failures += 1
         self._worker.metrics.checkpoints.labels("failed").inc()
-        log.error(
-            "the checkpoint of version %d failed, keeping the last one: %s", self._worker.version, reason
-        )
-        self._failed = FailedSave(self._worker.version, reason, self._worker.checkpointer.volume())
+        log.error("the checkpoint of version %d failed, keeping the last one: %s", step, reason)
+        self._failed = FailedSave(step, reason, self._worker.checkpointer.volume())
         self._report_failure()
 
     def _report_failure(self) -> None:

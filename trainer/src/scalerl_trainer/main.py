@@ -16,8 +16,8 @@ Exit codes:
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
     checkpoint; if training diverges again, the runtime gives up.
 5
-    Generators cannot load the published weights, or compute something else with them. The checkpoint of these weights is
-    written first. One restart publishes them again; if that is refused too, the runtime gives up.
+    Generators cannot load the published weights, or compute something else with them. A checkpoint is written first, of these
+    weights or of those after the step that was computed beside the publish. One restart publishes them again; if that is refused too, the runtime gives up.
 6
     A later attempt of the trainer has begun, on a cluster while this one's node was lost. Since then, this one has changed no
     checkpoint and no export, and the coordinator refuses its requests.
@@ -76,7 +76,7 @@ from scalerl_trainer.fence import Fence
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
-from scalerl_trainer.models import load_model
+from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store import ObjectStore, StoreError
@@ -136,24 +136,24 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     )
     timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
     ranks = Ranks(rank.rank, rank.world, timeout_seconds)
+    # NCCL's communicators must not be used by two threads in different orders, so on GPUs a publish at stage 3 is not beside;
+    # nor is it with adapters, which DeepSpeed gathers with the layers that they are merged with.
+    own_group = spec.trainer.zero_stage == 3 and device.type == "cpu" and spec.trainer.lora is None
+    beside = Ranks(rank.rank, rank.world, collective_timeout_seconds(spec)) if own_group else None
     attempt, paths = environment.attempt, environment.paths
     fence = _begin(paths, attempt, ranks)
     prefix = "" if attempt is None else f"{attempt}-"
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
-    model = load_model(
-        str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
-    )
-    engine = Engine(model, engine_settings(spec), device, stored_names(environment.paths.base_model))
+    opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
+    model, weights = opened()
+    engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
     if spec.trainer.lora is not None and spec.trainer.lora.publish == "Adapter":
         engine.adapter_shapes(PUBLISHED)  # refuses what cannot be published before anything is trained
     if spec.recipe.proximal_updates:
-        engine.keep_proximal(
-            load_model(
-                str(environment.paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention
-            )
-        )
-    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence)
+        proximal, base = opened()
+        engine.keep_proximal(proximal, None if spec.trainer.lora is None else base)
+    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence, removes_aside=True)
     uploader = None
     if spec.checkpoint.to is not None:
         copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
@@ -192,7 +192,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         if spec.trainer.lora is not None and spec.warm_start is None:
             engine.set_base_as_reference()
         else:
-            engine.set_reference(load_reference(environment.paths, spec))
+            engine.set_reference(*load_reference(environment.paths, spec))
 
     worker = Worker(
         spec=spec,
@@ -204,6 +204,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         metrics=metrics,
         stop=stop,
         version=version or 0,
+        beside=beside,
     )
     status.ready.set()
     if not ranks.is_leader:
@@ -228,6 +229,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     if version is not None:
         remove_mid_training()
     leader.lead(snapshot, remove_mid_training if trained_supervised else None)
+    volume.close()
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

@@ -286,16 +286,21 @@ def _tokenizer_problems(
             continue
         try:
             tokenizer = ModelTokenizer(folder, prompt, field)
+            if one.section.environment is not None:
+                tokenizer.check_turns()
         except ImportError:  # without torch, a tokenizer is only made from tokenizer.json
             return
         except TokenizerError as error:
-            if (template := f"{field}.chatTemplate: ") and str(error).startswith(template):
-                yield SpecProblem(f"spec.{field}.chatTemplate", str(error).removeprefix(template))
-                continue
-            yield SpecProblem(
-                where, f"{folder}: {str(error).removeprefix('model: ')}", "save the tokenizer there again"
-            )
-            return
+            for path in (f"{field}.chatTemplate", field):
+                if str(error).startswith(f"{path}: "):
+                    yield SpecProblem(f"spec.{path}", str(error).removeprefix(f"{path}: "))
+                    break
+            else:
+                yield SpecProblem(
+                    where, f"{folder}: {str(error).removeprefix('model: ')}", "save the tokenizer there again"
+                )
+                return
+            continue
     if tokenizer is not None:
         yield from _vocabulary_problems(folder, tokenizer, config, where)
 

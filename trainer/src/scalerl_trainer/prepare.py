@@ -36,6 +36,7 @@ from scalerl_trainer.checks import (
     check_memory,
     check_mid_training_file,
     check_model,
+    check_plugins,
     check_prompts,
     check_set_prompts,
     check_tasks,
@@ -132,6 +133,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         OSError: the folder cannot be written.
     """
     target = paths.base_model
+    check_plugins(spec, one_machine=one_machine)
     check_tasks(spec, paths.root, answers=not _answers_are_checked(target, spec))
     tasks = open_tasks(spec, paths.root)
     if spec.model.scratch is not None:
@@ -177,9 +179,13 @@ def _check(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks, one_mach
     tokenizers = [ModelTokenizer(directory, one.section.prompt, f"{one.field}.prompt") for one in given]
     check_length(tokenizers[0], spec)
     for one, task, tokenizer in zip(given, tasks.tasks, tokenizers, strict=True):
+        if one.section.environment is not None:
+            tokenizer.check_turns()
         check_prompts(tokenizer, spec, one, task, root)
     for of_set in tasks.sets:
         tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
+        if of_set.spec.environment is not None:
+            tokenizer.check_turns()
         check_set_prompts(tokenizer, spec, of_set)
     check_mid_training_file(tokenizers[0], spec, tasks.tasks[0], root)
 

@@ -26,7 +26,15 @@ class _State(msgspec.Struct, frozen=True):
     cuda: bytes | None
 
 
-def save_random_state(directory: Path, rank: int) -> None:
+def save_random_state(directory: Path, rank: int, state: bytes | None = None) -> Path:
+    """Write ``state``, of :func:`random_state`; None for the present one. Returns the file. Raises ``OSError``."""
+    file = _file(directory, rank)
+    file.write_bytes(random_state() if state is None else state)
+    return file
+
+
+def random_state() -> bytes:
+    """The present states of this process's generators."""
     version, values, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
     cuda = bytes(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_available() else None
@@ -36,7 +44,7 @@ def save_random_state(directory: Path, rank: int) -> None:
         torch=bytes(torch.get_rng_state().numpy()),
         cuda=cuda,
     )
-    _file(directory, rank).write_bytes(msgspec.msgpack.encode(state))
+    return msgspec.msgpack.encode(state)
 
 
 def load_random_state(directory: Path, rank: int) -> None:

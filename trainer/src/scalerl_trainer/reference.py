@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import ModelError
-from scalerl_trainer.models import load_model
+from scalerl_trainer.models import WeightStream, open_model
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
@@ -56,23 +55,20 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
         raise OSError(problem)
 
 
-def load_reference(paths: RunPaths, spec: RunSpec) -> Any:
-    """The run's initial model, on the CPU.
+def load_reference(paths: RunPaths, spec: RunSpec) -> tuple[Any, WeightStream]:
+    """The run's initial model without values, and its weights.
 
     Raises:
         ModelError: it cannot be loaded, or the weights after the warm start are missing or of another model.
     """
-    model = load_model(str(paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention)
+    model, weights = open_model(paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
     if spec.warm_start is None:
-        return model
+        return model, weights
     path = paths.warm_started_weights
     try:
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(file.get_tensor(name))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        return model, WeightStream.of_file(model, path)
+    except ModelError as error:
         raise ModelError(
             f"recipe.kl.penalty with a warmStart: {path}, the weights after the warm start, cannot be read: "
             f"{error}; put the file back, set recipe.kl to {{none: {{}}}}, or create another run"
         ) from error
-    return model

@@ -16,8 +16,8 @@ and each file is a plain safetensors file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,48 @@ class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Of adapters, which are all that the checkpoint has then."""
 
 
-def write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> None:
-    """Write this rank's file. Raises ``OSError``."""
+def write_pieces(
+    directory: Path, rank: int, pieces: Sequence[Piece], progress: Callable[[int], None] | None = None
+) -> Path:
+    """Write this rank's file, and return it; ``progress`` as in :func:`.write_tensors`. Raises ``OSError``."""
     parts = [(f"{p.name}@{p.start}/{key}", values) for p in pieces for key, values in p.values.items()]
     infos = [TensorInfo(name, values.dtype, (values.numel(),)) for name, values in parts]
     path = directory / f"rank-{rank:05d}.safetensors"
-    write_tensors(path, infos, (values for _, values in parts), {"format": "pt"})
+    write_tensors(path, infos, (values for _, values in parts), {"format": "pt"}, progress)
+    return path
 
 
-def write_header(directory: Path, header: EngineHeader) -> None:
-    """Write the header, on rank 0. Raises ``OSError``."""
-    (directory / HEADER).write_bytes(msgspec.json.format(msgspec.json.encode(header), indent=1))
+def write_header(directory: Path, header: EngineHeader) -> Path:
+    """Write the header, on rank 0, and return its file. Raises ``OSError``."""
+    path = directory / HEADER
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(header), indent=1))
+    return path
+
+
+class HostBuffers:
+    """Copies of pieces in memory of the host, which is reserved by the first copy and reused; pinned for an accelerator."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Copy the pieces over those of the last call, and wait for an accelerator's copies.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+        """
+        pieces = list(pieces)
+        sources = [values for piece in pieces for values in piece.values.values()]
+        if [(b.numel(), b.dtype) for b in self._buffers] != [(s.numel(), s.dtype) for s in sources]:
+            self._buffers.clear()
+            pinned = any(source.is_cuda for source in sources)
+            self._buffers += [torch.empty(s.shape, dtype=s.dtype, pin_memory=pinned) for s in sources]
+        for buffer, source in zip(self._buffers, sources, strict=True):
+            buffer.copy_(source, non_blocking=True)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.synchronize()
+        copies = iter(self._buffers)
+        return [replace(piece, values={key: next(copies) for key in piece.values}) for piece in pieces]
 
 
 class SavedState:

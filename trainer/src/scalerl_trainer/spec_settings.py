@@ -6,6 +6,7 @@ import torch
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.recipe import LossSpec, RecipeSpec
+from scalerl_api.registry import Kind, make
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.corrections import Corrected, OffPolicyMasked
 from scalerl_trainer.algo.distillation import Distilled
@@ -13,7 +14,7 @@ from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.models.lora import Lora
-from scalerl_trainer.publish.publisher import PublishSettings
+from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, PublishSettings
 
 MIN_COLLECTIVE_SECONDS = 600.0
 
@@ -42,10 +43,10 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
 def collective_timeout_seconds(spec: RunSpec) -> float:
     """Timeout of every collective of the default process group, after which NCCL's watchdog ends the process.
 
-    Under ZeRO-3 the other ranks wait in the gather of the next bucket while rank 0 broadcasts the present one, which takes
-    up to ``weightSync.timeoutSeconds`` plus the time of the generators' responses.
+    An update waits on each rank until a publish has read the weights, at most :attr:`.Publisher.max_seconds`, and the ranks need
+    not begin to wait at the same time.
     """
-    return max(MIN_COLLECTIVE_SECONDS, spec.weight_sync.timeout_seconds + 60.0)
+    return max(MIN_COLLECTIVE_SECONDS, MAX_TIMEOUTS * spec.weight_sync.timeout_seconds + 60.0)
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:
@@ -86,6 +87,9 @@ def _loss(spec: LossSpec) -> Loss:
         return Reinforce()
     if spec.dppo is not None:
         return Dppo(float(spec.dppo.threshold), float(spec.dppo.ratio_cap))
+    if spec.plugin is not None:
+        made: Loss = make(Kind.LOSS, spec.plugin.name, spec.plugin.parameters)
+        return made
     raise AssertionError("a parsed recipe has a loss")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 _CHUNK_ELEMENTS = 16 << 20
 """Number of elements copied from an accelerator at once."""
+_FLUSH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,17 @@ class TensorInfo:
 
 
 def write_tensors(
-    path: Path, infos: Sequence[TensorInfo], tensors: Iterable[torch.Tensor], metadata: dict[str, str]
+    path: Path,
+    infos: Sequence[TensorInfo],
+    tensors: Iterable[torch.Tensor],
+    metadata: dict[str, str],
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write ``tensors``, in the order of ``infos`` and on any device, cast to the dtypes of ``infos``.
+
+    Args:
+        progress: called with the number of bytes of each part that is written; the file is then flushed as it grows, so that a
+            later flush of it does not take minutes.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
@@ -53,6 +63,7 @@ def write_tensors(
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
+    unflushed = 0
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for info, tensor in zip(infos, tensors, strict=True):
@@ -62,3 +73,11 @@ def write_tensors(
             for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
                 part = flat[start : start + _CHUNK_ELEMENTS].to("cpu", info.dtype)
                 file.write(part.view(torch.uint8).numpy().data)
+                if progress is None:
+                    continue
+                progress(part.nbytes)
+                unflushed += part.nbytes
+                if unflushed >= _FLUSH_BYTES:
+                    unflushed = 0
+                    file.flush()
+                    os.fsync(file.fileno())

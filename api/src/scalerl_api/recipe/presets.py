@@ -142,7 +142,7 @@ DEFAULTS: Final[Mapping[str, Published]] = {
 """Defaults with their sources, for fields that no preset sets."""
 
 ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo"),
+    "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo", "plugin"),
     "correction": ("none", "truncated", "masked"),
     "kl": ("none", "penalty"),
     "offPolicy": ("pipeline", "ppo"),

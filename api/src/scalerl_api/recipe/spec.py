@@ -30,6 +30,7 @@ from scalerl_api.fields import (
     WeightDecayDecimal,
     at_most_one,
 )
+from scalerl_api.plugins import LossPlugin
 from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
 
 # --- loss --------------------------------------------------------------------------------------
@@ -104,6 +105,8 @@ class LossSpec(Model):
     """Policy gradient without an importance ratio."""
     dppo: DppoLoss | None = None
     """Policy gradient that masks tokens by the difference of probabilities."""
+    plugin: LossPlugin | None = None
+    """A loss of the entry points ``scalerl.losses``."""
 
     rules = (at_most_one(*ONE_OF["loss"]),)
 

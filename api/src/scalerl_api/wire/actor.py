@@ -91,6 +91,13 @@ class VersionSpan(Struct, frozen=True, array_like=True):
     """Position of the first token."""
 
 
+class MessageSpan(Struct, frozen=True, array_like=True):
+    """The tokens from ``start`` to ``end`` (exclusive), which an environment wrote after a reply of the model."""
+
+    start: int
+    end: int
+
+
 class Partial(Struct, frozen=True, kw_only=True):
     """The sampled tokens of an incomplete or complete completion, from position ``start`` on."""
 
@@ -105,6 +112,8 @@ class Partial(Struct, frozen=True, kw_only=True):
     older one if that is unknown."""
     finish_reason: Literal["stop", "length"] | None = None
     """None while the completion is incomplete."""
+    turns: list[MessageSpan] = []
+    """The environment's messages of an episode, from its first token on, also those before ``start``."""
 
     @property
     def tokens(self) -> int:
@@ -182,7 +191,9 @@ class Completion(Struct, frozen=True, kw_only=True):
     versions: list[VersionSpan]
     """Weight versions by span of tokens."""
     finish_reason: Literal["stop", "length"]
-    """``stop``: an end token. ``length``: truncated at the maximum length."""
+    """``stop``: an end token. ``length``: truncated at the maximum length, of an episode also at that of a turn."""
+    turns: list[MessageSpan] = []
+    """The environment's messages of an episode, which are masked; empty for one of a single turn."""
 
     @property
     def tokens(self) -> int:
@@ -217,6 +228,9 @@ class GroupText(Struct, frozen=True, kw_only=True):
     """The prompt's labels."""
     completions: list[str]
     """The text of each completion, as the verifier graded it."""
+    token_characters: list[bytes] = []
+    """The number of characters that each token adds to the text of its completion, little-endian uint16; empty of a completion
+    whose text is not that of its tokens, such as one that was cut."""
 
 
 class Group(Struct, frozen=True, kw_only=True):

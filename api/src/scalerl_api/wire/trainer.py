@@ -159,6 +159,8 @@ class TrainedSequence(Struct, frozen=True, array_like=True):
     """Mean over the trained tokens of the absolute difference of the log-probabilities of trainer and generator, in nats."""
     max_difference: float
     """Its maximum."""
+    differences: bytes = b""
+    """log-probability of the trainer minus that of the generator, of each trained token in order, little-endian float16."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
@@ -211,7 +213,7 @@ class SupervisedReported(Struct, frozen=True, kw_only=True):
 
 
 class PublishBegin(Struct, frozen=True, kw_only=True):
-    """``POST /v1/trainer/publish/begin``: long poll until the version may be published."""
+    """``POST /v1/trainer/publish/begin``: long poll until at least one member may get the version, or none needs it."""
 
     incarnation: str
     version: int

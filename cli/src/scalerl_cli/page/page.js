@@ -21,7 +21,7 @@ const CHARTS = [
   ["Seconds of a step", ["wait_seconds", "forward_backward_seconds", "optimizer_seconds", "publish_seconds", "checkpoint_seconds"]],
   ["Busy share of the run so far", ["trainer_busy_fraction", "generator_busy_fraction"]],
 ];
-const PHASES = { "forward, backward": 2, optimizer: 5, fetch: 4, publish: 3, probe: 7, checkpoint: 0, export: 0, before: 5, lost: 4, wait: 1 };
+const PHASES = { "forward, backward": 2, optimizer: 5, fetch: 4, publish: 3, checkpoint: 0, export: 0, before: 5, lost: 4, wait: 1 };
 
 const main = document.getElementById("main");
 let runs = [], view = null, generation = 0;
@@ -387,8 +387,41 @@ async function details(row, run) {
   const texts = [["prompt", one.prompt], ["completion", one.completion], ["reference", one.reference], ["error of the verifier", one.error]].filter((pair) => pair[1]);
   const other = { ...Object.fromEntries(Object.entries(one.parts || {}).map(([name, value]) => [`part ${name}`, number(value)])), ...Object.fromEntries(Object.entries(one.labels || {}).map(([name, value]) => [`label ${name}`, value])) };
   for (const name of ["training_reward", "advantage", "oldest_version", "newest_version", "age", "logprob_difference_mean", "logprob_difference_max", "slot"]) if (one[name] !== null) other[name.replaceAll("_", " ")] = number(one[name], 4);
-  return [...texts.flatMap(([name, text]) => [make("h3", {}, name), make("div", { class: "text box", dir: "auto", tabindex: "0" }, text)]),
+  const shownAs = (name, text) => (name === "completion" && one.by_token.length ? byToken(one.by_token) : [make("div", { class: "text box", dir: "auto", tabindex: "0" }, text)]);
+  return [...texts.flatMap(([name, text]) => [make("h3", {}, name), ...shownAs(name, text)]),
     make("p", { class: "quiet" }, Object.entries(other).map(([name, value]) => `${name} ${value}`).join(" · "))];
+}
+
+// A completion, coloured by a figure of its tokens. Neighbours of one colour are one element: a completion may have 100,000 tokens.
+const COLOURED = 0.02; // nats
+function byToken(tokens) {
+  const known = tokens.some((one) => one[2] !== null), order = [...new Set(tokens.map((one) => one[1]))].filter((version) => version >= 0).sort((a, b) => a - b);
+  const colours = {
+    difference: ([, , nats]) => (nats === null || Math.abs(nats) < COLOURED ? "" : `${nats > 0 ? "t0" : "t1"} ${Math.ceil(5 * Math.min(1, Math.sqrt(Math.abs(nats) / 2)))}`),
+    version: ([, version]) => (version < 0 ? "t6 5" : `t${order.indexOf(version) % 6} 2`),
+    nothing: () => "",
+  };
+  const box = make("div", { class: "text box", dir: "auto", tabindex: "0" }), legend = make("p", { class: "quiet" });
+  const paint = (by) => {
+    const runs = [];
+    tokens.forEach((token, at) => {
+      const colour = colours[by](token), last = runs[runs.length - 1];
+      if (last && last.colour === colour) { last.text += token[0]; last.end = at; last.tokens.push(token); } else runs.push({ colour, text: token[0], begin: at, end: at, tokens: [token] });
+    });
+    box.replaceChildren(...runs.map((one) => {
+      if (!one.colour) return document.createTextNode(one.text);
+      const [tone, heat] = one.colour.split(" "), where = one.begin === one.end ? `token ${one.begin}` : `tokens ${one.begin} to ${one.end}`;
+      const worst = one.tokens.reduce((most, token) => (Math.abs(token[2]) > Math.abs(most[2]) ? token : most))[2], version = one.tokens[0][1];
+      const span = make("span", { class: `chip ${tone}`, title: `${where}: ${by === "version" ? (version < 0 ? "not sampled" : `version ${version}`) : `${worst > 0 ? "+" : ""}${number(worst, 2)} nats`}` }, one.text);
+      span.style.setProperty("--heat", 0.12 * Number(heat));
+      return span;
+    }));
+    legend.textContent = { difference: `log-probability of the trainer minus that of the generator, from ±${COLOURED} nats on; the first colour: the trainer finds the token likelier`, version: `${order.length === 1 ? "one version" : `versions ${order[0]} to ${order[order.length - 1]}`} sampled it; grey: tokens that no version sampled`, nothing: "" }[by];
+  };
+  const first = order.length > 1 || !known ? "version" : "difference";
+  paint(first);
+  return [make("div", { class: "row" }, make("label", {}, "coloured by", make("select", { onchange: (event) => paint(event.target.value) },
+    Object.keys(colours).filter((by) => known || by !== "difference").map((by) => make("option", { value: by, selected: by === first }, by)))), legend), box];
 }
 
 function lanes(found) {

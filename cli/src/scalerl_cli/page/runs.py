@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
+from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli import argument_types, rollouts
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
@@ -161,7 +163,7 @@ class Run:
         arguments, full = self._arguments(query), query.get("full") == "1"
         arguments.limit = min(arguments.limit, _MAX_FULL_ROWS if full else MAX_ROWS)
         offset = _parsed("offset", argument_types.whole, query) or 0
-        rows, matching, total = _select(arguments, offset=offset, report=notes.append)
+        rows, matching, total = _select(arguments, offset=offset, tokens=full, report=notes.append)
         shown = [_shown(row, full) for row in rows]
         return {"rows": shown, "matching": matching, "total": total, "offset": offset, "notes": notes}
 
@@ -253,7 +255,9 @@ def _parsed(name: str, parse: Any, query: Mapping[str, str]) -> Any:
 
 def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
     """A row with texts without characters that control a display, and not too long."""
-    found = dict(row)
+    found = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
+    if full:
+        found["by_token"] = _by_token(row)
     for name in ("labels", "parts"):
         one = found[name] or {}
         found[name] = {
@@ -267,6 +271,19 @@ def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
                 found[f"{name}_cut"] = len(text) - _HEAD - _TAIL
                 found[f"{name}_tail"] = shown(text[-_TAIL:])
     return found
+
+
+def _by_token(row: dict[str, Any]) -> list[tuple[str, int, float | None]]:
+    """Of each token of the completion: the text that it adds, the version that sampled it (negative if none did), and the
+    difference of its log-probabilities, None where it is not known. Empty if the row has no figures of its tokens."""
+    ends, versions, differences = (row.get(name) or [] for name in TOKEN_COLUMNS)
+    differences = differences or [None] * len(ends)
+    if not (
+        ends and len(ends) == len(versions) == len(differences) and ends[-1] == len(row["completion"] or "")
+    ):
+        return []
+    texts = [row["completion"][begin:end] for begin, end in pairwise([0, *ends])]
+    return list(zip(map(shown, texts), versions, differences, strict=True))
 
 
 def _stamp(path: Path) -> str:

@@ -1,7 +1,7 @@
 """What trainer and generators did when, from ``metrics.jsonl`` and ``trace.jsonl``; also as a trace for Perfetto.
 
 The trainer's phases are exact in their duration. Their order within a step is that of the trainer: publish of
-the version before and its probe, checkpoint, export, wait, fetch of the batch, forward and backward, optimizer, which ends with the report of the step.
+the version before, as far as it delayed the trainer, checkpoint, export, wait, fetch of the batch, forward and backward, optimizer, which ends with the report of the step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from scalerl_cli.page.appended import Appended
 from scalerl_cli.page.series import Series, decimated
 
 _AFTER: Final = {
-    "publish": "publish_seconds",
-    "probe": "probe_seconds",
+    "publish": "publish_wait_seconds",
     "checkpoint": "checkpoint_seconds",
     "export": "export_seconds",
 }
@@ -104,6 +103,13 @@ class Timeline:
         """Phases of the rows ``first`` to ``end``."""
         names = {*_AFTER.values(), *_BEFORE.values(), "busy_seconds"}
         columns = {name: np.nan_to_num(self._series.column(name)).tolist() for name in names}
+        waited, *whole = (
+            self._series.column(f"{name}_seconds") for name in ("publish_wait", "publish", "probe")
+        )
+        # Earlier trainers waited for the whole publish.
+        columns["publish_wait_seconds"] = np.where(
+            np.isnan(waited), np.nan_to_num(whole).sum(0), waited
+        ).tolist()
         reported = self._series.column("wall_seconds").tolist()
         busy = (self._series.column("trainer_busy_fraction") * reported).tolist()
         steps = self._series.column("step").tolist()

@@ -29,7 +29,9 @@ def missing_package(name: str) -> str | None:
 
     >>> missing_package("tensorBoard")
     """
-    package = _PACKAGES[name]
+    package = _PACKAGES.get(name)
+    if package is None:  # a plugin, which the registry checks
+        return None
     found = importlib.util.find_spec(package)
     if (
         found is not None and found.origin is not None

@@ -22,6 +22,7 @@ import msgspec
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import ProcessEnvironment
+from scalerl_api.registry import Kind, make
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import Tracker
 from scalerl_coordinator.accounting import Row
@@ -84,6 +85,9 @@ def open_sink(name: str, run: ScaleRLRun, paths: RunPaths) -> Sink:
         from scalerl_coordinator.tracking.mlflow_sink import MLflowSink
 
         return MLflowSink(run, paths, trackers.mlflow)
+    if name == "plugin" and trackers.plugin is not None:
+        made: Sink = make(Kind.TRACKER, trackers.plugin.name, trackers.plugin.parameters, run, paths)
+        return made
     raise ValueError(f"spec.trackers.{name} is not given")
 
 

@@ -8,8 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from scalerl_api import plugins
 from scalerl_api.cluster import StorageSpec
 from scalerl_api.conditions import Reason
+from scalerl_api.registry import Kind
 from scalerl_api.spec import KIND, RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_operator.build.scope import SECTION
@@ -60,7 +62,9 @@ async def preflight(
     created = seconds(run.obj["metadata"].get("creationTimestamp"))
     if (late := past_deadline(accepted.spec, created)) is not None:
         return Problem(Reason.SPEC_INVALID, str(late))
-    problem = await _check_storage(api, run, accepted.spec.storage, namespaced=namespaced)
+    problem = plugin_problem(accepted.spec) or await _check_storage(
+        api, run, accepted.spec.storage, namespaced=namespaced
+    )
     objects = render_all()
     tried = [obj for obj in objects if obj["kind"] in WORKLOADS] if _has_raw_parts(accepted.spec) else []
     names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects if obj not in tried]
@@ -68,6 +72,15 @@ async def preflight(
         if problem is None and await _may_be_taken(cache, unlabelled, kind, name, run):
             problem = await _check_name(api, kind, name, run)
     return problem or await _dry_run(api, run, tried)
+
+
+def plugin_problem(spec: RunSpec) -> Problem | None:
+    """The first name of what the coordinator opens that its image does not have: that image is the operator's, unless the run names
+    another one. The preparation and the vLLM servers check what is in theirs."""
+    if spec.images.coordinator is not None:
+        return None
+    found = plugins.problems(spec, (Kind.SOURCE, Kind.VERIFIER, Kind.SCHEDULE, Kind.TRACKER))
+    return Problem(Reason.REFERENCE_NOT_FOUND, ": ".join(found[0])) if found else None
 
 
 async def _check_storage(api: KubeApi, run: Run, storage: StorageSpec, *, namespaced: bool) -> Problem | None:

@@ -27,6 +27,7 @@ from scalerl_api.fields import (
     decimal_input,
     quantity_input,
 )
+from scalerl_api.plugins import free_value
 from scalerl_api.pods import (
     COUNT,
     PLAIN_PATH,
@@ -50,7 +51,14 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.source import DatasetSource, JsonlSource, ModelSpec, PythonVerifier, parameter_value
+from scalerl_api.source import (
+    DatasetSource,
+    JsonlSource,
+    ModelSpec,
+    PythonEnvironment,
+    PythonVerifier,
+    parameter_value,
+)
 from scalerl_api.spec import RunSpec
 from scalerl_api.vllm_options import (
     ALLOWED_OPTIONS,
@@ -135,6 +143,7 @@ OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     (ModelSpec, "path"): (_ABSOLUTE,),
     (JsonlSource, "path"): (_ABSOLUTE,),
     (PythonVerifier, "path"): (_ABSOLUTE,),
+    (PythonEnvironment, "path"): (_ABSOLUTE,),
     (DatasetSource, "files"): (
         Rule(
             "self.all(path, path.startsWith('/'))",
@@ -387,6 +396,7 @@ _OF_FUNCTIONS: Final[Mapping[Callable[..., Any], tuple[Rule, ...]]] = {
             "memory must be at least 1Mi: a number without a unit is bytes",
         ),
     ),
+    free_value: (),
     parameter_value: (),  # of any type: only the operator checks it
     timestamp_input: (),
     on_the_calendar: (

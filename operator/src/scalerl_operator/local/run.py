@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import GeneratorsStatus
 from scalerl_api.wire import INTERRUPTED, Status
@@ -34,7 +34,7 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     Memory,
 )
-from scalerl_operator.policy.runtime import step
+from scalerl_operator.policy.runtime import AT_REST, step
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.run_view import Event, Failure, RunResult, Snapshot
 from scalerl_operator.workloads import Plan, Role
@@ -45,7 +45,6 @@ _TICK_SECONDS: Final = 1.0
 _STARTING_TICK_SECONDS: Final = 0.25
 _MEMORY_PERIOD_SECONDS: Final = 5.0
 _MAX_BACK_OFF_SECONDS: Final = 8.0
-_AT_REST: Final = (Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED)
 
 
 class LocalRun:
@@ -174,7 +173,7 @@ class LocalRun:
             self._memory = decision.memory
             self._note(before, decision)
             self._report()
-            at_rest = decision.phase in _AT_REST and not decision.set_suspend and not self._is_resuming
+            at_rest = decision.phase in AT_REST and not decision.set_suspend and not self._is_resuming
             if at_rest and self._runtime.is_idle:
                 return
             self._is_resuming = False
@@ -220,7 +219,7 @@ class LocalRun:
         generators = GeneratorsStatus(replicas=self._runtime.replicas(Role.GENERATOR), ready=ready)
         status = self._status if self._silence == 0 else None
         try:
-            self._file.write(decision, status, generators, self._clock(), at_once=decision.phase in _AT_REST)
+            self._file.write(decision, status, generators, self._clock(), at_once=decision.phase in AT_REST)
             self._unrecorded = ""
         except OSError as error:
             if self._unrecorded != (text := f"status.json cannot be written: {error.strerror}"):

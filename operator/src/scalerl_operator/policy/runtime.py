@@ -6,8 +6,10 @@ recorded before it is acted on, so that the process may end at any line.
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+from typing import Final, Protocol
 
+from scalerl_api.conditions import Phase
 from scalerl_api.spec import RunSpec
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, LifecycleInput, Memory
@@ -37,3 +39,28 @@ async def step(runtime: Runtime, spec: RunSpec | None, memory: Memory) -> Lifecy
     await runtime.record(decision)
     await runtime.apply(decision)
     return decision
+
+
+AT_REST: Final = (Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED)
+_POLL_SECONDS: Final = 2.0
+
+
+class StoredRuntime(Runtime, Protocol):
+    """A runtime of an installed package (entry points ``scalerl.runtimes``): called with the run, its plan and its directory."""
+
+    memory: Memory
+    """As the last :meth:`record`, maybe of an earlier process, stored it."""
+
+
+async def drive(
+    runtime: StoredRuntime, spec: RunSpec, *, poll_seconds: float = _POLL_SECONDS
+) -> LifecycleDecision:
+    """Reconcile a run until it rests; returns the last decision. A process that ends before is continued by another one."""
+    memory = runtime.memory
+    while True:
+        decision = await step(runtime, spec, memory)
+        memory = decision.memory
+        if decision.phase in AT_REST and not decision.set_suspend:
+            return decision
+        again = decision.again_seconds
+        await asyncio.sleep(poll_seconds if again is None else min(poll_seconds, again))

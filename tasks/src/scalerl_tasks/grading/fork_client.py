@@ -50,8 +50,8 @@ class Grader(asyncio.Protocol):
         self.pid = 0
         """Of the grader, once it has been forked."""
         self._records = records
-        self.results: list[tuple[float, tuple[float, ...], bool | None, str | None]] = []
-        """Score, parts, whether it has an answer, and error of each completion."""
+        self.results: list[tuple[float, tuple[float, ...], bool | None, str | None, bytes]] = []
+        """Score, parts, whether it has an answer, error and messages of an environment, of each completion."""
         self.ended = False
         """No more records will arrive: the grader retired or died."""
         self.retired = False
@@ -110,9 +110,10 @@ class Grader(asyncio.Protocol):
                 self.retired = self.ended = True
             else:
                 parts = struct.unpack_from(f"<{count}d", buffer, at + RECORD.size)
-                text = buffer[start:end].decode("utf-8", "replace")
-                error = text if kind == protocol.FAILED else None
-                self.results.append((score, parts, _ANSWERED.get(kind), error))
+                text = bytes(buffer[start:end])
+                error = text.decode("utf-8", "replace") if kind == protocol.FAILED else None
+                messages = text if kind == protocol.CONTINUED else b""
+                self.results.append((score, parts, _ANSWERED.get(kind), error, messages))
             at = end
         if at:
             del buffer[:at]

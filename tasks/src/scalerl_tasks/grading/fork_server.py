@@ -16,6 +16,7 @@ import sys
 import traceback
 
 from scalerl_processes.kernel import reaped
+from scalerl_tasks.environments.protocol import Continued
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, grader, protocol
 from scalerl_tasks.grading.protocol import CONTROL, LENGTH, MAX_PACKET_BYTES, Setup
@@ -72,6 +73,7 @@ def _test(verifier: Verifier, setup: Setup) -> None:
             with audit_guard.guarded(prompt):
                 found = verifier.score(prompt, completion)
                 assert found is not None
+                assert not isinstance(found, Continued)
                 as_verdict(found, declared_parts(verifier))
         except audit_guard.RefusedError as error:
             raise VerifierError(

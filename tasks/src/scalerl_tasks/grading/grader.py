@@ -11,10 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from scalerl_processes.kernel import die_with_parent
+from scalerl_tasks.environments.protocol import Continued
+from scalerl_tasks.environments.verifier import EnvironmentVerifier
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, protocol
 from scalerl_tasks.grading.protocol import (
     ANSWERED,
+    CONTINUED,
     FAILED,
     LENGTH,
     RETIRED,
@@ -127,6 +130,11 @@ def _record(verifier: Verifier, part_names: Sequence[str], prompt: Prompt, found
         return _failed(NOT_APPLICABLE)
     if isinstance(found, VerifierError):
         return _failed(str(found))
+    if isinstance(found, Continued):
+        verdict = found.verdict
+        return protocol.record(
+            CONTINUED, verdict.score, list(verdict.parts.values()), messages=found.messages
+        )
     try:
         verdict = as_verdict(found, part_names, getattr(verifier, "range", SCORE_RANGE))
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -144,7 +152,7 @@ def _record(verifier: Verifier, part_names: Sequence[str], prompt: Prompt, found
 
 
 def _described(verifier: Verifier, error: BaseException) -> str:
-    if isinstance(error, VerifierError) and _trusted(verifier):
+    if isinstance(error, VerifierError) and (_trusted(verifier) or isinstance(verifier, EnvironmentVerifier)):
         return str(error)  # names its function and the prompt
     return f"the verifier failed: {type(error).__name__}: {_text(error)}"
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from scalerl_processes.waiting import cancel
+from scalerl_tasks.environments.protocol import Message, read_messages
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
@@ -34,10 +35,12 @@ _FIRST_BACK_OFF_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A completion's verdict, or the error if grading failed."""
+    """A completion's verdict, or the error if grading failed; or the step of an environment."""
 
     verdict: Verdict | None
     error: str | None = None
+    messages: tuple[Message, ...] = ()
+    """What an environment says, if its episode goes on; the verdict holds if it ends here."""
 
     @property
     def score(self) -> float:
@@ -286,9 +289,10 @@ class GradingPool:
         taken, whole = 0, self._whole and job.prompt is not None
         while True:
             held = whole and len(grader.results) < count and not grader.retired
-            for score, parts, answered, error in [] if held else grader.results[taken:]:
+            for score, parts, answered, error, messages in [] if held else grader.results[taken:]:
                 verdict = Verdict(score, dict(zip(self.part_names, parts, strict=False)), answered)
-                self._record(job, Graded(verdict if error is None else None, error))
+                said = read_messages(messages) if messages else ()
+                self._record(job, Graded(verdict if error is None else None, error, said))
                 taken += 1
             if taken >= count or grader.ended:
                 return True
@@ -351,7 +355,7 @@ def _fail(job: _Job, error: Exception) -> None:
 
 def _for(setup: Setup, job: _Job) -> str:
     """Which function of the user, and which prompt, for an error."""
-    own = setup.verifier.python or setup.verifier.plugin
+    own = setup.verifier.python or setup.verifier.plugin or setup.verifier.environment
     if own is None:
         return ""
     name = own.name if isinstance(own, Plugin) else own.label

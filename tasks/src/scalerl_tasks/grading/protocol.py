@@ -5,7 +5,7 @@ processed hostile text, so its answers are records of a fixed layout.
 
 Pool → grader, a socket: ``<Q`` length, then a pickled :class:`Request` or :class:`CheckRequest`.
 Grader → pool, a pipe: one record per completion or checked prompt, in order, written immediately, so that none is lost when the grader
-dies: :data:`RECORD`, then the verdict's parts as ``<d`` in the order declared, then the error text (empty for a verdict). After a record of
+dies: :data:`RECORD`, then the verdict's parts as ``<d`` in the order declared, then the error text (empty for a verdict; messages of an environment). After a record of
 kind :data:`RETIRED` the grader exits, and the pool replaces it.
 Waking the pool takes longer than grading most completions, so a record does not wake it. It reads the pipe when a byte arrives on the socket,
 which the grader sends at the end of a request, when the socket closes, and every :data:`POLL_SECONDS` in between.
@@ -35,6 +35,8 @@ ANSWERED = 3
 """As :data:`SCORED`, of a completion with an answer."""
 UNANSWERED = 4
 """As :data:`SCORED`, of a completion without one."""
+CONTINUED = 5
+"""As :data:`SCORED`, of an episode that goes on; in place of an error's text, the record has the environment's messages."""
 
 CONTROL = struct.Struct("<cQ")
 FORK = b"F"
@@ -89,9 +91,11 @@ class CheckRequest:
     prompts: list[Prompt]
 
 
-def record(kind: int, score: float = 0.0, parts: Sequence[float] = (), error: str = "") -> bytes:
-    """A record as bytes; the error is truncated to :data:`MAX_ERROR_BYTES`."""
-    if not parts and not error:
+def record(
+    kind: int, score: float = 0.0, parts: Sequence[float] = (), error: str = "", messages: bytes = b""
+) -> bytes:
+    """A record as bytes; the error is truncated to :data:`MAX_ERROR_BYTES`. ``messages``: in place of an error."""
+    if not parts and not error and not messages:
         return RECORD.pack(kind, score, 0, 0)
-    text = error.encode("utf-8", "backslashreplace")[:MAX_ERROR_BYTES]
+    text = messages or error.encode("utf-8", "backslashreplace")[:MAX_ERROR_BYTES]
     return RECORD.pack(kind, score, len(parts), len(text)) + struct.pack(f"<{len(parts)}d", *parts) + text

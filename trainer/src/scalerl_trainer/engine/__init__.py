@@ -1,7 +1,7 @@
 """The training engine: updates the weights from batches, on any number of ranks.
 
 ``Engine`` combines packing, policy and loss; ``deepspeed_engine`` is the only importer of DeepSpeed, ``distributed`` has the
-process group, ``stats`` the inputs and results. Losses and advantages are in ``algo``; the engine knows nothing of HTTP,
+process group, ``state`` what a checkpoint has of it, ``stats`` the inputs and results. Losses and advantages are in ``algo``; the engine knows nothing of HTTP,
 the coordinator or publishing.
 
 Importing this package takes seconds (torch, DeepSpeed).
@@ -13,11 +13,13 @@ from scalerl_trainer.engine.distributed import Rank, destroy_process_group, init
 from scalerl_trainer.engine.engine import Engine
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import PackedShard
+from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 
 __all__ = [
     "Engine",
     "EngineSettings",
+    "EngineState",
     "FlatLogprobs",
     "PackedShard",
     "ParameterBucket",

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from scalerl_api.memory import BUCKET_ELEMENTS
-from scalerl_trainer.engine.distributed import limit_as_default
+from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
 from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.errors import ModelError
+from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.saved_state import Piece
 
 # Without this, DeepSpeed warns on a machine without GPUs that it guesses the accelerator.
@@ -76,15 +78,19 @@ class ClippingAdamW(torch.optim.AdamW):
 class DeepSpeedEngine:
     """The operations on DeepSpeed that ``Engine`` needs."""
 
-    def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        settings: EngineSettings,
+        device: torch.device,
+        weights: WeightStream | None = None,
+    ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        if device.type == "cpu" and not isinstance(get_accelerator(), CompilerFreeCpu):
-            set_accelerator(CompilerFreeCpu())
         self._stage = settings.zero_stage
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        module = module.to(device)
-        self._module = module
         parameters = [p for p in module.parameters() if p.requires_grad]
+        config = _config(settings, self._world, sum(p.numel() for p in parameters))
+        self._module = module = place(module, config, device, weights)
         kind = ClippingAdamW if self._stage == 0 else torch.optim.AdamW
         optimizer = kind(
             parameters,
@@ -100,7 +106,7 @@ class DeepSpeedEngine:
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=_config(settings, self._world, sum(p.numel() for p in parameters)),
+            config=config,
             dist_init_required=False,
         )
         # Otherwise its collectives, such as those of a publish under ZeRO-3, would have torch's default timeout: ten minutes
@@ -140,6 +146,19 @@ class DeepSpeedEngine:
         """Gather whole parameters on every rank for the duration of the context. A collective under ZeRO-3, else a no-op."""
         with deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3):
             yield
+
+    def gather_partitions(self, parameter: torch.nn.Parameter, group: Any) -> torch.Tensor | None:
+        """The whole parameter on rank 0, None on other ranks. A collective of ``group``, under ZeRO-3 only.
+
+        It reads the partitions, which only an update changes, and none of the state in which DeepSpeed keeps what is gathered
+        now. So it may run on a thread beside a forward or backward pass, unlike :meth:`gathered`.
+        """
+        own: torch.Tensor = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
+        parts = [torch.empty_like(own) for _ in range(self._world)] if self._rank == 0 else None
+        torch.distributed.gather(own, parts, dst=0, group=group)
+        if parts is None:
+            return None
+        return torch.cat(parts)[: parameter.ds_numel].view(self.shape(parameter))  # type: ignore[attr-defined]
 
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The full shape of a parameter, also while ZeRO-3 partitions it."""
@@ -235,18 +254,21 @@ class DeepSpeedEngine:
 class FrozenModule:
     """A module without gradients and optimizer. Under ZeRO-3 it is partitioned over the ranks, and calls are collectives."""
 
-    def __init__(self, module: torch.nn.Module, settings: EngineSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        settings: EngineSettings,
+        device: torch.device,
+        weights: WeightStream | None = None,
+    ) -> None:
         module.requires_grad_(False)
         self._engine: Any = None
+        parameters = sum(p.numel() for p in module.parameters())
+        config = _config(settings, torch.distributed.get_world_size(), parameters)
+        module = place(module, config, device, weights)
         if settings.zero_stage == 3:
-            parameters = sum(p.numel() for p in module.parameters())
-            config = _config(settings, torch.distributed.get_world_size(), parameters)
-            # Partitions one parameter at a time, because the whole module does not fit on the device next to the policy.
-            deepspeed.zero.Init(module=module, config_dict_or_path=config)
-            self._engine, *_ = deepspeed.initialize(
-                model=module.to(device), config=config, dist_init_required=False
-            )
-        self._module: Any = self._engine or module.to(device)
+            self._engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+        self._module: Any = self._engine or module
         self._parameters = dict(module.named_parameters())
 
     @torch.no_grad()
@@ -292,6 +314,51 @@ class FrozenModule:
         """Remove DeepSpeed's hooks and references."""
         if self._engine is not None:
             self._engine.destroy()
+
+
+def place(
+    module: torch.nn.Module, config: dict[str, Any], device: torch.device, weights: WeightStream | None
+) -> torch.nn.Module:
+    """Put ``module`` on the device, with ``weights``. A collective with weights, and under ZeRO-3.
+
+    Under ZeRO-3 each parameter is partitioned before the next one is read: no rank and no device holds the model.
+
+    Raises:
+        ModelError: on all ranks, if rank 0 cannot read the weights.
+    """
+    if device.type == "cpu" and not isinstance(get_accelerator(), CompilerFreeCpu):
+        set_accelerator(CompilerFreeCpu())
+    zero3 = config["zero_optimization"]["stage"] == 3
+    if zero3:
+        deepspeed.init_distributed(dist_init_required=False)  # otherwise zero.Init sees one rank
+    if weights is not None:
+        _fill(weights, config if zero3 else None, device)
+    if not zero3:
+        return module.to(device)
+    deepspeed.zero.Init(module=module, config_dict_or_path=config)  # those that no file has
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            setattr(each, name, buffer.to(device))
+    return module
+
+
+def _fill(weights: WeightStream, partition: dict[str, Any] | None, device: torch.device) -> None:
+    dist = torch.distributed
+    reads, problem = dist.get_rank() == 0, ""
+    try:
+        for tensors in weights.parameters(device, reads=reads):
+            if partition is None:
+                whole = tensors
+            else:
+                whole = [t for t in tensors if not isinstance(t, torch.nn.Parameter)]
+                parameters = torch.nn.ParameterList(t for t in tensors if isinstance(t, torch.nn.Parameter))
+                deepspeed.zero.Init(module=parameters, config_dict_or_path=partition)  # broadcasts rank 0's
+            for tensor in whole:
+                dist.broadcast(tensor.data, src=0)
+    except ModelError as error:
+        problem = str(error)
+    if bool(gather_vectors(torch.tensor([float(bool(problem))], device=device)).any()):
+        raise ModelError(problem or "rank 0 cannot read the model's weights: see its log")
 
 
 def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:

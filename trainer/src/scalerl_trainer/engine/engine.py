@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,22 +39,23 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
 from scalerl_trainer.engine.start import StartSample
+from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames
 from scalerl_trainer.models.lora import PEFT, AdapterNames, Adapters, is_adapter, peft_name
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
+from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
 from scalerl_trainer.ranks import RankLost
 from scalerl_trainer.saved_state import (
     HEADER,
     PROXIMAL,
     EngineHeader,
+    HostBuffers,
     Piece,
     SavedState,
-    write_header,
-    write_pieces,
 )
 from scalerl_trainer.utilization import flops_per_token
 
@@ -77,8 +78,8 @@ class _Accumulated:
     sums: torch.Tensor
     """``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of fresh tokens,
     and the L own sums of the loss."""
-    differences_3s: torch.Tensor
-    """Of |log π_train − log π_gen| by sequence: sum, maximum and number of tokens, float64 ``[3, S]`` on the device."""
+    differences_n: torch.Tensor
+    """log π_train − log π_gen, float32 ``[N]`` on the device, in flat order."""
     names: list[str] = field(default_factory=list)
     """Names of the loss's own sums."""
     beyond: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -98,6 +99,10 @@ class Engine:
         causal_lm: the model; rank 0's weights are broadcast to the other ranks. The engine owns it from now on.
         device: of this rank.
         stored: names of the tensors in the model's files (:func:`.checkpoint_names.stored_names`).
+        weights: of a model that :func:`.weight_stream.open_model` made.
+
+    Raises:
+        ModelError: on all ranks, for weights that cannot be read; on each, for a model that cannot be trained.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Engine:
         settings: EngineSettings,
         device: torch.device,
         stored: Collection[str] | None = None,
+        weights: WeightStream | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise EngineError("no process group: call init_process_group first")
@@ -126,7 +132,9 @@ class Engine:
         self._proximal: FrozenModule | None = None
         self._proximal_updates: int | None = None
         """Updates since the proximal policy was set; None if it was never set."""
-        self._deepspeed = DeepSpeedEngine(policy, settings, device)
+        self._deepspeed = DeepSpeedEngine(policy, settings, device, weights)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before anything changes the weights; waits for what reads them on another thread."""
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         check_buffer_dtypes(causal_lm, buffers)
         every = {n.removeprefix(PREFIX): p for n, p in policy.named_parameters()}
@@ -137,15 +145,18 @@ class Engine:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
+        self._host = HostBuffers()
         self._separates: bool | None = None
         self._shares_rows()
 
-    def set_reference(self, causal_lm: Any) -> None:
+    def set_reference(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
         """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.
+
+        The arguments are those of the engine.
 
         Its activations are freed before those of the policy exist, so it costs only the memory of its parameters.
         """
-        self._reference = self._frozen(causal_lm)
+        self._reference = self._frozen(causal_lm, weights)
 
     def set_base_as_reference(self) -> None:
         """Make the model without its adapters the reference policy, which costs no memory. Only with ``settings.lora``."""
@@ -153,14 +164,16 @@ class Engine:
             raise EngineError("the base model is no reference without adapters: call set_reference")
         self._reference_is_base = True
 
-    def keep_proximal(self, causal_lm: Any) -> None:
-        """Reserve the memory of a proximal policy (``algo.corrections``), whose weights ``set_proximal`` or ``load`` sets.
+    def keep_proximal(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
+        """Reserve the memory of a proximal policy (``algo.corrections``), whose weights ``set_proximal`` or ``load`` sets; with
+        ``settings.lora`` only those of the adapters.
 
         Args:
-            causal_lm: a model of the policy's architecture, with any weights. The engine owns it from now on.
+            causal_lm: a model of the policy's architecture. The engine owns it from now on.
+            weights: those that the model is to have; None for any.
         """
         self._add_adapters(causal_lm)
-        self._proximal = self._frozen(causal_lm)
+        self._proximal = self._frozen(causal_lm, weights)
 
     def set_proximal(self) -> None:
         """Make the current weights the proximal policy: the loss of later steps gets its log-probability of each token.
@@ -229,7 +242,7 @@ class Engine:
         return start.kl(self.logprobs(start.sequences, temperature=start.temperature).logprobs_n)
 
     def gather_parameters(
-        self, bucket_bytes: int, dtype: torch.dtype | None = None
+        self, bucket_bytes: int, dtype: torch.dtype | None = None, beside: Any = None
     ) -> Iterator[ParameterBucket]:
         """Yield whole parameters in buckets of at most ``bucket_bytes`` (a larger parameter is alone in its bucket).
 
@@ -238,11 +251,18 @@ class Engine:
 
         Args:
             dtype: of the yielded tensors; None for the model's.
+            beside: a process group that nothing else uses meanwhile: the iterator may then be consumed on a thread beside a
+                forward or backward pass, but not beside an update (``before_update``).
         """
         dtype = dtype or getattr(torch, self.settings.dtype)
         for names, parameters in self._buckets(bucket_bytes, dtype):
             shapes = tuple(self._deepspeed.shape(parameter) for parameter in parameters)
             tensors: tuple[torch.Tensor, ...] = ()
+            if beside is not None and self.settings.zero_stage == 3:
+                wholes = [self._deepspeed.gather_partitions(parameter, beside) for parameter in parameters]
+                tensors = tuple(whole.to(dtype) for whole in wholes if whole is not None)
+                yield ParameterBucket(names, shapes, dtype, tensors)
+                continue
             adapters = [None if self._adapters is None else self._adapters.of(name) for name in names]
             needed = [p for one in adapters if one is not None for p in (one.lora_A, one.lora_B)]
             with self._deepspeed.gathered([*parameters, *needed]):
@@ -255,13 +275,13 @@ class Engine:
                     )
             yield ParameterBucket(names, shapes, dtype, tensors)
 
-    def gather_checkpoint(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_checkpoint(self, bucket_bytes: int, beside: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one by one under the names and in the layouts of the model's checkpoint files, on rank 0.
 
         Other ranks yield nothing. Otherwise as :meth:`gather_parameters`: a tensor may be a view of the live parameter.
         """
         groups = iter(self._checkpoint.groups)
-        for bucket in self.gather_parameters(bucket_bytes):
+        for bucket in self.gather_parameters(bucket_bytes, beside=beside):
             parameters = dict(zip(bucket.names, bucket.tensors, strict=False))
             while parameters:
                 group = next(groups)
@@ -333,13 +353,16 @@ class Engine:
         masked = 0
         if skipped is None:
             masked_n, masked = self._masked(done, trainable)
+        waited = 0.0
         if masked:
+            waited = self._wait_to_update()
             # Gradients cannot be subtracted: the masked tokens' are so much larger that the others' are rounded away.
             self._discard_gradients(rate)
             done = self._accumulate(packed, batch, loss, rounds, masked_n)
             rows = gather_vectors(done.sums)
             skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
         computed_at = time.perf_counter()
+        update_waited = self._wait_to_update()
         total = rows.sum(0)
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
@@ -371,7 +394,7 @@ class Engine:
             sequences=sequences,
             micro_batches=micro_batches,
             ratios=ratios if sampled else None,
-            differences_s=_differences(done.differences_3s) if sampled else None,
+            differences_n=done.differences_n if sampled else None,
             ratios_by_position=every if sampled else (),
             fresh_ratios_by_position=fresh if known else (),
             loss_means={
@@ -380,8 +403,9 @@ class Engine:
             },
             seconds={
                 "pack": packed_at - begin,
-                "compute": computed_at - packed_at,
-                "update": end - computed_at,
+                "compute": computed_at - packed_at - waited,
+                "wait": waited + update_waited,
+                "update": end - computed_at - update_waited,
                 "total": end - begin,
             },
         )
@@ -398,13 +422,21 @@ class Engine:
 
         Each rank writes its own part; not a collective. Raises ``OSError``.
         """
-        write_pieces(directory, self._rank, list(self._owned_with_proximal()))
+        self._state(list(self._owned_with_proximal())).write(directory)
+
+    def copy_state(self) -> EngineState:
+        """Copy this rank's part of the state to the host, to be written while training continues; until the next copy.
+
+        Not a collective. Raises ``RuntimeError`` if the host has not enough memory.
+        """
+        return self._state(self._host.copy(self._owned_with_proximal()))
+
+    def _state(self, pieces: list[Piece]) -> EngineState:
+        header = None
         if self._rank == 0:
             steps = self._deepspeed.optimizer_steps
             header = EngineHeader(self.steps_done, steps, self._trained_shapes(), self.settings.lora)
-            write_header(directory, header)
-            if self.start is not None:
-                self.start.save(directory)
+        return EngineState(self._rank, pieces, header, self.start)
 
     def load(self, directory: Path) -> None:
         """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
@@ -416,6 +448,7 @@ class Engine:
             raise EngineError(f"{directory / HEADER} is not a file: there is no engine state to load")
         saved = SavedState(directory)
         saved.check(self._trained_shapes(), self.settings.lora)
+        self.before_update()
         with self._deepspeed.restoring(saved.header.optimizer_steps):
             saved.load(self._pieces(owned=False))
         if self._proximal is not None and saved.has(PROXIMAL):
@@ -435,6 +468,12 @@ class Engine:
                 frozen.close()
 
     # --- helpers ------------------------------------------------------------------------------------------
+
+    def _wait_to_update(self) -> float:
+        """Seconds until the weights may change."""
+        begin = time.perf_counter()
+        self.before_update()
+        return time.perf_counter() - begin
 
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
@@ -457,13 +496,13 @@ class Engine:
         names = list(self._adapter_parameters)
         return list(zip(names[::2], names[1::2], strict=True))
 
-    def _frozen(self, causal_lm: Any) -> FrozenModule:
+    def _frozen(self, causal_lm: Any, weights: WeightStream | None = None) -> FrozenModule:
         buffers = buffer_dtypes(causal_lm)
         cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
         policy = Policy(
             causal_lm, fp32_head=self.settings.fp32_head, chunk_bytes=self.settings.logit_chunk_bytes
         )
-        frozen = FrozenModule(policy.eval(), self.settings, self.device)
+        frozen = FrozenModule(policy.eval(), self.settings, self.device, weights)
         check_buffer_dtypes(causal_lm, buffers)
         return frozen
 
@@ -598,7 +637,7 @@ class Engine:
         proximal = self._proximal if self._proximal_updates else None
         ordinary = torch.zeros((), dtype=torch.float64, device=self.device)
         outliers_n = torch.zeros(packed.trainable, dtype=torch.float64, device=self.device)
-        differences_3s = torch.zeros(3, len(batch.sequences), dtype=torch.float64, device=self.device)
+        differences_n = torch.zeros(packed.trainable, device=self.device)
         for micro, real in self._micro_batches(packed, count):
             reference_m = self._reference_logprobs(micro)
             proximal_m = self._frozen_logprobs(proximal, micro)
@@ -623,12 +662,12 @@ class Engine:
             ]
             part = torch.cat(parts) if real else torch.zeros_like(torch.cat(parts))
             if done is None:
-                done = _Accumulated(part, differences_3s, names)
+                done = _Accumulated(part, differences_n, names)
             else:
                 done.sums = _add_sums(done.sums, part)
             if real:
-                difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).abs().double()
-                _add_differences(differences_3s, difference_m, micro.sequence_m.to(self.device))
+                difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).float()
+                differences_n[micro.flat_m.to(self.device)] = difference_m
                 done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
         if done is None:
             raise EngineError("a batch with trainable tokens has no micro-batch")
@@ -779,15 +818,3 @@ def _outlier_counts(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[in
     for beyond_m, sequence_m in beyond:
         found.update(sequence_m[beyond_m.cpu()].tolist())
     return dict(found)
-
-
-def _add_differences(total_3s: torch.Tensor, difference_m: torch.Tensor, sequence_m: torch.Tensor) -> None:
-    """Adds the tokens of a micro-batch to sum, maximum and number by sequence, without a wait for the device."""
-    total_3s[0].index_add_(0, sequence_m, difference_m)
-    total_3s[1].scatter_reduce_(0, sequence_m, difference_m, "amax")
-    total_3s[2].index_add_(0, sequence_m, torch.ones_like(difference_m))
-
-
-def _differences(total_3s: torch.Tensor) -> torch.Tensor:
-    """Mean and maximum of the tokens' differences by sequence, ``[S, 2]``; 0 without tokens."""
-    return torch.stack([total_3s[0] / total_3s[2].clamp(min=1), total_3s[1]], dim=1)

@@ -57,9 +57,11 @@ class StartSample(msgspec.Struct, frozen=True):
             f"{START_KL}_k1": float((start_n.double() - logprobs_n.double()).mean()),
         }
 
-    def save(self, directory: Path) -> None:
-        """Raises OSError."""
-        (directory / _FILE).write_bytes(msgspec.msgpack.encode(self))
+    def save(self, directory: Path) -> Path:
+        """Write the file, and return it. Raises OSError."""
+        file = directory / _FILE
+        file.write_bytes(msgspec.msgpack.encode(self))
+        return file
 
     @classmethod
     def load(cls, directory: Path, most_tokens: int) -> StartSample | None:

@@ -89,9 +89,9 @@ class StepStats:
     """``ratios`` by ``scalerl_api.mismatch.POSITIONS``; empty without generator log-probabilities."""
     fresh_ratios_by_position: tuple[RatioStatistics, ...] = ()
     """The same over the tokens of ``TrainBatch.fresh_n``; empty if that is unknown."""
-    differences_s: torch.Tensor | None = None
-    """Of each of this rank's sequences, mean and maximum over its trainable tokens of |log π_train − log π_gen| in nats, float64
-    ``[S, 2]`` on the device; None without generator log-probabilities."""
+    differences_n: torch.Tensor | None = None
+    """log π_train − log π_gen of each of this rank's trainable tokens, in nats, float32 ``[N]`` on the device; None without
+    generator log-probabilities."""
     loss_means: dict[str, float] = field(default_factory=dict)
     """The loss's own statistics, as means over trainable tokens."""
     seconds: dict[str, float] = field(default_factory=dict)

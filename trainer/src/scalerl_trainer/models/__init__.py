@@ -1,6 +1,7 @@
 """The policy model; no ranks, optimizers, DeepSpeed, rewards or losses.
 
-- ``load``: loads a model;
+- ``load``: loads a whole model;
+- ``weight_stream``: loads one without holding it;
 - ``scratch``: writes small, randomly initialised models;
 - ``head``: computes log-probabilities from hidden states;
 - ``policy``: the module that the engine trains;
@@ -24,18 +25,23 @@ if TYPE_CHECKING:
     from scalerl_trainer.models.load import load_model
     from scalerl_trainer.models.policy import Policy
     from scalerl_trainer.models.scratch import write_scratch
+    from scalerl_trainer.models.weight_stream import WeightStream, open_model
 
 _HOME = {
     "LogprobHead": "head",
     "load_model": "load",
     "Policy": "policy",
     "write_scratch": "scratch",
+    "WeightStream": "weight_stream",
+    "open_model": "weight_stream",
 }
 
 __all__ = [
     "LogprobHead",
     "Policy",
+    "WeightStream",
     "load_model",
+    "open_model",
     "write_scratch",
 ]
 

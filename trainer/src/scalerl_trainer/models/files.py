@@ -45,6 +45,8 @@ class StoredTensor:
     dtype: str
     """As safetensors names it: ``BF16``, ``F32``, ``I64``."""
     shape: tuple[int, ...]
+    begin: int
+    """Offset of its first byte in the file."""
 
     @property
     def elements(self) -> int:
@@ -159,7 +161,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             tensors = {
-                name: StoredTensor(path.name, entry["dtype"], tuple(entry["shape"]))
+                name: StoredTensor(
+                    path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+                )
                 for name, entry in entries.items()
             }
             end = _check_layout(path, tensors, {n: tuple(e["data_offsets"]) for n, e in entries.items()})

@@ -36,7 +36,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    _check_source(name_or_path)
+    check_source(name_or_path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -97,7 +97,8 @@ def check_weights_are_parameters(model: Any, name: str) -> None:
         )
 
 
-def _check_source(name_or_path: str) -> None:
+def check_source(name_or_path: str) -> None:
+    """Raise ``ModelNotFoundError`` for a folder that does not exist, or is not a model's."""
     path = Path(name_or_path)
     looks_like_path = path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1
     if looks_like_path and not path.is_dir():

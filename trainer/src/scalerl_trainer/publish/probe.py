@@ -6,7 +6,7 @@ Both score the sequences at temperature 1. :mod:`scalerl_trainer.algo.mismatch` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -50,10 +50,6 @@ class ProbeSequence:
         return PackedSequence(prompt.tolist(), completion.tolist())
 
 
-Score = Callable[[Sequence[ProbeSequence]], list[torch.Tensor]]
-"""The trainer's log-probabilities of each sequence's completion at temperature 1, float32 on the CPU."""
-
-
 @dataclass(frozen=True)
 class Measured:
     """The mismatch of several members at one version."""
@@ -83,11 +79,14 @@ def probe(
     members: Sequence[wire.Member],
     version: int,
     sequences: Sequence[ProbeSequence],
-    score: Score,
+    of_trainer: Sequence[torch.Tensor],
 ) -> Measured:
-    """Score ``sequences`` by the trainer and by each of ``members``, concurrently.
+    """Score ``sequences`` by each of ``members``, concurrently, and compare with the trainer's log-probabilities.
 
     Nothing is measured if the trainer's own log-probabilities are not finite: the weights are broken then, not the generators.
+
+    Args:
+        of_trainer: of each sequence's completion at temperature 1, float32 on the CPU.
     """
     message = wire.Probe(
         version=version,
@@ -96,9 +95,8 @@ def probe(
     )
     messages = {member.member_id: message for member in members}
     calls = control.start(list(members), endpoints.WEIGHTS_PROBE, messages, PROBE_SECONDS)
-    of_trainer = score(sequences)
     answers = calls.wait()
-    trainer_n = torch.cat(of_trainer)
+    trainer_n = torch.cat(list(of_trainer))
     if not bool(trainer_n.isfinite().all()):
         log.warning(
             "version %d has log-probabilities that are not finite; generators are not compared", version

@@ -1,0 +1,112 @@
+"""``scalerl validate --memory``: what each role and rank allocates, by ZeRO stage, and the lowest stage that would fit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from scalerl_api.fields import quantity_bytes
+from scalerl_api.memory import (
+    ModelSize,
+    RankMemory,
+    checkpoint_copy,
+    server_memory,
+    stage_plan,
+    trainer_advice,
+)
+from scalerl_api.spec import HubModel, RunSpec
+from scalerl_cli.machine import available_bytes, model_size
+from scalerl_trainer.errors import ModelError
+from scalerl_trainer.models.files import read_json, stored_tensors
+
+_UNITS: Final = ((2.0**30, "GiB"), (2.0**20, "MiB"))
+_GIB = _UNITS[0][0]
+_COLUMNS: Final = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "head": "head",
+    "buckets": "buckets",
+    "reference": "frozen",
+    "allowance": "libraries",
+}
+"""Fields of ``RankMemory``, and what they are called here."""
+
+
+def memory_lines(spec: RunSpec) -> list[str]:
+    """The plan of allocations of ``spec``, or why there is none."""
+    size = model_size(spec) if spec.model.hub is None else _cached_size(spec.model.hub)
+    if size is None:
+        return [
+            "  memory: the model's size is not known: download the model first, or give model.path a folder with config.json and the "
+            "headers of its weights"
+        ]
+    ranks, there = spec.trainer.ranks, _rank_bytes(spec)
+    plan = stage_plan(size, spec)
+    each, unit = _UNITS[max(rank.total for rank in plan.values()) < 10 * _GIB]
+    fields = [name for name in _COLUMNS if any(getattr(rank, name) for rank in plan.values())]
+    known = "" if there is None else f", {there / each:,.1f} there"
+    count = f"{size.parameters / 1e9:.2f} G" if size.parameters >= 1e9 else f"{size.parameters / 1e6:.1f} M"
+    lines = [
+        f"  memory of a trainer rank, {unit}{known}: {count} parameters, {ranks} "
+        f"rank{'s' if ranks > 1 else ''}, {spec.model.dtype}, {spec.micro_batch_tokens:,} tokens a micro-batch"
+        f"{', activation checkpointing' if spec.trainer.activation_checkpointing else ''}",
+        "    stage" + "".join(f"{_COLUMNS[name]:>12}" for name in fields) + f"{'total':>10}",
+        *(_row(stage, rank, fields, there, spec, each) for stage, rank in plan.items()),
+        *_verdict(size, spec, plan, there),
+    ]
+    copy = checkpoint_copy(size, spec) / each
+    host = "and on its host" if spec.trainer.devices else "and"
+    lines.append(f"    {host} {copy:.1f} for the copy of its state that a checkpoint is written from")
+    weights = server_memory(size, spec) / each
+    if spec.generator.devices:
+        given = spec.generator.device_memory
+        share = float(spec.generator.memory_fraction) * quantity_bytes(given) / each if given else None
+        rest = "" if share is None else f", {max(0.0, share - weights):.1f} of {share:.1f} for the KV cache"
+        lines.append(f"  memory of a generator, {unit} a GPU: weights {weights:.1f}{rest}")
+    else:
+        lines.append(f"  memory of a generator, {unit}: weights, KV cache and past responses {weights:.1f}")
+    return lines
+
+
+def _row(
+    stage: int, rank: RankMemory, fields: list[str], there: int | None, spec: RunSpec, each: float
+) -> str:
+    values = asdict(rank)
+    fits = "" if there is None else "  fits" if rank.total <= there else "  does not fit"
+    chosen = "  (trainer.zeroStage)" if stage == spec.trainer.zero_stage else ""
+    cells = "".join(f"{values[name] / each:12,.1f}" for name in fields)
+    return f"    {stage:5}{cells}{rank.total / each:10,.1f}{fits}{chosen}"
+
+
+def _verdict(size: ModelSize, spec: RunSpec, plan: dict[int, RankMemory], there: int | None) -> list[str]:
+    if there is None:
+        return ["    trainer.deviceMemory is not set: what fits is not known"]
+    lowest = next((stage for stage, rank in plan.items() if rank.total <= there), None)
+    if lowest is None:
+        return [f"    no stage fits: {trainer_advice(size, spec, there)}"]
+    return [f"    the lowest stage that fits: {lowest}"]
+
+
+def _rank_bytes(spec: RunSpec) -> int | None:
+    """Memory of a rank: its GPU's as declared, or its part of what this machine has."""
+    if not spec.trainer.devices:
+        host = available_bytes()
+        return None if host is None else host // spec.trainer.ranks
+    return quantity_bytes(spec.trainer.device_memory) if spec.trainer.device_memory else None
+
+
+def _cached_size(hub: HubModel) -> ModelSize | None:
+    """Size of a model in the cache of the hub's client."""
+    import huggingface_hub
+
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(hub.name, revision=hub.revision, local_files_only=True)
+        )
+        tensors = stored_tensors(folder).values()
+        return ModelSize.of_config(read_json(folder / "config.json"), sum(one.elements for one in tensors))
+    except (OSError, ValueError, ModelError):
+        return None

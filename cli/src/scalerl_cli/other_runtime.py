@@ -1,0 +1,48 @@
+"""``scalerl run --runtime NAME``: the run in a runtime of an installed package."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import Final
+
+from scalerl_api.conditions import Phase
+from scalerl_api.registry import Kind, PluginError, make
+from scalerl_cli.exits import DONE, FAILED, INTERRUPTED, Refused
+from scalerl_cli.inputs import load, plugin_problems
+from scalerl_cli.output import say
+from scalerl_cli.run import RUNS
+from scalerl_operator.local.run_directory import DirectoryProblem, latest_directory, next_directory
+from scalerl_operator.policy.runtime import StoredRuntime, drive
+
+_CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: INTERRUPTED}
+
+
+def run_elsewhere(arguments: argparse.Namespace) -> int:
+    """Execute the run of a file until it rests; returns the exit code. Interrupted, it goes on where it runs.
+
+    Raises:
+        Refused, SpecError: lists every problem.
+    """
+    run = load(arguments.file)
+    if problems := list(plugin_problems(run.spec)):
+        raise Refused(*(f"{arguments.file}: {problem}" for problem in problems))
+    name = run.metadata.name
+    try:
+        directory = arguments.dir or (latest_directory if arguments.resume else next_directory)(RUNS, name)
+        runtime: StoredRuntime = make(
+            Kind.RUNTIME, arguments.runtime, {}, run, arguments.planner(run), directory
+        )
+    except DirectoryProblem as error:
+        raise Refused(str(error)) from error
+    except PluginError as error:
+        raise Refused(f"--runtime: {error}") from error
+    say(f"{name} in {directory}, by {arguments.runtime}")
+    try:
+        decision = asyncio.run(drive(runtime, run.spec))
+    except KeyboardInterrupt:
+        say("the run goes on; the same command with --resume follows it again")
+        return INTERRUPTED
+    outcome = decision.memory.outcome
+    say(f"{decision.phase}{f': {outcome.message}' if outcome else ''}")
+    return _CODES[decision.phase]

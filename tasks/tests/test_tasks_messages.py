@@ -1,0 +1,126 @@
+"""Messages of an environment between two replies: what the chat template writes, and special tokens that stay text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from scalerl_api.spec import PromptSpec
+from scalerl_tasks import RenderedPrompt, TokenizerError
+from scalerl_tasks.text import ModelTokenizer
+
+SPECIAL = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TRIMMED = CHATML.replace("m.content", "(m.content | trim)")
+WITHOUT_THOUGHTS = CHATML.replace(
+    "m.content", "('<think>\n\n</think>\n\n' if m.role == 'assistant' and loop.last else '') + m.content"
+)
+NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+NOT_APPEND_ONLY = {
+    "the number of messages": "{{ messages | length }}" + CHATML,
+    "the last message first": "{% set messages = [messages[-1]] + messages %}" + CHATML,
+    "an end after the last message alone": "{% for m in messages %}{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}",
+    "replies left out": CHATML.replace("messages %}", "messages if m.role != 'assistant' %}", 1),
+    "the last message alone": "{{ messages[-1].content }}<|im_end|>",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("n", "o"), ("Ċ", "Ċ"), ("Ġ", "n")]
+    tokens = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens(["<think>", "</think>"])
+    where = tmp_path_factory.mktemp("model")
+    made.save(str(where / "tokenizer.json"))
+    (where / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return where
+
+
+def chat(folder: Path, template: str = CHATML, system: str | None = None) -> ModelTokenizer:
+    return ModelTokenizer(folder, PromptSpec(format="Chat", chat_template=template, system=system))
+
+
+def conversation(tokenizer: ModelTokenizer, reply: str, message: str, system: str | None = None) -> list[int]:
+    """All of it, as the template writes it."""
+    turns = (("user", "two?"), ("assistant", reply))
+    return tokenizer.encode_prompts([RenderedPrompt(message, system, turns)])[0]
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, TRIMMED, WITHOUT_THOUGHTS], ids=["chatml", "trimmed", "thoughts"]
+)
+@pytest.mark.parametrize("message", ["no", "", " no\n\n", "ab\nab", "日本", "{{ m }}"])
+@pytest.mark.parametrize("system", [None, "be short"])
+def test_messages_continue_conversation(
+    folder: Path, template: str, message: str, system: str | None
+) -> None:
+    tokenizer = chat(folder, template, system)
+    (prompt,) = tokenizer.encode_prompts([RenderedPrompt("two?", system)])
+    reply = tokenizer.encode(["2<|im_end|>"])[0]
+    found = [*prompt, *reply, *tokenizer.encode_messages([("user", message)])]
+    assert found == conversation(tokenizer, "2", message, system)
+
+
+def test_several_messages_and_roles(folder: Path) -> None:
+    tokenizer = chat(folder)
+    (text,) = tokenizer.texts([tokenizer.encode_messages([("tool", "4"), ("user", "go on")])])
+    assert (
+        text == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_template_without_end_token_is_followed_from_reply(folder: Path) -> None:
+    (text,) = chat(folder, NO_END).texts([chat(folder, NO_END).encode_messages([("user", "no")])])
+    assert text == "\nuser: no\nassistant: "
+
+
+@given(
+    st.lists(
+        st.sampled_from([*SPECIAL, "<think>", "</think>", "<", "|>", "im_end", "ab", "\n", " ", "é"]),
+        max_size=8,
+    )
+)
+def test_special_tokens_in_messages_stay_text(folder: Path, pieces: list[str]) -> None:
+    tokenizer, content = chat(folder), "".join(pieces)
+    ids = tokenizer.encode_messages([("user", content)])
+    (text,) = tokenizer.texts([ids])
+    assert text == f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    added = {tokenizer.vocabulary[token] for token in tokenizer.added_tokens}
+    assert [id_ for id_ in ids if id_ in added] == tokenizer.encode(["<|im_start|><|im_end|><|im_start|>"])[0]
+
+
+@pytest.mark.parametrize("template", NOT_APPEND_ONLY.values(), ids=NOT_APPEND_ONLY)
+def test_template_that_is_not_append_only_is_refused(folder: Path, template: str) -> None:
+    with pytest.raises(TokenizerError, match=r"^task\.prompt: the chat template is not append-only"):
+        chat(folder, template).check_turns()
+
+
+def test_template_that_refuses_a_role_names_it(folder: Path) -> None:
+    strict = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool role') }}{% endif %}{% endfor %}"
+        + CHATML
+    )
+    tokenizer = chat(folder, strict)
+    tokenizer.check_turns()
+    with pytest.raises(TokenizerError, match="no tool role"):
+        tokenizer.encode_messages([("tool", "4")])
+
+
+def test_raw_messages_are_put_into_prompt_template(folder: Path) -> None:
+    tokenizer = ModelTokenizer(folder, PromptSpec(template="Q: {prompt}\nA:"))
+    (text,) = tokenizer.texts([tokenizer.encode_messages([("user", "three?"), ("user", "<eos>")])])
+    assert text == "Q: three?\nA:Q: <eos>\nA:"
+    assert tokenizer.vocabulary["<eos>"] not in tokenizer.encode_messages([("user", "<eos>")])

@@ -1,0 +1,27 @@
+"""The example of an environment: a model learns a game of several turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import ROOT, assert_nothing_left, start_run
+
+EXAMPLE = ROOT / "examples/tiny-nim/run.yaml"
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+
+def test_model_learns_a_game(tmp_path: Path) -> None:
+    spec = yaml.safe_load(EXAMPLE.read_text())
+    spec["spec"]["task"]["jsonl"]["path"] = str(EXAMPLE.with_name("data.jsonl"))
+    spec["spec"]["warmStart"]["jsonl"]["path"] = str(EXAMPLE.with_name("warm.jsonl"))
+    with start_run(tmp_path, spec) as run:
+        assert run.finish(1700) == 0, run.tail()
+        curve, summary = run.curve(), run.summary()
+    assert_nothing_left(run.directory)
+    first, last = (float(curve[at]["reward"]) for at in (0, -1))
+    assert last > first + 0.2, curve
+    assert summary["grading_errors"] == 0
+    assert summary["masked_tokens"] > 0, "messages are masked"
