@@ -187,14 +187,17 @@ class Coordinator(RuleBasedStateMachine):
 
     @rule(order=st.permutations(NAMES), groups=st.lists(st.integers(1, 4), min_size=3, max_size=3))
     def lease_at_once(self, order: list[str], groups: list[int]) -> None:
-        """All requests are open before the first is answered; who has no answer after a second would have none alone."""
+        """All requests are open before the first is answered; who has no answer in the end would have none alone.
+
+        A slot whose retry was delayed may become free meanwhile, for which a request can first be passed over then.
+        """
         wanted = dict(zip(order, groups, strict=True))
         open_requests = [
             name
             for name in order
             if self._as_member(name, lambda i, v, n=wanted[name]: self.world.ask(i, v, n) is None)
         ]
-        for seconds in (0.0, PATIENCE_SECONDS):
+        for seconds in (0.0, *[PATIENCE_SECONDS] * 4):
             self.world.now += seconds
             open_requests = [
                 name

@@ -95,5 +95,5 @@ class StepStats:
     loss_means: dict[str, float] = field(default_factory=dict)
     """The loss's own statistics, as means over trainable tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """This rank's durations: ``pack``, ``compute`` (forward and backward), ``update`` (the rest of the gradient reduction and
-    the optimizer), ``total``."""
+    """This rank's durations: ``pack``, ``compute`` (forward and backward), ``wait`` (for what reads the weights on another
+    thread), ``update`` (the rest of the gradient reduction and the optimizer), ``total``."""
