@@ -106,6 +106,17 @@ def test_refused_version_is_not_committed_and_gets_no_lease(world):
     assert "failed" not in build_status(world.core).waiting_for
 
 
+def test_refused_version_that_is_due_is_not_trained_past(world):
+    """Its point would be missing."""
+    train(world)
+    train(world, publish=False)
+    world.serve(world.member, 1)
+    assert world.state.closed(2)
+    (member,) = world.begin_publish("t").members
+    world.commit_publish("t", [], [], [member.member_id], "a KL of 3 nats")
+    assert world.next("t").action is NextAction.PUBLISH
+
+
 def test_refused_member_waits_while_others_hold_the_version(world):
     train(world, publish=False)
     bad = world.register("bad")

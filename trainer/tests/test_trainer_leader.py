@@ -62,10 +62,7 @@ def publishing(
         ),
         ranks=SimpleNamespace(broadcast=lambda command, kind: command),
         metrics=Metrics(),
-        beside=None,
         reads_beside=True,
-        gather_beside=lambda: iter(()),
-        end_gathers=lambda: None,
     )
     done = outcome or Outcome(5, [m.member_id for m in members], [], "", STATS)
     publisher = SimpleNamespace(publish=lambda *_: done)
@@ -195,6 +192,7 @@ def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
         uploader=uploader, pending=True, finish=lambda: saved, committed_step=4, volume=lambda: None
     )
     worker = SimpleNamespace(
+        engine=SimpleNamespace(device=torch.device("cpu")),
         spec=SimpleNamespace(autoscaling=SimpleNamespace(mode="Off")),
         coordinator=coordinator,
         version=4,
@@ -264,3 +262,17 @@ def test_stop_ends_the_wait_for_the_last_copy(monkeypatch: pytest.MonkeyPatch) -
     lost = leader._finish_upload()
     assert lost.startswith("checkpoint 4 could not be copied, all updates since version 2 are lost")
     assert told == [(2, [2])]
+
+
+def test_update_does_not_wait_for_a_publish_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may fail before it has read the weights. The error is that of the publish, at the next report."""
+    leader, _ = publishing(monkeypatch, [MEMBER], {})
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    leader._publisher.publish = fail
+    leader._publish()
+    leader._worker.reading.result(60)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        leader._finish_publish()

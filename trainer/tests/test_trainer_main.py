@@ -96,7 +96,7 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
         torch.testing.assert_close(taken[0][name], taken[1][name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2])
 def test_publish_beside_a_step_is_of_one_version(new_run: Any, zero_stage: int) -> None:
     """Each publish takes longer than a forward and backward pass; what the generator has is bit for bit the checkpoint's."""
     run = new_run(trainer__zeroStage=zero_stage, checkpoint__everySteps=1, checkpoint__keep=8)

@@ -529,6 +529,8 @@ class TrainerRequests:
         core.publish_problem = "" if request.updated else request.problem
         # Weights that no generator computes with are not published.
         committed = bool(request.updated) or not request.refused
+        if not committed:
+            self._permitted = -1  # it is published again before its next step
         if (
             committed
             and not repeated

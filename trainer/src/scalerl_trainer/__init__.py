@@ -8,7 +8,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
        │                                                 advantages() ▶ engine: Engine.step()
        │                                                   losses, aggregation.per_token(); DeepSpeed's update
        │◀ step report ──────────────────────── sums ──  Trained
-       │ PUBLISH       Leader._publish() ─ Command ─▶  Worker.gather_beside() whole parameters, a bucket at a time, while
+       │ PUBLISH       Leader._publish() ─ Command ─▶  Worker.gather() whole parameters, a bucket at a time, while
        │                 Publisher.publish()               the next step is computed; its update waits
        │                   buckets ▶ open_group() ▶ fill() ▶ start_broadcast() ────────────────▶ │
        │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤

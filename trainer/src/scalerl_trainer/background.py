@@ -38,14 +38,18 @@ def in_background(name: str, work: Callable[[], T], device: torch.device) -> Fut
     return future
 
 
-def on_own_stream(work: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """``work`` on a CUDA stream of its own, after everything that is queued on this thread's now. On a CPU, ``work``."""
-    if device.type != "cuda":
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A CUDA stream beside that of the steps; None on a CPU. The allocator keeps memory by stream, so make few."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def on_stream(work: Callable[[], T], stream: torch.cuda.Stream | None) -> Callable[[], T]:
+    """``work`` on ``stream``, after everything that is queued on this thread's now."""
+    if stream is None:
         return work
-    queued = torch.cuda.current_stream(device).record_event()
+    queued = torch.cuda.current_stream(stream.device).record_event()
 
     def run() -> T:
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_event(queued)
         with torch.cuda.stream(stream):
             return work()

@@ -41,7 +41,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.distillation import TEACHER_KL
 from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
-from scalerl_trainer.background import in_background, on_own_stream
+from scalerl_trainer.background import in_background, new_stream, on_stream
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
@@ -144,6 +144,7 @@ class Leader:
         """Cause of each of the last publishes, which no generator could use; equal, and fewer than the maximum."""
         self._publishing: Future[_Published] | None = None
         """The publish in progress."""
+        self._publish_stream = new_stream(worker.engine.device)
         self._unchecked: _Published | None = None
         """A publish that is over and of which :meth:`_check_publish` has not been called."""
         self._publish_wait_seconds = 0.0
@@ -226,9 +227,10 @@ class Leader:
                 case wire.NextAction.FINISH:
                     log.info("finish: %s", reply.reason)
                     break
+        # First, since a member that is lost may delay the end of a publish beyond the time that a stop leaves.
+        unsaved = self._save_last()
         self._finish_publish()
         self._check_publish()
-        unsaved = self._save_last()
         unsaved = self._finish_upload() or unsaved
         self._command(Command.EXIT)
         self._evaluated()
@@ -416,15 +418,20 @@ class Leader:
         probing = partial(self._probe, worker.version, list(worker.probes), scores, stats, scored_seconds)
         reading = Future[None]()
         work = partial(self._publish_to, worker.version, permit.members, probing, reading)
-        device = worker.engine.device
         if not worker.reads_beside:
             self._publishing = Future()
             self._publishing.set_result(work())
             return
-        if worker.beside is not None:
-            self._command(Command.GATHER_BESIDE)
         worker.reading = reading
-        self._publishing = in_background("publish", on_own_stream(work, device), device)
+        self._publishing = in_background(
+            "publish", on_stream(work, self._publish_stream), worker.engine.device
+        )
+
+        def end_reading(_: Future[_Published]) -> None:
+            if not reading.done():  # it failed before it had read the weights
+                reading.set_result(None)
+
+        self._publishing.add_done_callback(end_reading)
 
     def _publish_to(
         self,
@@ -435,15 +442,10 @@ class Leader:
     ) -> _Published:
         """Publish, probe and commit. On the publish thread; ``reading`` is done once the weights may change."""
         worker = self._worker
-        try:
-            try:
-                outcome = self._publisher.publish(version, self._weights(), members)
-            finally:
-                worker.end_gathers()
-        finally:
-            if worker.engine.device.type == "cuda":  # copies may be queued on this thread's stream
-                torch.cuda.current_stream(worker.engine.device).synchronize()
-            reading.set_result(None)
+        outcome = self._publisher.publish(version, self._weights(), members)
+        if worker.engine.device.type == "cuda":  # copies may be queued on this thread's stream
+            torch.cuda.current_stream(worker.engine.device).synchronize()
+        reading.set_result(None)
         stats = dict(outcome.stats)
         probed = probing([m for m in members if m.member_id in outcome.updated])
         stats |= probed.stats
@@ -625,7 +627,7 @@ class Leader:
         manifest = [wire.TensorSpec(name, worker.spec.model.dtype, list(shape)) for name, shape in shapes]
         if lora is not None and adapters:
             return Weights(manifest, partial(self._adapters, PUBLISHED), lora.alpha / lora.rank)
-        return Weights(manifest, worker.gather_beside if worker.reads_beside else self._stream)
+        return Weights(manifest, self._stream)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters

@@ -82,13 +82,14 @@ from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
-from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Publisher
+from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import (
     collective_timeout_seconds,
     engine_settings,
     make_loss,
+    publish_limit_seconds,
     publish_settings,
 )
 from scalerl_trainer.stored_files import EXPORTS
@@ -134,12 +135,7 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         timeout_seconds=collective_timeout_seconds(spec),
         stopped=stop.is_set,
     )
-    timeout_seconds = 2 * COORDINATOR_TIMEOUT_SECONDS + MAX_TIMEOUTS * spec.weight_sync.timeout_seconds
-    ranks = Ranks(rank.rank, rank.world, timeout_seconds)
-    # NCCL's communicators must not be used by two threads in different orders, so on GPUs a publish at stage 3 is not beside;
-    # nor is it with adapters, which DeepSpeed gathers with the layers that they are merged with.
-    own_group = spec.trainer.zero_stage == 3 and device.type == "cpu" and spec.trainer.lora is None
-    beside = Ranks(rank.rank, rank.world, collective_timeout_seconds(spec)) if own_group else None
+    ranks = Ranks(rank.rank, rank.world, 2 * COORDINATOR_TIMEOUT_SECONDS + publish_limit_seconds(spec))
     attempt, paths = environment.attempt, environment.paths
     fence = _begin(paths, attempt, ranks)
     prefix = "" if attempt is None else f"{attempt}-"
@@ -204,7 +200,6 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         metrics=metrics,
         stop=stop,
         version=version or 0,
-        beside=beside,
     )
     status.ready.set()
     if not ranks.is_leader:

@@ -44,11 +44,6 @@ class Ranks:
     def is_leader(self) -> bool:
         return self.rank == 0
 
-    @property
-    def group(self) -> Any:
-        """The gloo process group, for collectives of tensors on the same thread."""
-        return self._group
-
     def broadcast(self, value: T | None, kind: type[T]) -> T:
         """Rank 0's ``value``.
 

@@ -43,10 +43,16 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
 def collective_timeout_seconds(spec: RunSpec) -> float:
     """Timeout of every collective of the default process group, after which NCCL's watchdog ends the process.
 
-    An update waits on each rank until a publish has read the weights, at most :attr:`.Publisher.max_seconds`, and the ranks need
+    An update waits on each rank until a publish has read the weights, at most :func:`publish_limit_seconds`, and the ranks need
     not begin to wait at the same time.
     """
-    return max(MIN_COLLECTIVE_SECONDS, MAX_TIMEOUTS * spec.weight_sync.timeout_seconds + 60.0)
+    return max(MIN_COLLECTIVE_SECONDS, publish_limit_seconds(spec) + 60.0)
+
+
+def publish_limit_seconds(spec: RunSpec) -> float:
+    """Bound on the time until a publish no longer reads the weights: a member that is lost late in its last attempt adds one
+    timeout."""
+    return (MAX_TIMEOUTS + 1) * spec.weight_sync.timeout_seconds
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:

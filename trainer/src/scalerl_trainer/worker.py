@@ -6,7 +6,6 @@ command               what every rank does
 ``SYNC``              gathers whether any rank is to stop and whether the checkpoint is written
 ``TRAIN``             updates the weights from its shard of the step, and fetches that of the next on a thread
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
-``GATHER_BESIDE``     the same on a thread, as often as rank 0 asks, beside the commands that follow
 ``GATHER_ADAPTERS``   the same with adapters
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
 ``SAVE``              copies its state to the host and starts to write it to the staging folder
@@ -30,7 +29,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
-from scalerl_trainer.background import Prefetch, in_background
+from scalerl_trainer.background import Prefetch
 from scalerl_trainer.batch import (
     RankBatch,
     Staleness,
@@ -59,7 +58,6 @@ class Command(Enum):
     SYNC = auto()
     TRAIN = auto()
     GATHER = auto()
-    GATHER_BESIDE = auto()
     GATHER_ADAPTERS = auto()
     SCORE = auto()
     SAVE = auto()
@@ -111,15 +109,13 @@ class Worker:
     metrics: Metrics
     stop: threading.Event
     version: int
-    beside: Ranks | None = None
-    """The ranks' process group of a publish beside a step, under ZeRO-3 with several ranks; otherwise rank 0 needs none."""
     probes: list[ProbeSequence] = field(default_factory=list)
     """Sequences of the last batch for the probe after a publish; :mod:`.publish.first_probe` before the first batch."""
 
     def __post_init__(self) -> None:
         self._steps = Prefetch(self._fetch, self.engine.device)
         self.reading: Future[None] | None = None
-        """Done when a publish has read the weights on this rank; the next update waits for it."""
+        """Done when a publish has read rank 0's weights; its next update waits for it."""
         self.engine.before_update = self._finish_reading
 
     def follow(self) -> None:
@@ -140,9 +136,6 @@ class Worker:
                 case Command.GATHER:
                     for _ in self.gather():
                         pass
-                case Command.GATHER_BESIDE:
-                    self._finish_reading()  # two threads must not use the group
-                    self.reading = in_background("gather", self._serve_gathers, self.engine.device)
                 case Command.GATHER_ADAPTERS:
                     for _ in self.engine.gather_adapters(PEFT):
                         pass
@@ -242,29 +235,11 @@ class Worker:
 
     @property
     def reads_beside(self) -> bool:
-        """Whether a publish may read the weights beside a step: not where that is a collective of the group of the step."""
-        return self.beside is not None or self.spec.trainer.zero_stage < 3
-
-    def gather_beside(self) -> NamedTensors:
-        """The same on rank 0's publish thread. The other ranks take part since ``GATHER_BESIDE``, until :meth:`end_gathers`."""
-        if self.beside is None:
-            return self.engine.gather_checkpoint(self.bucket_bytes)
-        self.beside.broadcast(True, bool)
-        return self.engine.gather_checkpoint(self.bucket_bytes, self.beside.group)
-
-    def end_gathers(self) -> None:
-        """Tell the other ranks' threads that this publish reads no more. On rank 0's publish thread."""
-        if self.beside is not None:
-            self.beside.broadcast(False, bool)
-
-    def _serve_gathers(self) -> None:
-        assert self.beside is not None
-        while self.beside.broadcast(None, bool):
-            for _ in self.engine.gather_checkpoint(self.bucket_bytes, self.beside.group):
-                pass
+        """Whether a publish may read the weights beside a step: not where that is a collective, as a step's own ones are."""
+        return self.spec.trainer.zero_stage < 3
 
     def _finish_reading(self) -> None:
-        """Wait until a publish has read the weights. Raises what its thread raised on this rank."""
+        """Wait until a publish has read the weights, or has failed."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.result()

@@ -147,19 +147,6 @@ class DeepSpeedEngine:
         with deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3):
             yield
 
-    def gather_partitions(self, parameter: torch.nn.Parameter, group: Any) -> torch.Tensor | None:
-        """The whole parameter on rank 0, None on other ranks. A collective of ``group``, under ZeRO-3 only.
-
-        It reads the partitions, which only an update changes, and none of the state in which DeepSpeed keeps what is gathered
-        now. So it may run on a thread beside a forward or backward pass, unlike :meth:`gathered`.
-        """
-        own: torch.Tensor = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
-        parts = [torch.empty_like(own) for _ in range(self._world)] if self._rank == 0 else None
-        torch.distributed.gather(own, parts, dst=0, group=group)
-        if parts is None:
-            return None
-        return torch.cat(parts)[: parameter.ds_numel].view(self.shape(parameter))  # type: ignore[attr-defined]
-
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The full shape of a parameter, also while ZeRO-3 partitions it."""
         return tuple(getattr(parameter, "ds_shape", parameter.shape))

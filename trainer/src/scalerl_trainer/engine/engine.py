@@ -242,27 +242,21 @@ class Engine:
         return start.kl(self.logprobs(start.sequences, temperature=start.temperature).logprobs_n)
 
     def gather_parameters(
-        self, bucket_bytes: int, dtype: torch.dtype | None = None, beside: Any = None
+        self, bucket_bytes: int, dtype: torch.dtype | None = None
     ) -> Iterator[ParameterBucket]:
         """Yield whole parameters in buckets of at most ``bucket_bytes`` (a larger parameter is alone in its bucket).
 
         Names are those of the transformers model; tied parameters occur once. All ranks must exhaust the iterator together;
-        no collective is in progress while a bucket is yielded.
+        no collective is in progress while a bucket is yielded. Where it is no collective (below ZeRO-3), it may be consumed on a
+        thread beside a forward or backward pass, but not beside an update (``before_update``).
 
         Args:
             dtype: of the yielded tensors; None for the model's.
-            beside: a process group that nothing else uses meanwhile: the iterator may then be consumed on a thread beside a
-                forward or backward pass, but not beside an update (``before_update``).
         """
         dtype = dtype or getattr(torch, self.settings.dtype)
         for names, parameters in self._buckets(bucket_bytes, dtype):
             shapes = tuple(self._deepspeed.shape(parameter) for parameter in parameters)
             tensors: tuple[torch.Tensor, ...] = ()
-            if beside is not None and self.settings.zero_stage == 3:
-                wholes = [self._deepspeed.gather_partitions(parameter, beside) for parameter in parameters]
-                tensors = tuple(whole.to(dtype) for whole in wholes if whole is not None)
-                yield ParameterBucket(names, shapes, dtype, tensors)
-                continue
             adapters = [None if self._adapters is None else self._adapters.of(name) for name in names]
             needed = [p for one in adapters if one is not None for p in (one.lora_A, one.lora_B)]
             with self._deepspeed.gathered([*parameters, *needed]):
@@ -275,13 +269,13 @@ class Engine:
                     )
             yield ParameterBucket(names, shapes, dtype, tensors)
 
-    def gather_checkpoint(self, bucket_bytes: int, beside: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_checkpoint(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights one by one under the names and in the layouts of the model's checkpoint files, on rank 0.
 
         Other ranks yield nothing. Otherwise as :meth:`gather_parameters`: a tensor may be a view of the live parameter.
         """
         groups = iter(self._checkpoint.groups)
-        for bucket in self.gather_parameters(bucket_bytes, beside=beside):
+        for bucket in self.gather_parameters(bucket_bytes):
             parameters = dict(zip(bucket.names, bucket.tensors, strict=False))
             while parameters:
                 group = next(groups)

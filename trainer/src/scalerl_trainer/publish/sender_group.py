@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
-from scalerl_trainer.background import device_of_thread
+from scalerl_trainer.background import device_of_thread, new_stream
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.errors import GroupError
 
@@ -138,7 +138,8 @@ def open_group(
 
     def construct() -> None:
         try:
-            with device_of_thread(device):
+            # Not on the stream of the steps: the first operation ends with that of the last peer.
+            with device_of_thread(device), torch.cuda.stream(new_stream(device)):
                 process_groups.append(
                     _new_process_group(epoch, backend, world_size, store.address, timeout_seconds)
                 )
