@@ -30,6 +30,16 @@ from scalerl_coordinator.transitions import apply
 TRAIN_PROMPTS = 7
 
 
+def _schedule(changes: dict[str, Any]) -> dict[str, Any]:
+    """The setting for ``by_length``, which this takes out of ``changes``."""
+    by_length = changes.pop("by_length", None)
+    return (
+        {}
+        if by_length is None
+        else {"schedule": ScheduleSpec(by_length=ByLengthSpec() if by_length else None)}
+    )
+
+
 def make_settings(**changes: Any) -> Settings:
     """Three prompts a step, two completions each, k = 1, a point every second version over two held-out prompts."""
     identity = Identity(
@@ -46,8 +56,7 @@ def make_settings(**changes: Any) -> Settings:
         evaluation_temperature=0.5,
     )
     fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
-    if changes.pop("by_length", False):
-        changes["schedule"] = ScheduleSpec(by_length=ByLengthSpec())
+    changes |= _schedule(changes)
     values: dict[str, Any] = {
         "temperature": 1.0,
         "evaluation_every": 2,
@@ -144,6 +153,7 @@ class World:
 
     def change(self, keep: int = 0, **changes: Any) -> None:
         """The same, and the coordinator starts again with other settings."""
+        changes |= _schedule(changes)
         fields = {name: changes.pop(name) for name in list(changes) if name in Identity.__struct_fields__}
         identity = msgspec.structs.replace(self.settings.identity, **fields)
         self.changed |= identity != self.settings.identity

@@ -177,8 +177,9 @@ def test_tokens_without_logprobs_are_a_problem(unusable: int, bad: bool):
     assert bool(text) is bad
     assert world.state.last_row["unusable_tokens"] == 3 * unusable
     assert [group.unusable_tokens for group in world.plan("t", 0).groups] == [unusable] * 3
+    world.publish("t")
     for _ in range(12):
-        train(world, publish=False)
+        train(world)
     assert build_status(world.core).logprob_problem == "", "once they are a small part of the latest"
 
 

@@ -85,9 +85,12 @@ async def test_vllm_with_adapters_equals_merged_weights(server: tuple[Server, to
     one, dtype = server
     async with VllmClient(one.url, TOKEN) as client:
         sender = await connect(client, 1)
-        generating = asyncio.gather(
-            *(client.generate([5, 6, 7], n=1, max_tokens=900, cache_salt="0") for _ in range(4))
-        )
+
+        async def generate() -> None:
+            while True:
+                await client.generate([5, 6, 7], n=1, max_tokens=900, cache_salt="0")
+
+        generating = asyncio.gather(*(generate() for _ in range(4)))
         before = await client.prompt_logprobs(PROBE)
         for version in range(1, 11):
             given = adapters(one.model, version, dtype)

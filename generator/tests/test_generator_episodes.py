@@ -344,7 +344,7 @@ async def test_lost_server_and_weight_update_keep_episodes(bench: Bench, codec: 
 async def test_another_actor_continues_episodes(tmp_path: Path) -> None:
     """The first actor is killed between two turns; the second replays the replies that it gets, and goes on."""
     said, turns = "no. try again.", 4
-    environment = {"name": "retry", "maxTurns": turns, "parameters": {"wrong": said}}
+    environment = {"name": "retry", "maxTurns": turns, "parameters": {"wrong": said, "unanswered": said}}
     prompts = [f"say {i}}}" for i in range(8)]
     write_run(tmp_path, prompts, model__contextTokens=2048, task__environment=environment)
     train = open_task(load_run(tmp_path / "run.yaml").spec.task).train

@@ -35,6 +35,7 @@ BOUNDED = {
 }
 """The clients of this project."""
 OTHERS = {
+    "cli/src/scalerl_cli/memory_plan.py": "the hub's cache, by its library, which asks nobody",
     "operator/src/scalerl_operator/kube/client.py": "the API server, which the operator trusts, over TLS",
     "operator/src/scalerl_operator/kube/transport.py": "the same",
     "tasks/src/scalerl_tasks/dataset/hub.py": "the hub, by its library",

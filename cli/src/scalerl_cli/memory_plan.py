@@ -17,8 +17,6 @@ from scalerl_api.memory import (
 )
 from scalerl_api.spec import HubModel, RunSpec
 from scalerl_cli.machine import available_bytes, model_size
-from scalerl_trainer.errors import ModelError
-from scalerl_trainer.models.files import read_json, stored_tensors
 
 _UNITS: Final = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 _GIB = _UNITS[0][0]
@@ -101,6 +99,9 @@ def _rank_bytes(spec: RunSpec) -> int | None:
 def _cached_size(hub: HubModel) -> ModelSize | None:
     """Size of a model in the cache of the hub's client."""
     import huggingface_hub
+
+    from scalerl_trainer.errors import ModelError
+    from scalerl_trainer.models.files import read_json, stored_tensors
 
     try:
         folder = Path(
