@@ -152,6 +152,16 @@ async def test_retry_says_verdict_until_right() -> None:
     assert [step.score for step in steps] == [0.0, 0.0, 1.0, 0.0]
 
 
+async def test_each_step_is_reported(tmp_path: Path) -> None:
+    reported = list[None]()
+    async with GradingPool(own(tmp_path)) as pool:
+        await EnvironmentGrader(pool).steps(GAME, [["1"], ["2"]], on_graded=lambda: reported.append(None))
+    assert len(reported) == 2
+    async with GradingPool(VerifierConfig("number")) as pool:
+        await Retry(pool).steps(GAME, [["1"], ["2"], ["3"]], on_graded=lambda: reported.append(None))
+    assert len(reported) == 5
+
+
 def run_of(tmp_path: Path, **task: object) -> RunSpec:
     (tmp_path / "data.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n} 3", "answer": "1"}) + "\n" for n in range(1, 20))
