@@ -235,6 +235,21 @@ async def test_environment_that_fails_ends_its_episode(bench: Bench, codec: Prom
     assert completion.outcome in (Graded(None, "it raised"), *(Graded(Verdict(n / 8)) for n in range(8)))
 
 
+async def test_message_without_tokens_ends_its_episode_alone(bench: Bench, tmp_path: Path) -> None:
+    class Silent(Echo):
+        @staticmethod
+        def step(replies: Sequence[str]) -> Graded:
+            return Graded(Verdict(0.5), messages=(Message(""),))
+
+    write_tokenizer(tmp_path)
+    codec = PromptCodec(tmp_path, PromptSpec(), context_tokens=4096)
+    streams = bench.streams(PROMPT_IDS, 1, max_tokens=MAX_TOKENS)
+    await sampler(bench, codec, Silent()).sample(streams, PROMPT)
+    (completion,) = streams.completions
+    assert completion.turns == []
+    assert "messages have no tokens" in (completion.outcome and completion.outcome.error or "")
+
+
 async def test_each_step_and_each_reply_is_progress(bench: Bench, codec: PromptCodec) -> None:
     """Also of replies so short that they are not streamed."""
     inside, graded = [0], [0]
