@@ -247,7 +247,7 @@ async def test_message_without_tokens_ends_its_episode_alone(bench: Bench, tmp_p
     await sampler(bench, codec, Silent()).sample(streams, PROMPT)
     (completion,) = streams.completions
     assert completion.turns == []
-    assert "messages have no tokens" in (completion.outcome and completion.outcome.error or "")
+    assert "messages have no tokens" in ((completion.outcome and completion.outcome.error) or "")
 
 
 async def test_each_step_and_each_reply_is_progress(bench: Bench, codec: PromptCodec) -> None:

@@ -131,6 +131,12 @@ async def test_missing_file_names_its_field(tmp_path: Path) -> None:
             pass
 
 
+def test_digest_of_missing_file_names_its_field(tmp_path: Path) -> None:
+    missing = {"python": {"path": "none.py", "className": "Own"}}
+    with pytest.raises(VerifierError, match=r"correct environment\.python\.path"):
+        grading_digest(run_of(tmp_path, environment=missing).task.tasks[0].section, tmp_path)
+
+
 async def test_thought_is_given_to_environment(tmp_path: Path) -> None:
     async with GradingPool(own(tmp_path)) as pool:
         (step,) = await EnvironmentGrader(pool).steps(GAME, [["hm</think>1"]], in_thought=True)

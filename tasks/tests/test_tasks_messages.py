@@ -135,19 +135,16 @@ def test_raw_messages_stay_text_beside_each_other_and_the_template(
     assert added(tokenizer, ids) == of_template * len(contents)
 
 
-@given(
-    st.sampled_from([CHATML, BORDERS]), st.lists(st.tuples(ROLES, PIECES), min_size=1, max_size=3), st.data()
-)
+@given(st.sampled_from([CHATML, BORDERS]), st.lists(st.tuples(ROLES, PIECES), min_size=1, max_size=3))
 def test_no_role_and_no_message_of_a_chat_makes_a_special_token(
-    folder: Path, template: str, messages: list[tuple[str, str]], data: st.DataObject
+    folder: Path, template: str, messages: list[tuple[str, str]]
 ) -> None:
     tokenizer = chat(folder, template)
-    try:
-        ids = tokenizer.encode_messages(messages)
-    except TokenizerError as error:
-        assert "has the role" in str(error)
-        assert any(not role.isidentifier() or role == "<think>" for role, _ in messages)
+    if not all(role.isascii() and role.isidentifier() for role, _ in messages):
+        with pytest.raises(TokenizerError, match="has the role"):
+            tokenizer.encode_messages(messages)
         return
+    ids = tokenizer.encode_messages(messages)
     if template is CHATML:
         one = "\n<|im_start|>{}\n{}<|im_end|>"
         expected = "".join(one.format(*message) for message in messages) + "\n<|im_start|>assistant\n"
@@ -184,7 +181,7 @@ def test_role_that_the_template_leaves_out_is_refused(folder: Path, content: str
             with pytest.raises(TokenizerError, match="does not write a message of the role 'observation'"):
                 tokenizer.encode_messages(messages)
     twice = chat(folder, CHATML.replace("m.content", "m.content + m.content"))
-    with pytest.raises(TokenizerError, match="not append-only|role 'user' once"):
+    with pytest.raises(TokenizerError, match=r"not append-only|role 'user' once"):
         twice.check_turns()
 
 
