@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from scalerl_api.plugins import SchedulePlugin, free_value, problems
 from scalerl_api.registry import Kind, PluginError, entry_point, installed, make
@@ -46,7 +47,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "gone": "Gone",
     }
     points = [f"{name} = own_kinds:{of}" for name, of in names.items()]
-    write(tmp_path, "own", ["[scalerl.schedules]", *points, "missing = no_package_at_all:A"])
+    write(
+        tmp_path,
+        "own",
+        ["[scalerl.schedules]", *points, "builtin = builtins:dict", "missing = no_package_at_all:A"],
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return tmp_path
@@ -84,7 +89,8 @@ def test_what_a_name_makes(package: Path) -> None:
         ("checked", {"sizes": 2}, "parameters: .*'size.*it takes size"),
         ("plain", {"sizes": 2}, r"\(own_kinds:Plain\): parameters: .*'first'; it takes first, size"),
         ("fails", {}, r"\(own_kinds:fails\): RuntimeError: no device"),
-        ("constant", {}, "TypeError: 3 is not a callable"),
+        ("constant", {}, "its parameters are unknown: 3 is not a callable"),
+        ("builtin", {}, r"\(builtins:dict\): its parameters are unknown: no signature found"),
         ("gone", {}, "has no attribute 'Gone'"),
         ("missing", {}, "No module named 'no_package_at_all'"),
     ],
@@ -122,6 +128,23 @@ def test_kinds_that_are_not_asked_for_are_not_checked() -> None:
 @given(st.dictionaries(st.text(), VALUES))
 def test_parameters_are_any_json_without_floats(parameters: dict[str, Any]) -> None:
     assert free_value(parameters) == json.loads(json.dumps(parameters))
+
+
+def test_depth_is_limited() -> None:
+    """Deeper ones would end validation with a RecursionError."""
+
+    def nested(levels: int) -> Any:
+        value: Any = 1
+        for level in range(levels):
+            value = [value] if level % 2 else {"a": value}
+        return value
+
+    assert free_value(nested(32)) == nested(32)
+    for levels in (33, 500, 5000):
+        with pytest.raises(ValueError, match="nested deeper than 32 levels; make it flatter"):
+            free_value(nested(levels))
+    with pytest.raises(ValidationError, match="nested deeper than 32 levels"):
+        SchedulePlugin(name="a", parameters={"deep": nested(500)})
 
 
 @given(VALUES, st.floats() | st.binary() | st.tuples())

@@ -17,6 +17,7 @@ from scalerl_generator import leasing
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
+from scalerl_generator.episodes import Grading
 from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
@@ -34,9 +35,11 @@ class Maker:
     def __init__(self) -> None:
         self.generators: dict[str, Callable[[Grow], Awaitable[None]]] = {}
         self.grading_seconds = 0.0
+        self.grading: dict[str, Grading] = {}
         self._grader = asyncio.Lock()
 
-    async def generate(self, lease: Lease, on_tokens: Grow) -> Generated:
+    async def generate(self, lease: Lease, on_tokens: Grow, grading: Grading) -> Generated:
+        self.grading[lease.lease_id] = grading
         await self.generators[lease.lease_id](on_tokens)
         unused = cast(Any, None)
         return Generated(lease, unused, unused, unused, [], 0.0)
@@ -174,6 +177,56 @@ async def test_lease_continues_while_grading_progresses(hands: Hands) -> None:
     assert hands.membership.held_leases == {"0", "1", "2", "3"}
     assert len(hands.delivery) == 4
     assert hands.membership._progress["3"] >= 15, "heartbeats tell the coordinator"
+
+
+async def test_lease_continues_while_steps_of_its_pool_progress(hands: Hands) -> None:
+    """Episodes wait for a step of others, made one at a time, and for the reply after it, behind others' tokens."""
+    pool, first = asyncio.Lock(), asyncio.Event()
+
+    def episode(name: str) -> Callable[[Grow], Awaitable[None]]:
+        async def play(on_tokens: Grow) -> None:
+            on_tokens(1)
+            with hands.maker.grading[name]() as on_graded:
+                async with pool:
+                    for _ in range(4):
+                        await asyncio.sleep(0.1)
+                        on_graded()
+            if name == "0":
+                await first.wait()
+
+        return play
+
+    async def grow(on_tokens: Grow) -> None:
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            on_tokens(1)
+        first.set()
+
+    hands.maker.grading_seconds = 0.01
+    for n in range(4):
+        hands.take(f"{n}", episode(f"{n}"), n, seconds=0.7)
+    hands.take("plain", grow, 4, seconds=0.7)
+    await hands.served()
+    assert hands.membership.held_leases == {"0", "1", "2", "3", "plain"}
+    assert hands.membership._progress["3"] >= 15, "heartbeats tell the coordinator"
+
+
+async def test_step_that_hangs_ends_its_lease(hands: Hands) -> None:
+    async def play(on_tokens: Grow) -> None:
+        with hands.maker.grading["stuck"]():
+            await asyncio.Event().wait()
+
+    async def grow(on_tokens: Grow) -> None:
+        on_tokens(1)
+        hands.take("stuck", play, 1, seconds=0.3)
+        for _ in range(10):
+            await asyncio.sleep(0.06)
+            on_tokens(1)
+        assert "stuck" not in hands.membership.held_leases, "tokens of others do not renew it"
+
+    hands.take("plain", grow, 0)
+    await hands.served()
+    assert hands.membership.held_leases == {"plain"}
 
 
 async def test_group_that_ends_with_the_drain_is_delivered_and_not_released(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,16 @@ class Echo:
         self.waits = 0.0
 
     async def steps(
-        self, prompt: Prompt, episodes: Sequence[Sequence[str]], *, in_thought: bool = False
+        self,
+        prompt: Prompt,
+        episodes: Sequence[Sequence[str]],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None],
     ) -> list[Graded]:
         await asyncio.sleep(self.waits)
+        for _ in episodes:
+            on_graded()
         self.steps_made += len(episodes)
         return [self.step(replies) for replies in episodes]
 
@@ -225,6 +233,44 @@ async def test_environment_that_fails_ends_its_episode(bench: Bench, codec: Prom
     await sampler(bench, codec, Failing()).sample(streams, PROMPT)
     (completion,) = streams.completions
     assert completion.outcome in (Graded(None, "it raised"), *(Graded(Verdict(n / 8)) for n in range(8)))
+
+
+async def test_message_without_tokens_ends_its_episode_alone(bench: Bench, tmp_path: Path) -> None:
+    class Silent(Echo):
+        @staticmethod
+        def step(replies: Sequence[str]) -> Graded:
+            return Graded(Verdict(0.5), messages=(Message(""),))
+
+    write_tokenizer(tmp_path)
+    codec = PromptCodec(tmp_path, PromptSpec(), context_tokens=4096)
+    streams = bench.streams(PROMPT_IDS, 1, max_tokens=MAX_TOKENS)
+    await sampler(bench, codec, Silent()).sample(streams, PROMPT)
+    (completion,) = streams.completions
+    assert completion.turns == []
+    assert "messages have no tokens" in ((completion.outcome and completion.outcome.error) or "")
+
+
+async def test_each_step_and_each_reply_is_progress(bench: Bench, codec: PromptCodec) -> None:
+    """Also of replies so short that they are not streamed."""
+    inside, graded = [0], [0]
+
+    class Watched(Echo):
+        async def steps(self, *given: Any, **named: Any) -> list[Graded]:
+            assert inside == [1]
+            return await super().steps(*given, **named)
+
+    @contextmanager
+    def grading() -> Iterator[Callable[[], None]]:
+        inside[0] += 1
+        yield lambda: graded.__setitem__(0, graded[0] + 1)
+        inside[0] -= 1
+
+    environment, streams = Watched(), bench.streams(PROMPT_IDS, 1, max_tokens=MAX_TOKENS)
+    await sampler(bench, codec, environment, max_tokens_per_turn=60).sample(streams, PROMPT, grading)
+    (completion,) = streams.completions
+    assert completion.turns
+    assert graded == [environment.steps_made] == [len(completion.turns) + 1]
+    assert bench.tokens == completion.tokens - sum(turn.end - turn.start for turn in completion.turns)
 
 
 # --- others continue ------------------------------------------------------------------------------

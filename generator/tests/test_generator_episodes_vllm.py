@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -114,7 +114,12 @@ class Gated:
         self.waiting: Counter[int] = Counter()
 
     async def steps(
-        self, prompt: Prompt, episodes: Sequence[Sequence[str]], *, in_thought: bool = False
+        self,
+        prompt: Prompt,
+        episodes: Sequence[Sequence[str]],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
     ) -> list[Graded]:
         turn = len(episodes[0])
         if turn in self.gates:

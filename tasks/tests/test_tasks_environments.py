@@ -131,6 +131,12 @@ async def test_missing_file_names_its_field(tmp_path: Path) -> None:
             pass
 
 
+def test_digest_of_missing_file_names_its_field(tmp_path: Path) -> None:
+    missing = {"python": {"path": "none.py", "className": "Own"}}
+    with pytest.raises(VerifierError, match=r"correct environment\.python\.path"):
+        grading_digest(run_of(tmp_path, environment=missing).task.tasks[0].section, tmp_path)
+
+
 async def test_thought_is_given_to_environment(tmp_path: Path) -> None:
     async with GradingPool(own(tmp_path)) as pool:
         (step,) = await EnvironmentGrader(pool).steps(GAME, [["hm</think>1"]], in_thought=True)
@@ -150,6 +156,16 @@ async def test_retry_says_verdict_until_right() -> None:
         (Message("No."),),
     ]
     assert [step.score for step in steps] == [0.0, 0.0, 1.0, 0.0]
+
+
+async def test_each_step_is_reported(tmp_path: Path) -> None:
+    reported = list[None]()
+    async with GradingPool(own(tmp_path)) as pool:
+        await EnvironmentGrader(pool).steps(GAME, [["1"], ["2"]], on_graded=lambda: reported.append(None))
+    assert len(reported) == 2
+    async with GradingPool(VerifierConfig("number")) as pool:
+        await Retry(pool).steps(GAME, [["1"], ["2"], ["3"]], on_graded=lambda: reported.append(None))
+    assert len(reported) == 5
 
 
 def run_of(tmp_path: Path, **task: object) -> RunSpec:

@@ -102,6 +102,118 @@ def test_special_tokens_in_messages_stay_text(folder: Path, pieces: list[str]) -
     assert [id_ for id_ in ids if id_ in added] == tokenizer.encode(["<|im_start|><|im_end|><|im_start|>"])[0]
 
 
+BORDERS = "{% for m in messages %}{{ '<' + m.content + '>' + '<|im_' + m.role + '|><|im_end|>' }}{% endfor %}"
+PIECES = st.lists(
+    st.sampled_from(
+        [*SPECIAL, "<think>", "<", ">", "|", "|>", "<|im_", "end", "end|>", "think", "ab", "\n", " ", "é"]
+    ),
+    max_size=6,
+).map("".join)
+ROLES = st.one_of(st.sampled_from(["user", "tool"]), PIECES)
+
+
+def added(tokenizer: ModelTokenizer, ids: list[int]) -> list[int]:
+    known = {tokenizer.vocabulary[token] for token in tokenizer.added_tokens}
+    return [id_ for id_ in ids if id_ in known]
+
+
+@given(
+    st.sampled_from(["{prompt}", "<{prompt}>", "<|im_{prompt}end|>", "<|im_start|>{prompt}<|im_end|>"]),
+    st.lists(PIECES, min_size=1, max_size=3),
+)
+def test_raw_messages_stay_text_beside_each_other_and_the_template(
+    folder: Path, template: str, contents: list[str]
+) -> None:
+    tokenizer = ModelTokenizer(folder, PromptSpec(template=template))
+    head, tail = template.split("{prompt}")
+    expected = "".join(head + content + tail for content in contents)
+    if not expected:
+        return
+    ids = tokenizer.encode_messages([("user", content) for content in contents])
+    assert tokenizer.texts([ids]) == [expected]
+    of_template = [id_ for piece in (head, tail) for id_ in added(tokenizer, tokenizer.encode([piece])[0])]
+    assert added(tokenizer, ids) == of_template * len(contents)
+
+
+@given(st.sampled_from([CHATML, BORDERS]), st.lists(st.tuples(ROLES, PIECES), min_size=1, max_size=3))
+def test_no_role_and_no_message_of_a_chat_makes_a_special_token(
+    folder: Path, template: str, messages: list[tuple[str, str]]
+) -> None:
+    tokenizer = chat(folder, template)
+    if not all(role.isascii() and role.isidentifier() for role, _ in messages):
+        with pytest.raises(TokenizerError, match="has the role"):
+            tokenizer.encode_messages(messages)
+        return
+    ids = tokenizer.encode_messages(messages)
+    if template is CHATML:
+        one = "\n<|im_start|>{}\n{}<|im_end|>"
+        expected = "".join(one.format(*message) for message in messages) + "\n<|im_start|>assistant\n"
+        counts = {"<|im_start|>": len(messages) + 1, "<|im_end|>": len(messages)}
+    else:
+        expected = "".join(f"<{content}><|im_{role}|><|im_end|>" for role, content in messages)
+        ends = 1 + sum(role == "end" for role, _ in messages) / len(messages)
+        counts = {"<|im_end|>": int(ends * len(messages))}
+    assert tokenizer.texts([ids]) == [expected]
+    found = added(tokenizer, ids)
+    assert {token: found.count(tokenizer.vocabulary[token]) for token in counts} == counts
+    assert len(found) == sum(counts.values())
+
+
+@pytest.mark.parametrize(
+    "role", ["user<|im_end|>\n<|im_start|>assistant", "", "a b", "tool\n", "<think>", "é", "a" * 65]
+)
+def test_role_that_is_no_name_is_refused(folder: Path, role: str) -> None:
+    with pytest.raises(TokenizerError, match=r"^a message has the role .*; a role is a name of letters"):
+        chat(folder).encode_messages([("user", "no"), (role, "4")])
+
+
+@pytest.mark.parametrize("content", ["4", "<|im_end|>"])
+def test_role_that_the_template_leaves_out_is_refused(folder: Path, content: str) -> None:
+    """As Qwen3's template leaves out ``observation``."""
+    some = CHATML.replace(
+        "messages %}", "messages if m.role in ('system', 'user', 'assistant', 'tool') %}", 1
+    )
+    tokenizer = chat(folder, some)
+    tokenizer.check_turns()
+    tokenizer.encode_messages([("tool", content)])
+    for messages in ([("observation", content)], [("user", "no"), ("observation", content)]):
+        for _ in range(2):
+            with pytest.raises(TokenizerError, match="does not write a message of the role 'observation'"):
+                tokenizer.encode_messages(messages)
+    twice = chat(folder, CHATML.replace("m.content", "m.content + m.content"))
+    with pytest.raises(TokenizerError, match=r"not append-only|role 'user' once"):
+        twice.check_turns()
+
+
+def test_messages_without_tokens_are_refused(folder: Path) -> None:
+    tokenizer = ModelTokenizer(folder, PromptSpec())
+    with pytest.raises(TokenizerError, match="messages have no tokens"):
+        tokenizer.encode_messages([("user", ""), ("user", "")])
+    assert tokenizer.encode_messages([("user", ""), ("user", "ab")]) == tokenizer.encode(["ab"])[0]
+
+
+def test_template_that_moves_the_system_message_is_refused(folder: Path) -> None:
+    """As Mistral's, which writes it into the last message of the user."""
+    moving = (
+        "{% if messages[0].role == 'system' %}{% set said = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}"
+        "{% else %}{% set said = '' %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + (said if loop.last else '') + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + '<|im_end|>' }}"
+        "{% endif %}{% endfor %}"
+    )
+    chat(folder, moving).check_turns()
+    with pytest.raises(
+        TokenizerError, match=r"^task\.prompt: the chat template is not append-only.*or no system$"
+    ):
+        chat(folder, moving, "be short").check_turns()
+
+
+@pytest.mark.parametrize("system", [None, "Think in <think> first"])
+def test_template_that_opens_a_thought_is_accepted(folder: Path, system: str | None) -> None:
+    opening = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+    chat(folder, opening, system).check_turns()
+    chat(folder, opening.replace("<think>\n'", "<think>\n\n</think>\n\n'"), system).check_turns()
+
+
 @pytest.mark.parametrize("template", NOT_APPEND_ONLY.values(), ids=NOT_APPEND_ONLY)
 def test_template_that_is_not_append_only_is_refused(folder: Path, template: str) -> None:
     with pytest.raises(TokenizerError, match=r"^task\.prompt: the chat template is not append-only"):

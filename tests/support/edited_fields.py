@@ -52,7 +52,7 @@ _MIX: Final[Object] = {
     "reasoningGym": None,
     "verifier": None,
     "heldOut": None,
-    "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b"}],
+    "mix": [_HALF | {"name": "a"}, _HALF | {"name": "b", "environment": {"name": "retry"}}],
 }
 
 _HTTP: Final[Object] = {"task": {"verifier": {"name": None, "http": {"url": "http://rewards:8000/score"}}}}
@@ -76,6 +76,15 @@ _OF_DATASET: Final[dict[str, Object]] = {
     "filter.maxRejected": {"filter": {"maxRejected": "0.1"}},
     "filter.overlap": {"filter": {"overlap": 13}},
 }
+
+
+WITH_ENVIRONMENT: Final[Object] = merged(
+    BASE,
+    {"metadata": {"name": "edited-environment"}, "spec": {"task": {"environment": {"name": "retry"}}}},
+)
+_LIMITS: Final = ("turnTimeoutSeconds", "memory", "workers")
+BEFORE: Final[dict[str, Object]] = {f"task.environment.{name}": WITH_ENVIRONMENT for name in _LIMITS}
+"""The run before an edit, if it is not :data:`BASE`."""
 
 
 def _within(path: str, value: Any) -> Object:
@@ -130,17 +139,7 @@ OTHER: Final[dict[str, Object]] = {
     "task.combine": {"task": {"combine": "Product"}},
     **{
         f"task.environment.{name}": {"task": {"environment": {"name": "retry"}}}
-        for name in (
-            *(
-                "name",
-                "parameters",
-                "maxTurns",
-                "maxTokensPerTurn",
-                "turnTimeoutSeconds",
-                "memory",
-                "workers",
-            ),
-        )
+        for name in ("name", "parameters", "maxTurns", "maxTokensPerTurn")
     },
     **{
         f"task.environment.python.{name}": {
@@ -302,12 +301,12 @@ def _alternatives(model_field: Any, now: Any) -> Iterator[Any]:
 
 
 def _edited(path: str, model_field: Any) -> Object:
-    written = base().to_manifest()
-    now = value_at(written, path)
+    before = BEFORE.get(path, BASE)
+    now = value_at(ScaleRLRun.model_validate(before).to_manifest(), path)
     if path in OTHER:
-        return merged(BASE, {"spec": OTHER[path]})
+        return merged(before, {"spec": OTHER[path]})
     for value in _alternatives(model_field, now):
-        manifest = merged(BASE, {"spec": _within(path, value)})
+        manifest = merged(before, {"spec": _within(path, value)})
         try:
             run = ScaleRLRun.model_validate(manifest)
         except (ValidationError, TypeError):
@@ -320,7 +319,8 @@ def _edited(path: str, model_field: Any) -> Object:
 def edits(*, refused: bool) -> list[Edited]:
     """One edit of every field."""
     found = [
-        Edited(leaf.path, edit_of(leaf.path), _edited(leaf.path, leaf.field)) for leaf in leaves(RunSpec)
+        Edited(leaf.path, edit_of(leaf.path), _edited(leaf.path, leaf.field), BEFORE.get(leaf.path, BASE))
+        for leaf in leaves(RunSpec)
     ]
     return [edited for edited in found if (edited.edit.effect == "Refused") is refused]
 
@@ -338,6 +338,10 @@ _OF_MIXED_TASK: Final[dict[str, Object]] = {
     "verifier.timeoutSeconds": {"verifier": {"timeoutSeconds": 5}},
     "verifier.memory": {"verifier": {"memory": "2Gi"}},
     "verifier.workers": {"verifier": {"workers": 2}},
+    "environment.maxTurns": {"environment": {"maxTurns": 3}},
+    "environment.turnTimeoutSeconds": {"environment": {"turnTimeoutSeconds": 5}},
+    "environment.memory": {"environment": {"memory": "2Gi"}},
+    "environment.workers": {"environment": {"workers": 2}},
 }
 
 
@@ -364,6 +368,10 @@ _OF_SET: Final[dict[str, Object]] = {
     "task.verifier.timeoutSeconds": {"task": {"verifier": {"timeoutSeconds": 5}}},
     "task.verifier.memory": {"task": {"verifier": {"memory": "2Gi"}}},
     "task.verifier.workers": {"task": {"verifier": {"workers": 2}}},
+    "task.environment.maxTurns": {"task": {"environment": {"maxTurns": 3}}},
+    "task.environment.turnTimeoutSeconds": {"task": {"environment": {"turnTimeoutSeconds": 5}}},
+    "task.environment.memory": {"task": {"environment": {"memory": "2Gi"}}},
+    "task.environment.workers": {"task": {"environment": {"workers": 2}}},
 }
 
 
@@ -377,7 +385,7 @@ def mix_base() -> Object:
 
 def sets_base() -> Object:
     """A run with two evaluation sets, the second with its own task."""
-    task = {"plugin": _OP_GRAPH, "verifier": {"name": "exact"}, "size": 3}
+    task = {"plugin": _OP_GRAPH, "verifier": {"name": "exact"}, "environment": {"name": "retry"}, "size": 3}
     sets = [
         {"name": "held-out"},
         {"name": "hard", "everySteps": 4, "samplesPerPrompt": 4, "k": 4, "task": task},

@@ -515,3 +515,12 @@ def test_structure_is_checked_in_another_process(folder: Path) -> None:
     (problem,) = model_problems(folder, spec)
     assert "spec.model.path: " in str(problem)
     assert "'nothing'" in str(problem)
+
+
+def test_template_of_an_evaluation_set_with_an_environment_is_checked(folder: Path) -> None:
+    moving = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = {"jsonl": {"path": "/data/a.jsonl"}, "environment": {"name": "nim"}}
+    chat = {"prompt": {"format": "Chat", "chatTemplate": moving}}
+    sets = {"sets": [{"name": "held-out"}, {"name": "games", "task": rows | chat}]}
+    (problem,) = found(folder, evaluation=sets)
+    assert problem.startswith("spec.evaluation.sets.1.task.prompt: the chat template is not append-only")

@@ -21,6 +21,11 @@ MAY_DIFFER: Final = frozenset(
         "task.mix.verifier.timeoutSeconds",
         "task.mix.verifier.memory",
         "task.mix.verifier.workers",
+        *(
+            f"{task}.environment.{name}"
+            for task in ("task", "task.mix")
+            for name in ("turnTimeoutSeconds", "memory", "workers")
+        ),
     }
 )
 """Fields of model and task that may differ, because they only determine where and how weights are stored, and how completions are scored.

@@ -10,21 +10,30 @@ from pydantic import BaseModel, BeforeValidator, Field
 from scalerl_api.fields import Model
 from scalerl_api.registry import Kind, PluginError, bound, entry_point, make
 
+MAX_DEPTH: Final = 32
+"""Maximum depth of lists and objects in a parameter."""
+
 
 def free_value(value: Any) -> Any:
-    """Check that a value is plain JSON without floats, which other writers of JSON would change.
+    """Check that a value is plain JSON of at most :data:`MAX_DEPTH` levels without floats, which other writers of JSON would change.
 
     >>> free_value({"sizes": [1, 2], "share": "0.5"})
     {'sizes': [1, 2], 'share': '0.5'}
     """
+    return _free_value(value, MAX_DEPTH)
+
+
+def _free_value(value: Any, levels: int) -> Any:
     if isinstance(value, float):
         raise ValueError('floats are not allowed in a spec; write them as strings, like "0.5"')
+    if isinstance(value, Mapping | list) and not levels:
+        raise ValueError(f"lists and objects are nested deeper than {MAX_DEPTH} levels; make it flatter")
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise ValueError("the names of an object must be strings")
-        return {name: free_value(one) for name, one in value.items()}
+        return {name: _free_value(one, levels - 1) for name, one in value.items()}
     if isinstance(value, list):
-        return [free_value(one) for one in value]
+        return [_free_value(one, levels - 1) for one in value]
     if value is not None and not isinstance(value, int | str):
         raise ValueError("must be made of integers, booleans, strings, lists and objects")
     return value

@@ -98,9 +98,15 @@ def bound(entry: EntryPoint, parameters: Mapping[str, Any], *arguments: Any) -> 
             f"plugin {entry.name!r} ({entry.value}): {type(error).__name__}: {error}"
         ) from error
     try:
-        inspect.signature(loaded).bind(*arguments, **parameters)
+        signature = inspect.signature(loaded)
+    except (TypeError, ValueError) as error:  # not callable, or of C, such as dict
+        raise PluginError(
+            f"plugin {entry.name!r} ({entry.value}): its parameters are unknown: {error}; name a function or class of Python"
+        ) from error
+    try:
+        signature.bind(*arguments, **parameters)
     except TypeError as error:
-        taken = list(inspect.signature(loaded).parameters)[len(arguments) :]
+        taken = list(signature.parameters)[len(arguments) :]
         raise PluginError(
             f"plugin {entry.name!r} ({entry.value}): parameters: {error}; it takes {', '.join(taken) or 'none'}"
         ) from error

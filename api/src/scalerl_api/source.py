@@ -415,11 +415,11 @@ class EnvironmentSpec(Model):
     """Maximum length of a reply. A longer one is cut, and ends the episode. Default: what is left of maxCompletionTokens, which
     counts replies and messages together."""
     turn_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
-    """Time limit of a step of the environment."""
+    """Time limit of a step of the environment; of ``retry``, the verifier's limits hold."""
     memory: GraderQuantity = "1Gi"
-    """Memory limit of an environment's process."""
+    """Memory limit of an environment's process; not of ``retry``."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Environment processes per generator."""
+    """Environment processes per generator; not of ``retry``."""
 
     rules = (exactly_one("name", "python"),)
 

@@ -54,7 +54,7 @@ class CompletionStreams:
     Args:
         stop_token_ids: each of them ends a completion.
         max_sequences: the server's maximum number of completions in one request.
-        on_tokens: called with the number of new tokens, if the completions are streamed.
+        on_tokens: called with the number of new tokens.
         completions: unfinished completions to continue, from an earlier server or another actor.
     """
 
@@ -159,6 +159,7 @@ class CompletionStreams:
         else:
             for index, sampled in enumerate(await self._server.generate(prompt, **arguments)):
                 self._add(batch[index], sampled, version, since, limit)
+                self._on_tokens(len(sampled.token_ids))
 
     def _add(self, completion: PartialCompletion, part: Part, version: int, since: int, limit: int) -> None:
         """Add tokens to a completion. With the last part, check the versions of all, and set the finish reason if it ended."""

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from scalerl_api.spec import ProblemSpec
@@ -34,6 +35,14 @@ from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_episodes
+
+Grading = Callable[[], AbstractContextManager[Callable[[], None]]]
+"""Entered while an environment makes a step; gives what is called for each episode that has one, and while a verifier waits."""
+
+
+def ungraded() -> AbstractContextManager[Callable[[], None]]:
+    """A :data:`Grading` that records nothing."""
+    return nullcontext(lambda: None)
 
 
 @dataclass(frozen=True)
@@ -50,34 +59,38 @@ class EpisodeSampler:
     """Encodes and decodes."""
     metrics: ActorMetrics
 
-    async def sample(self, streams: CompletionStreams, prompt: Prompt) -> None:
+    async def sample(self, streams: CompletionStreams, prompt: Prompt, grading: Grading = ungraded) -> None:
         """Sample until every completion has an outcome.
 
         Raises:
             ServerLost, ServerRefused, BadReply, GenerationFailed: as :meth:`CompletionStreams.extend`.
             GradingError: the environment's processes cannot be kept running.
         """
-        await gather_all(self._sample(streams, batch, prompt) for batch in streams.batches())
+        await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
         self.metrics.episode_turns.inc(sum(len(completion.turns) + 1 for completion in streams.completions))
 
     async def _sample(
-        self, streams: CompletionStreams, batch: Sequence[PartialCompletion], prompt: Prompt
+        self,
+        streams: CompletionStreams,
+        batch: Sequence[PartialCompletion],
+        prompt: Prompt,
+        grading: Grading,
     ) -> None:
         """Sample a batch. Its first replies are one request, and their steps another."""
         fresh = [completion for completion in batch if not completion.tokens]
         if fresh:
             await streams.extend(fresh, self._limit(streams, fresh[0]))
-            await self._step(streams, fresh, prompt)
+            await self._step(streams, fresh, prompt, grading)
         unfinished = [completion for completion in batch if completion.outcome is None]
         if unfinished:
-            await gather_all(self._continue(streams, completion, prompt) for completion in unfinished)
+            await gather_all(self._continue(streams, one, prompt, grading) for one in unfinished)
 
     async def _continue(
-        self, streams: CompletionStreams, completion: PartialCompletion, prompt: Prompt
+        self, streams: CompletionStreams, completion: PartialCompletion, prompt: Prompt, grading: Grading
     ) -> None:
         while completion.outcome is None:
             await streams.extend([completion], self._limit(streams, completion))
-            await self._step(streams, [completion], prompt)
+            await self._step(streams, [completion], prompt, grading)
 
     def _limit(self, streams: CompletionStreams, completion: PartialCompletion) -> int:
         """Position at which the current reply is cut."""
@@ -86,12 +99,19 @@ class EpisodeSampler:
         return most if self.max_tokens_per_turn is None else min(most, start + self.max_tokens_per_turn)
 
     async def _step(
-        self, streams: CompletionStreams, completions: Sequence[PartialCompletion], prompt: Prompt
+        self,
+        streams: CompletionStreams,
+        completions: Sequence[PartialCompletion],
+        prompt: Prompt,
+        grading: Grading,
     ) -> None:
         """End each episode, or continue it with the environment's messages."""
         loop, started = asyncio.get_running_loop(), time.monotonic()
         replies = await loop.run_in_executor(self.thread, self._replies, completions)
-        steps = await self.grader.steps(prompt, replies, in_thought=streams.prompt.in_thought)
+        with grading() as on_graded:
+            steps = await self.grader.steps(
+                prompt, replies, in_thought=streams.prompt.in_thought, on_graded=on_graded
+            )
         self.metrics.environment_seconds.observe(time.monotonic() - started)
         for completion, step, texts in zip(completions, steps, replies, strict=True):
             completion.text = texts[0] if len(texts) == 1 else None

@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from scalerl_api.http_client import Backoff
@@ -114,6 +115,10 @@ class _HeldLease:
     """False once its completions are sampled."""
     has_tokens: bool = False
     """Whether the server has reported a token of this lease."""
+    queued: bool = True
+    """Whether it waits for its first token, or the first after a step of its environment."""
+    steps: int = 0
+    """Number of steps that its environment is making."""
     waits_for_teacher: bool = False
 
     def renew(self) -> None:
@@ -268,7 +273,9 @@ class Leasing:
         lease = held.lease
         try:
             async with asyncio.timeout(held.deadline - time.monotonic()) as held.timeout:
-                generated = await self._rollouts.generate(lease, lambda tokens: self._on_tokens(held, tokens))
+                generated = await self._rollouts.generate(
+                    lease, lambda tokens: self._on_tokens(held, tokens), lambda: self._step(held)
+                )
                 self._on_generated(held, generated)
                 group = await self._rollouts.grade(
                     generated,
@@ -307,17 +314,27 @@ class Leasing:
 
     def _on_tokens(self, held: _HeldLease, tokens: int) -> None:
         """Record progress after tokens of ``held`` were sampled: its own, and that of all leases queued behind it."""
-        held.has_tokens = True
+        held.has_tokens, held.queued = True, False
         self._refused.clear()
         for other in self._held.values():
-            if other is held or (other.generating and not other.has_tokens):
+            if other is held or (other.generating and other.queued):
                 self._registration.progress(other.lease.lease_id, tokens)
                 other.renew()
 
+    @contextlib.contextmanager
+    def _step(self, held: _HeldLease) -> Iterator[Callable[[], None]]:
+        """While its environment makes a step, ``held`` progresses as groups in grading do: steps and verdicts share processes."""
+        held.steps, held.queued = held.steps + 1, False
+        try:
+            yield self._on_graded
+        finally:
+            held.steps -= 1
+            held.queued = True
+
     def _on_graded(self) -> None:
-        """Record progress of all groups in grading after one of their completions was graded."""
+        """Record progress of all groups in grading or in a step after one of their completions was graded."""
         for held in self._held.values():
-            if held.timeout is not None and not held.generating:
+            if held.timeout is not None and (held.steps or not held.generating):
                 self._registration.progress(held.lease.lease_id, 1)
                 held.renew()
 

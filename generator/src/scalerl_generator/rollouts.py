@@ -31,7 +31,7 @@ from scalerl_api.wire import (
 )
 from scalerl_generator.completion_streams import CompletionStreams, ServerLost
 from scalerl_generator.draft_protocol import DraftTally
-from scalerl_generator.episodes import EpisodeSampler
+from scalerl_generator.episodes import EpisodeSampler, Grading, ungraded
 from scalerl_generator.kept_completions import KeptCompletions
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
@@ -219,10 +219,13 @@ class RolloutGenerator:
         self._teacher = teacher
         self._past_responses = past_responses
 
-    async def generate(self, lease: Lease, on_tokens: Callable[[int], None]) -> Generated:
+    async def generate(
+        self, lease: Lease, on_tokens: Callable[[int], None], grading: Grading = ungraded
+    ) -> Generated:
         """Sample the completions of a lease. Waits while the server has no weights or receives new ones.
 
-        ``on_tokens`` is called with the number of new tokens while completions are streamed (short ones are not).
+        ``on_tokens`` is called with the number of new tokens: of short completions when they are complete, of longer ones as they
+        arrive. ``grading`` is entered for each step of an environment.
 
         Raises:
             ServerLost: this server can no longer serve the lease. Its tokens are kept for the next lease of the slot.
@@ -260,7 +263,7 @@ class RolloutGenerator:
             if section.episodes is None:
                 await self._strategy(streams)
             else:
-                await section.episodes.sample(streams, prompt)
+                await section.episodes.sample(streams, prompt, grading)
         except (ServerLost, asyncio.CancelledError):
             # Completions without a new token are not kept, because they may have made the server fail. Nor are tokens from
             # weights that were not published to the server, whose version is unknown.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from operator_tests.children import run_spec
 from scalerl_api.conditions import Reason
+from scalerl_api.spec import API_VERSION, KIND
+from scalerl_api.status import RunStatus
+from scalerl_operator.controller.accept import accept
+from scalerl_operator.controller.parts import Run
 from scalerl_operator.controller.refusals import plugin_problem
 
 TASK = {"verifier": {"name": "exact"}}
@@ -51,3 +56,24 @@ def test_name_of_a_task_of_a_mix_is_found() -> None:
     problem = plugin_problem(run_spec(task={"mix": mix}).spec)
     assert problem is not None
     assert problem.message.startswith("spec.task.mix[0].plugin: ")
+
+
+def test_edit_of_a_started_run_to_a_name_that_is_not_there_is_refused() -> None:
+    """The run continues with its spec, instead of waiting for a schedule that no image has."""
+    before = run_spec()
+    obj = before.model_dump(mode="json", by_alias=True, exclude_none=True)
+    obj |= {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": "test", "namespace": "n", "uid": "u"},
+    }
+    text = json.dumps(obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    edited = obj | {"spec": obj["spec"] | {"schedule": {"plugin": {"name": "typo"}}}}
+    started = accept(Run(edited, {}, 100.0, RunStatus(accepted_spec=text, start_time="2026-01-01T00:00:00Z")))
+    assert started.invalid is not None
+    assert started.invalid.message.startswith("spec.schedule.plugin: plugin 'typo': no installed package")
+    assert started.invalid.message.endswith("; the run continues with the spec accepted before")
+    assert started.text == text
+    assert started.found is not None
+    assert started.found.spec == before.spec
+    assert accept(Run(edited, {}, 100.0, RunStatus(accepted_spec=text))).invalid is None, "preflight says it"

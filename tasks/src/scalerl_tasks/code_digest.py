@@ -9,29 +9,33 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from scalerl_tasks.errors import VerifierError
 
+_VERIFIER: Final = "verifier.python"
 
-def code_digest(path: Path | None = None, module: str | None = None) -> str:
+
+def code_digest(path: Path | None = None, module: str | None = None, field: str = _VERIFIER) -> str:
     """SHA-256 (hex) of a file, or of an installed module, and of all files that it imports from its folder or package, directly
-    or not. Nothing is imported or run.
+    or not. Nothing is imported or run. ``field``: where the spec names it.
 
     Raises:
         VerifierError: there is no such file or module.
     """
-    return _read(path, module)[0]
+    return _read(path, module, field)[0]
 
 
-def keep_code(wanted: str, path: Path | None = None, module: str | None = None) -> KeptCode:
+def keep_code(
+    wanted: str, path: Path | None = None, module: str | None = None, field: str = _VERIFIER
+) -> KeptCode:
     """Read the files of a digest, and let this process and those that it forks import them as they were read, also if they are edited
     later.
 
     Raises:
         VerifierError: there is no such file or module, or the digest is not ``wanted``.
     """
-    digest, files = _read(path, module)
+    digest, files = _read(path, module, field)
     if digest != wanted:
         raise VerifierError(
             f"{path or module}: the code of the reward has changed since it was opened for the run; restore it, or restart the run, "
@@ -75,19 +79,17 @@ class _Loader(SourceFileLoader):
         raise OSError("no bytecode is read or written, since it belongs to the file as it is now")
 
 
-def _read(path: Path | None, module: str | None) -> tuple[str, dict[Path, bytes]]:
+def _read(path: Path | None, module: str | None, field: str) -> tuple[str, dict[Path, bytes]]:
     """The digest, and the content of its files."""
     if path is not None:
         first, root, package = path, path.parent, None
     else:
         assert module is not None
-        root, package = _root_of(module), module.partition(".")[0]
+        root, package = _root_of(module, field), module.partition(".")[0]
         found = list(_files(root, module))
         last = module.rpartition(".")[2]
         if not found or last not in (found[-1].stem, found[-1].parent.name):
-            raise VerifierError(
-                f"verifier.python.module: there is no module {module!r} where {package} is installed"
-            )
+            raise VerifierError(f"{field}.module: there is no module {module!r} where {package} is installed")
         first = found[-1]
     pending, seen = [first], dict[Path, bytes]()
     while pending:
@@ -97,7 +99,7 @@ def _read(path: Path | None, module: str | None) -> tuple[str, dict[Path, bytes]
         try:
             seen[file] = file.read_bytes()
         except OSError as error:
-            raise VerifierError(f"{file}: {error.strerror or error}; correct verifier.python.path") from error
+            raise VerifierError(f"{file}: {error.strerror or error}; correct {field}.path") from error
         for name in _imports(seen[file], file, root):
             if package is None or name.partition(".")[0] == package:
                 pending.extend(_files(root, name))
@@ -107,18 +109,18 @@ def _read(path: Path | None, module: str | None) -> tuple[str, dict[Path, bytes]
     return digest.hexdigest(), seen
 
 
-def _root_of(module: str) -> Path:
+def _root_of(module: str, field: str) -> Path:
     """The folder that has the top-level package of a module."""
     top = module.partition(".")[0]
     spec = importlib.util.find_spec(top)
     if spec is None:
         raise VerifierError(
-            f"verifier.python.module: there is no package {top!r}; install it where completions are graded: in this environment, "
+            f"{field}.module: there is no package {top!r}; install it where completions are graded: in this environment, "
             "on a cluster in the images"
         )
     place = spec.origin or next(iter(spec.submodule_search_locations or ()), None)
     if place is None:
-        raise VerifierError(f"verifier.python.module: {top!r} has no files")
+        raise VerifierError(f"{field}.module: {top!r} has no files")
     path = Path(place)
     return path.parent.parent if path.name == "__init__.py" else path.parent
 

@@ -372,7 +372,7 @@ def imported(given: PythonFunction, field: str = "verifier.python") -> Any:
     try:
         if given.module is not None:
             if given.digest:
-                keep_code(given.digest, module=given.module)
+                keep_code(given.digest, module=given.module, field=field)
             return importlib.import_module(given.module)
         path = Path(given.path or "")
         if not path.is_file():
@@ -383,7 +383,7 @@ def imported(given: PythonFunction, field: str = "verifier.python") -> Any:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # its neighbours, behind installed packages
         name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "scalerl_reward"
-        loader = keep_code(given.digest, path).loader(name, path) if given.digest else None
+        loader = keep_code(given.digest, path, field=field).loader(name, path) if given.digest else None
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         if spec is None or spec.loader is None:
             raise VerifierError(f"{path} is not a Python file; its name must end in .py")

@@ -231,7 +231,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         if (own_class := spec.environment.python) is not None:
             kept["python"] |= {"path": "", "module": ""}
             path = None if own_class.path is None else (directory or Path()) / own_class.path
-            kept["code"] = code_digest(path, own_class.module)
+            kept["code"] = code_digest(path, own_class.module, "environment.python")
         parts.append(("environment", sorted(kept.items())))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

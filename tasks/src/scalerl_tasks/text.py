@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,6 +32,8 @@ _REPLACEMENT = "\ufffd"
 """In place of bytes that are no UTF-8."""
 _MOST_CHARACTERS = 2**16 - 1
 """Of a token, as the wire has them."""
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_ROLES_CACHED = 256
 _MARK = "\ue000"
 """A private character in place of a text."""
 THOUGHT = "<think>"
@@ -146,6 +148,7 @@ class ModelTokenizer:
         """Token in place of text that the tokenizer cannot encode; None if there is no such token."""
         self._chat_template = chat_template if prompt.format == "Chat" else None
         self._template, self._system = prompt.template, prompt.system
+        self._around = lru_cache(_ROLES_CACHED)(self._written_around)
         self._after_question = prompt.template.rpartition("{prompt}")[2]
         self.end_token_id: int = ends[0]
         """Last token of a worked solution in training: the tokenizer's end token, else the first one of the configs."""
@@ -239,28 +242,29 @@ class ModelTokenizer:
         """Token ids of an environment's messages between two replies of the model, up to the start of the next reply.
 
         They follow the end token of a reply, whose tokens are not encoded again. In a chat, they are what the chat template writes
-        there; without one, each message in ``prompt.template``. Special tokens in the messages are encoded as text.
+        there; without one, each message in ``prompt.template``, encoded by itself. Special tokens in the messages are encoded as text.
 
         Args:
             messages: role and content of each.
 
         Raises:
-            TokenizerError: the chat template refuses them, or what it writes before them depends on them.
+            TokenizerError: the chat template refuses them or leaves one out, or what it writes before them depends on them; a
+                role is not a name; they have no tokens.
         """
+        for role, _ in messages:
+            self._check_role(role)
         contents = [content for _, content in messages]
-        if not any(self._added.search(content) for content in contents):
-            return self.encode([self._between(messages)])[0]
-        marks = [f"{_MARK}{at}{_MARK}" for at in range(len(messages))]
-        text = self._between([(role, mark) for (role, _), mark in zip(messages, marks, strict=True)])
-        pieces = []
-        for mark, content in zip(marks, contents, strict=True):
-            before, found, text = text.partition(mark)
-            if not found:
-                raise TokenizerError(
-                    f"{self._field}: the chat template does not write each message once, in order"
-                )
-            pieces += [before, *self._split_special(content)]
-        return [id_ for ids in self.encode([piece for piece in [*pieces, text] if piece]) for id_ in ids]
+        if self._chat_template is None:
+            head, _, tail = self._template.rpartition("{prompt}")
+            ids = [i for one in contents for i in self._encode_apart((head, tail), [one], head + one + tail)]
+        else:
+            around = self._around(tuple(role for role, _ in messages))
+            ids = self._encode_apart(around, contents, self._between(messages))
+        if not ids:
+            raise TokenizerError(
+                "the environment's messages have no tokens; return a text, or end the episode (done=True)"
+            )
+        return ids
 
     def check_turns(self) -> None:
         """Check that messages of an environment can follow a reply.
@@ -269,6 +273,60 @@ class ModelTokenizer:
             TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them.
         """
         self.encode_messages([("user", "a")])
+        if self._chat_template is None:
+            return
+        prompt = RenderedPrompt("a", self._system)
+        first = self._render(prompt, generation_prompt=True)
+        if self.opens_thought(prompt):
+            first = first[: first.rindex(THOUGHT)]
+        turns = (("user", "a"), ("assistant", _MARK))
+        later = self._render(RenderedPrompt("a", self._system, turns), generation_prompt=True)
+        if not _THOUGHTS.sub("", later.partition(_MARK)[0]).startswith(_THOUGHTS.sub("", first)):
+            raise TokenizerError(
+                f"{self._field}: the chat template is not append-only: it writes a first prompt otherwise once a message follows "
+                "its reply, so the conversation is not the one that was sampled; give a chatTemplate that writes each message in "
+                "order" + ("" if self._system is None else ", or no system")
+            )
+
+    def _check_role(self, role: str) -> None:
+        # A prompt has the role user too, whatever tokens its name has.
+        if role != "user" and (not _ROLE.fullmatch(role) or self._added.search(role)):
+            raise TokenizerError(
+                f"a message has the role {role[:80]!r}; a role is a name of letters, digits, - and _, without special tokens"
+            )
+
+    def _encode_apart(self, around: Sequence[str], contents: Sequence[str], text: str) -> list[int]:
+        """Token ids of a text whose added tokens are those of ``around``, the texts before, between and after the contents."""
+        wanted = [i for ids in self.encode([piece for piece in around if piece]) for i in ids]
+        found = self.encode([text])[0]
+        if self._added_of(found) == self._added_of(wanted):
+            return found
+        pieces = [around[0]]
+        for content, after in zip(contents, around[1:], strict=True):
+            pieces += [*self._split_special(content), after]
+        found = [i for ids in self.encode([piece for piece in pieces if piece]) for i in ids]
+        if self._added_of(found) != self._added_of(wanted):
+            raise TokenizerError(
+                f"{self._field}: the model's tokenizer makes a special token of an environment's text, which cannot be kept as text"
+            )
+        return found
+
+    def _added_of(self, ids: Sequence[int]) -> list[int]:
+        return [id_ for id_ in ids if id_ in self._added_ids]
+
+    def _written_around(self, roles: tuple[str, ...]) -> tuple[str, ...]:
+        """What the chat template writes before, between and after messages of these roles."""
+        marks = [f"{_MARK}{at}{_MARK}" for at in range(len(roles))]
+        text, pieces = self._between(list(zip(roles, marks, strict=True))), []
+        for role, mark in zip(roles, marks, strict=True):
+            before, found, text = text.partition(mark)
+            if not found or mark in text:
+                raise TokenizerError(
+                    f"{self._field}: the chat template does not write a message of the role {role!r} once, in order, after a reply; "
+                    "give a chatTemplate that does, or the message a role that it knows"
+                )
+            pieces.append(before)
+        return (*pieces, text)
 
     def _split_special(self, text: str) -> list[str]:
         """The text in pieces, none of which has an added token."""
@@ -280,9 +338,14 @@ class ModelTokenizer:
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
-        """Added tokens of several characters."""
+        """Added tokens of several characters, which can be split."""
         texts = sorted((text for text in self.added_tokens if len(text) > 1), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        """Ids of :attr:`_added`."""
+        return frozenset(self.vocabulary[text] for text in self.added_tokens if len(text) > 1)
 
     @cached_property
     def _ends(self) -> list[str]:
@@ -290,10 +353,7 @@ class ModelTokenizer:
         return [text for text in self.texts([[id_] for id_ in self.stop_token_ids]) if text]
 
     def _between(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The text between the end token of a reply and the next reply."""
-        if self._chat_template is None:
-            head, _, tail = self._template.rpartition("{prompt}")
-            return "".join(f"{head}{content}{tail}" for _, content in messages)
+        """What the chat template writes between the end token of a reply and the next reply."""
         turns = (("user", "a"), ("assistant", _MARK))
         earlier = RenderedPrompt("", self._system, turns)
         before = self._render_messages(earlier.messages[:-1], generation_prompt=False)

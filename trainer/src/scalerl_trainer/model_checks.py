@@ -275,8 +275,12 @@ def _tokenizer_problems(
         )
         return
     tokenizer: ModelTokenizer | None = None
-    for one in spec.task.tasks:
-        prompt, field = one.section.prompt, f"{one.field}.prompt"
+    given = [(one.section.prompt, one.section.environment, f"{one.field}.prompt") for one in spec.task.tasks]
+    for at, of_set in enumerate(spec.evaluation.sets or ()):
+        if (task := of_set.task) is not None and (task.prompt or task.environment):
+            field = f"evaluation.sets.{at}.task.prompt"
+            given.append((task.prompt or spec.task.prompt, task.environment, field))
+    for prompt, episodes, field in given:
         if prompt.format == "Chat" and not (settings.chat_template or prompt.chat_template):
             yield SpecProblem(
                 f"spec.{field}.format",
@@ -286,7 +290,7 @@ def _tokenizer_problems(
             continue
         try:
             tokenizer = ModelTokenizer(folder, prompt, field)
-            if one.section.environment is not None:
+            if episodes is not None:
                 tokenizer.check_turns()
         except ImportError:  # without torch, a tokenizer is only made from tokenizer.json
             return

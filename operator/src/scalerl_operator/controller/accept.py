@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from scalerl_api.conditions import Reason
-from scalerl_api.load import SpecError, accepted_run, run_from_object
+from scalerl_api.load import SpecError, SpecProblem, accepted_run, run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import MAX_ACCEPTED_SPEC
 from scalerl_operator.controller.parts import Accepted, Run
+from scalerl_operator.controller.refusals import plugin_problem
 from scalerl_operator.kube.types import Object
 from scalerl_operator.policy.edits_of_run import edits_since, hash_of
 from scalerl_operator.policy.problems import Problem
@@ -27,6 +28,10 @@ def accept(run: Run) -> Accepted:
     try:
         found = run_from_object(run.obj)
         written = json.dumps(run.obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        edited = run.before.start_time is not None and text not in (None, written)
+        if edited and (missing := plugin_problem(found.spec)) is not None:
+            where, _, message = missing.message.partition(": ")
+            raise SpecError(run.name, [SpecProblem(where, message)])
         short = len(written) <= MAX_ACCEPTED_SPEC
         text, long_hash = (written, None) if short else (None, hash_of(run.obj["spec"]))
     except SpecError as error:

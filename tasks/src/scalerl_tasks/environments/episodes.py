@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,13 +17,19 @@ class EpisodeGrader(Protocol):
     """Makes the steps of a task's episodes."""
 
     async def steps(
-        self, prompt: Prompt, episodes: Sequence[Sequence[str]], *, in_thought: bool = False
+        self,
+        prompt: Prompt,
+        episodes: Sequence[Sequence[str]],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
     ) -> list[Graded]:
         """The step after the last reply of each of several episodes of a prompt.
 
         Args:
             episodes: all replies of each so far.
             in_thought: whether the prompt opens a thought that each reply continues.
+            on_graded: see :meth:`~scalerl_tasks.grading.grading_pool.GradingPool.score_group`.
 
         Raises:
             GradingError: the processes cannot be kept running.
@@ -38,11 +44,18 @@ class EnvironmentGrader:
     pool: GroupGrader
 
     async def steps(
-        self, prompt: Prompt, episodes: Sequence[Sequence[str]], *, in_thought: bool = False
+        self,
+        prompt: Prompt,
+        episodes: Sequence[Sequence[str]],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
     ) -> list[Graded]:
         head = THOUGHT if in_thought else ""
         return await self.pool.score_group(
-            prompt, [write_replies([head + reply for reply in replies]) for replies in episodes]
+            prompt,
+            [write_replies([head + reply for reply in replies]) for replies in episodes],
+            on_graded=on_graded,
         )
 
 
@@ -55,12 +68,19 @@ class Retry:
     unanswered: str = "There is no answer in your reply. Try again."
 
     async def steps(
-        self, prompt: Prompt, episodes: Sequence[Sequence[str]], *, in_thought: bool = False
+        self,
+        prompt: Prompt,
+        episodes: Sequence[Sequence[str]],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
     ) -> list[Graded]:
         last = [replies[-1] for replies in episodes]
         return [
             self._said(graded)
-            for graded in await self.verifier.score_group(prompt, last, in_thought=in_thought)
+            for graded in await self.verifier.score_group(
+                prompt, last, in_thought=in_thought, on_graded=on_graded
+            )
         ]
 
     def _said(self, graded: Graded) -> Graded:
