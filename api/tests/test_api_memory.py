@@ -8,6 +8,7 @@ import pytest
 from scalerl_api.load import load_run
 from scalerl_api.memory import (
     ModelSize,
+    checkpoint_copy,
     device_memory_problem,
     host_memory,
     rank_memory,
@@ -15,9 +16,12 @@ from scalerl_api.memory import (
     stage_plan,
     trained_parameters,
     trainer_advice,
+    trainer_rank_bytes,
     trainer_rank_memory,
 )
+from scalerl_api.pod_memory import directory_bytes
 from scalerl_api.spec import RunSpec, ScratchModel
+from scalerl_api.spec_warnings import warnings_of
 
 SIZE = ModelSize(parameters=4000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
 
@@ -84,8 +88,65 @@ def test_host_memory_of_all_roles() -> None:
 
 def test_host_memory_on_accelerators() -> None:
     run = spec(trainer={"devices": 1, "microBatchTokens": 64}, generator={"devices": 4})
-    assert host_memory(SIZE, run) == {}
+    assert host_memory(SIZE, run) == {"trainer": 12 * SIZE.parameters}, "the copy of its state"
     assert server_memory(SIZE, run) == 2 * SIZE.parameters // 4
+
+
+@pytest.mark.parametrize(("dtype", "bytes_a_weight"), [("bfloat16", 14), ("float32", 16)])
+def test_checkpoints_have_the_proximal_policy(dtype: str, bytes_a_weight: int) -> None:
+    """Two updates share sampled weights."""
+    model = {"scratch": {}, "contextTokens": 64, "dtype": dtype}
+    recipe = {"maxCompletionTokens": 16, "preset": "grpo", "correction": {"truncated": {}}}
+    run = spec(model=model, recipe=recipe)
+    assert run.recipe.proximal_updates > 0
+    assert checkpoint_copy(SIZE, run) == bytes_a_weight * SIZE.parameters
+    without = spec(model=model, recipe={"maxCompletionTokens": 16, "preset": "grpo"})
+    assert directory_bytes("trainer", SIZE, run) - directory_bytes("trainer", SIZE, without) == pytest.approx(
+        1.1 * (run.checkpoint.keep + 3) * (bytes_a_weight - 12) * SIZE.parameters, abs=2
+    )
+
+
+def test_advice_for_cpus_counts_the_copy_of_the_state() -> None:
+    run = spec()
+    recomputed = spec(trainer={"microBatchTokens": 64, "activationCheckpointing": True})
+    need = trainer_rank_bytes(SIZE, recomputed)
+    assert need == trainer_rank_memory(SIZE, recomputed).total + 12 * SIZE.parameters
+    first = "trainer.activationCheckpointing: true would fit"
+    assert trainer_advice(SIZE, run, need).startswith(first)
+    assert not trainer_advice(SIZE, run, need - 1).startswith(first)
+
+
+def test_adapters_of_heads_that_are_wider_than_the_model() -> None:
+    """Qwen3 0.6B: 16 heads of 128 at a hidden size of 1,024, 8 of keys and of values."""
+    config = {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151936}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    size = ModelSize.of_config(config | heads, 596_049_920)
+    assert size is not None
+    layer = 2 * (1024 + 2048) + 2 * (1024 + 1024) + 3 * (1024 + 3072)
+    assert size.adapter_parameters(8) == 28 * 8 * layer
+    plain = ModelSize.of_config(config | {"num_attention_heads": 16}, 596_049_920)
+    assert plain is not None
+    assert plain.adapter_parameters(8) == 28 * 8 * (8 * 1024 + 3 * (1024 + 3072))
+
+
+@pytest.mark.parametrize("tokens", [64, 65536])
+def test_buffers_of_a_publish_are_beside_activations(tokens: int) -> None:
+    """They are kept, and a publish is beside the next step's forward and backward passes."""
+
+    def buckets(publish_bytes: int) -> int:
+        return rank_memory(
+            QWEN3_8B,
+            dtype="bfloat16",
+            zero_stage=2,
+            world=8,
+            micro_batch_tokens=tokens,
+            publish_bytes=publish_bytes,
+            accelerator=True,
+        ).buckets
+
+    # A bucket has at least the embedding.
+    assert buckets(16 << 20) - buckets(0) == 2 * 2 * 151936 * 4096
+    assert buckets(4 << 30) - buckets(0) == 2 * (4 << 30)
 
 
 def test_ranks_of_all_nodes_divide_the_optimizer_state() -> None:
@@ -191,7 +252,7 @@ def test_unknown_device_memory_is_no_problem() -> None:
 @pytest.mark.parametrize(
     ("size", "stage", "world", "expected"),
     [
-        # GiB, rounded, of an independent count: 8,192 tokens with activation checkpointing, without libraries and fragmentation.
+        # GiB, rounded, of an independent count: 8,192 tokens with activation checkpointing, without libraries, fragmentation and publishes.
         (ModelSize(1_543_714_304, 1536, 28, 8960, 151936), 1, 8, 15),
         (QWEN3_8B, 1, 8, 63),
         (ModelSize(14_768_307_200, 5120, 40, 17408, 151936), 1, 8, 116),
@@ -211,7 +272,6 @@ def test_estimates_of_large_models(size: ModelSize, stage: int, world: int, expe
         world=world,
         micro_batch_tokens=8192,
         activation_checkpointing=True,
-        publish_bytes=16 << 20,
     )
     assert got.total / 2**30 == pytest.approx(expected, abs=0.1 * expected + 0.5)
 
@@ -263,3 +323,25 @@ def test_plan_of_70b_on_eight_gpus() -> None:
 def test_plan_of_float32_has_all_stages() -> None:
     run = spec(model={"scratch": {}, "contextTokens": 64, "dtype": "float32"})
     assert list(stage_plan(SIZE, run)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "alpha", "warned"),
+    [
+        ("bfloat16", "9e-5", 32, True),
+        ("bfloat16", "1e-4", 32, False),
+        ("bfloat16", "3e-5", 128, False),
+        ("float32", "9e-5", 32, False),
+        ("float32", "1e-6", 32, True),
+    ],
+)
+def test_learning_rate_that_bfloat16_rounds_away_is_warned_of(
+    dtype: str, rate: str, alpha: int, warned: bool
+) -> None:
+    run = spec(
+        model={"scratch": {}, "contextTokens": 64, "dtype": dtype},
+        recipe={"maxCompletionTokens": 16, "optimizer": {"learningRate": rate}},
+        trainer={"microBatchTokens": 64, "lora": {"rank": 32, "alpha": alpha}},
+    )
+    found = [one for one in warnings_of(run) if "little for the adapters" in str(one)]
+    assert bool(found) == warned

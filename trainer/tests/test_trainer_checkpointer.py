@@ -131,14 +131,32 @@ def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     assert one.finish().error is None
 
 
+def test_hung_write_is_noticed_from_its_last_progress_on(tmp_path: Path) -> None:
+    """Not from the next checkpoint on: training went on meanwhile."""
+    disk = SlowDisk()
+    one = checkpointer(tmp_path, 3.0, disk)
+    assert one.start(1, b"") is None
+    begun = time.perf_counter()
+    while not one.flushed:  # which the ranks exchange before each step
+        assert time.perf_counter() - begun < 30
+        time.sleep(0.1)
+    assert time.perf_counter() - begun > 1
+    begun = time.perf_counter()
+    assert one.finish().error == "rank 0: the write made no progress for 1.5 s"
+    assert time.perf_counter() - begun < 1.2
+    disk.released.set()
+    assert one._writer is not None
+    one._writer.join(60)
+
+
 def test_finish_waits_for_a_write_that_progresses(tmp_path: Path) -> None:
     """Longer than a write without progress may take, and than a collective."""
-    one = checkpointer(tmp_path, timeout_seconds := 0.8)
+    one = checkpointer(tmp_path, timeout_seconds := 2.4)
 
     def copy_state() -> Any:
         def write(directory: Path, progress: Any) -> list[Path]:
             for _ in range(12):
-                time.sleep(0.1)
+                time.sleep(0.25)
                 progress(1)
             (directory / "weights").write_bytes(b"weights")
             return [directory / "weights"]

@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
@@ -22,6 +23,7 @@ from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointStore, Manifest, files_in
 from scalerl_trainer.export import ExportError, copy_run_file, export_checkpoint, main, write_model
 from scalerl_trainer.models import load_model, write_scratch
+from scalerl_trainer.models.lora import Adapters, Lora, is_adapter
 from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
 from scalerl_trainer.tensor_files import TensorInfo
 
@@ -113,12 +115,12 @@ def test_export_bfloat16_config(tmp_path: Path) -> None:
     assert (config["dtype"], config["head_dtype"]) == ("bfloat16", "float32"), "as the generators compute"
 
 
-def checkpoint(root: Path, network: Any, ranks: int = 3) -> RunPaths:
+def checkpoint(root: Path, network: Any, ranks: int = 3, lora: Lora | None = None) -> RunPaths:
     """As ``ranks`` ranks would have written it, each a third of every parameter."""
     paths = RunPaths(root)
     store = CheckpointStore(paths, keep=2)
     staged = store.stage(12)
-    named = dict(network.named_parameters())
+    named = {name.replace("/", "."): parameter for name, parameter in network.named_parameters()}
     for rank in range(ranks):
         pieces = []
         for name, parameter in named.items():
@@ -127,7 +129,7 @@ def checkpoint(root: Path, network: Any, ranks: int = 3) -> RunPaths:
             values = dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), flat[low:high])
             pieces.append(Piece(name, low, values))
         write_pieces(staged.directory, rank, pieces)
-    write_header(staged.directory, EngineHeader(12, 12.0, {n: list(p.shape) for n, p in named.items()}))
+    write_header(staged.directory, EngineHeader(12, 12.0, {n: list(p.shape) for n, p in named.items()}, lora))
     store.commit(staged, b"", store.flush_and_hash(staged, files_in(staged.directory)), {"ranks": str(ranks)})
     (root / "run.yaml").write_text(EXAMPLE.read_text().replace("float32", "bfloat16"))
     return paths
@@ -145,6 +147,34 @@ def test_export_checkpoint_uses_run_dtype(tmp_path: Path, capsys: Any, caplog: A
         assert torch.equal(weights[name], parameter.to(dtype)), name
     assert main([str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 2
     assert "exists already: choose a new folder, or remove it" in caplog.text
+
+
+def test_export_of_bfloat16_adapters_is_what_was_published(tmp_path: Path) -> None:
+    """The trainer merges adapters in bfloat16; the checkpoint has them in float32."""
+    model = base(tmp_path / "run/model", dtype="bfloat16")
+    network = load_model(str(model), dtype="bfloat16")
+    settings = Lora(4, 8)
+    adapters = Adapters(network, settings)
+    torch.manual_seed(5)
+    saved = nn.Module()
+    for name, parameter in network.named_parameters():
+        if is_adapter(name):
+            exact = torch.randn(parameter.shape) / 30
+            saved.register_parameter(name.replace(".", "/"), nn.Parameter(exact))
+            parameter.data = exact.to(torch.bfloat16)
+    paths = checkpoint(tmp_path / "run", saved, lora=settings)
+    run = yaml.safe_load(paths.run_file.read_text())
+    run["spec"]["trainer"] = run["spec"].get("trainer", {}) | {"lora": {"rank": 4, "alpha": 8}}
+    paths.run_file.write_text(yaml.safe_dump(run))
+    export_checkpoint(paths, tmp_path / "out")
+    weights = load_file(tmp_path / "out/model.safetensors")
+    merged = 0
+    for name, weight in weights.items():
+        layer = adapters.of(name)
+        expected = network.get_parameter(name) if layer is None else layer.merged(torch.bfloat16)
+        assert torch.equal(weight, expected), name
+        merged += layer is not None
+    assert merged == 14
 
 
 def test_export_cluster_volume_with_copied_run_file(tmp_path: Path, caplog: Any) -> None:

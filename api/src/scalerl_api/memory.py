@@ -22,7 +22,7 @@ BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 """Bytes of one value."""
 _MOMENTS_BYTES = 8
 """Bytes per parameter of AdamW's two float32 moments."""
-CHECKPOINT_BYTES_A_WEIGHT: Final = 12
+_CHECKPOINT_BYTES_A_WEIGHT: Final = 12
 """Bytes of a checkpoint per weight: a float32 copy of the weight and both moments of AdamW."""
 BUCKET_ELEMENTS = 50_000_000
 """Maximum size of DeepSpeed's communication buckets, in elements."""
@@ -53,6 +53,10 @@ class ModelSize:
     vocabulary_size: int
     largest_tensor: int = 0
     """Elements of the largest tensor; 0 where it is not known."""
+    query_size: int = 0
+    """Outputs of the queries' layer, heads by the size of a head; 0 where it is not known."""
+    key_size: int = 0
+    """The same of the keys, and of the values."""
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
@@ -86,11 +90,21 @@ class ModelSize:
             return None
         wide = text.get("intermediate_size")
         wide = wide if isinstance(wide, int) else 4 * hidden
-        return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor)
+        heads, groups, each = (
+            text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        if not isinstance(heads, int) or heads < 1:
+            return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor)
+        each = each if isinstance(each, int) else hidden // heads
+        keys = each * (groups if isinstance(groups, int) else heads)
+        return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Parameters of adapters of all linear layers, at most."""
-        return self.layers * rank * (8 * self.hidden_size + 3 * (self.hidden_size + self.intermediate_size))
+        """Parameters of adapters of all linear layers of a Llama; an estimate for other architectures, and where sizes of heads are
+        not known, which may be larger than the hidden size."""
+        queries, keys = self.query_size or self.hidden_size, self.key_size or self.hidden_size
+        attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
+        return self.layers * rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,8 @@ class RankMemory:
     head: int = 0
     """The output head: its weight in float32, the weight's gradient in float32 and in the model's dtype, chunks of logits."""
     buckets: int = 0
-    """Communication buckets beside the head; or what an update or a publish needs beyond head and activations, if that is more."""
+    """Buffers of a publish; and communication buckets beside the head, or what an update needs beyond head and activations, if that
+    is more."""
     reference: int = 0
     """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
     allowance: int = 0
@@ -140,7 +155,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
 
 
 def trained_parameters(size: ModelSize, spec: RunSpec) -> int:
-    """Number of trained parameters; with ``trainer.lora`` an upper bound, by the layers of a Llama without grouped-query attention.
+    """Number of trained parameters; with ``trainer.lora`` those of :meth:`ModelSize.adapter_parameters`.
 
     >>> small = ModelSize(parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocabulary_size=1000)
     >>> small.adapter_parameters(8)
@@ -221,8 +236,10 @@ def rank_memory(
     update = {0: 4 * min(ALLREDUCE_ELEMENTS, own), 3: 4 * min(SUB_GROUP_ELEMENTS, share(1))}.get(
         zero_stage, 0
     )
-    publish = 2 * max(min(publish_bytes, count * each), output * each)
-    buckets = max(bucket, max(update, publish) - activations - head)
+    # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
+    largest = max(output, size.largest_tensor)
+    publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
+    buckets = max(bucket, update - activations - head) + publish
     parts = RankMemory(parameters, gradients, optimizer, activations, head, buckets, stored * each * frozen)
     if not accelerator:
         return parts
@@ -239,9 +256,21 @@ def _with_trainer(spec: RunSpec, **changes: object) -> RunSpec:
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
 
 
+def state_bytes(size: ModelSize, spec: RunSpec) -> int:
+    """Bytes of a checkpoint, at most: between two updates that share sampled weights it has the proximal policy's weights too."""
+    proximal = BYTES[spec.model.dtype] if spec.recipe.proximal_updates > 0 else 0
+    return (_CHECKPOINT_BYTES_A_WEIGHT + proximal) * trained_parameters(size, spec)
+
+
 def checkpoint_copy(size: ModelSize, spec: RunSpec) -> int:
     """Host memory of one rank for the copy of its state that a checkpoint is written from, bytes."""
-    return math.ceil(CHECKPOINT_BYTES_A_WEIGHT * trained_parameters(size, spec) / spec.trainer.ranks)
+    return math.ceil(state_bytes(size, spec) / spec.trainer.ranks)
+
+
+def trainer_rank_bytes(size: ModelSize, spec: RunSpec) -> int:
+    """Memory of one rank where its tensors are, bytes: with :func:`checkpoint_copy` on a CPU."""
+    copy = 0 if spec.trainer.devices else checkpoint_copy(size, spec)
+    return trainer_rank_memory(size, spec).total + copy
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:
@@ -259,14 +288,12 @@ def server_memory(size: ModelSize, spec: RunSpec) -> int:
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
-    """Host memory by role, in bytes over all its replicas; without roles that run on accelerators."""
+    """Host memory by role, in bytes over all its replicas. Of roles that run on accelerators, the trainer's copies of its state."""
     needs = {}
     if spec.generator.devices == 0:
         needs["generator"] = spec.generator.replicas * server_memory(size, spec)
-    if spec.trainer.devices == 0:
-        rank = trainer_rank_memory(size, spec).total + checkpoint_copy(size, spec)
-        needs["trainer"] = spec.trainer.ranks * rank
-    return needs
+    rank = checkpoint_copy(size, spec) if spec.trainer.devices else trainer_rank_bytes(size, spec)
+    return needs | {"trainer": spec.trainer.ranks * rank}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +336,7 @@ def trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
     """The first of a few changes with which a rank would fit, or what to choose otherwise."""
 
     def fits(**changes: object) -> bool:
-        return trainer_rank_memory(size, _with_trainer(spec, **changes)).total <= there
+        return trainer_rank_bytes(size, _with_trainer(spec, **changes)) <= there
 
     ways: list[dict[str, object]] = [{"activation_checkpointing": True}]
     ways += [{"zero_stage": stage} for stage in range(spec.trainer.zero_stage + 1, 4)]

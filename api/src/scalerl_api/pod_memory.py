@@ -14,12 +14,11 @@ from typing import Final, Literal, TypeGuard
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.memory import (
     BYTES,
-    CHECKPOINT_BYTES_A_WEIGHT,
     ModelSize,
     checkpoint_copy,
     server_memory,
-    trained_parameters,
-    trainer_rank_memory,
+    state_bytes,
+    trainer_rank_bytes,
 )
 from scalerl_api.spec import RunSpec
 
@@ -60,7 +59,7 @@ def directory_bytes(container: str, size: ModelSize, spec: RunSpec) -> int:
     model = size.parameters * BYTES[spec.model.dtype]
     if container != "trainer":
         return math.ceil((1 + MARGIN) * model)
-    checkpoints = (spec.checkpoint.keep + 3) * CHECKPOINT_BYTES_A_WEIGHT * trained_parameters(size, spec)
+    checkpoints = (spec.checkpoint.keep + 3) * state_bytes(size, spec)
     warm_started = model if spec.warm_start is not None else 0
     exports = 3 * model if spec.trainer.export.enabled else 0
     return math.ceil((1 + MARGIN) * (model + warm_started + checkpoints + exports))
@@ -90,8 +89,9 @@ DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
 
 def _trainer(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, and buffers of a publish over
-    gloo. On CPUs also all of :func:`.trainer_rank_memory`."""
-    copy = checkpoint_copy(size, spec)
-    if spec.trainer.devices:
-        return copy + 12 * size.largest_tensor + 2 * quantity_bytes(spec.weight_sync.bucket)
-    return copy + trainer_rank_memory(size, spec).total
+    gloo. On CPUs :func:`.trainer_rank_bytes`."""
+    if not spec.trainer.devices:
+        return trainer_rank_bytes(size, spec)
+    return (
+        checkpoint_copy(size, spec) + 12 * size.largest_tensor + 2 * quantity_bytes(spec.weight_sync.bucket)
+    )

@@ -12,14 +12,15 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem, data_paths
-from scalerl_api.memory import CHECKPOINT_BYTES_A_WEIGHT, ModelSize, trained_parameters
+from scalerl_api.memory import ModelSize, state_bytes
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire.prompts import MAIN_TASK
 
 HIGH_LEARNING_RATE: Final = 1e-3
-LOW_ADAPTER_LEARNING_RATE: Final = 2e-6
+LOW_ADAPTER_LEARNING_RATES: Final = {"float32": 2e-6, "bfloat16": 1e-4}
+"""Times alpha / rank, by the model's dtype: below the second, most of an update is rounded away when weights are merged (docs/lora.md)."""
 HIGH_TEMPERATURE: Final = 2.0
 CODE_VARIABLES: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables that make a container run code other than its image's."""
@@ -125,12 +126,16 @@ def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
             f"{recipe.optimizer.learning_rate} is more than policies are trained with",
             "1e-7 to 1e-5 for pretrained models, at most 1e-3 for tiny ones",
         )
-    if spec.trainer.lora is not None and rate < LOW_ADAPTER_LEARNING_RATE:
+    lora = spec.trainer.lora
+    if lora is not None and rate * lora.alpha / lora.rank < LOW_ADAPTER_LEARNING_RATES[spec.model.dtype]:
+        rounded = (
+            ", and whose merged weights are rounded to bfloat16" if spec.model.dtype == "bfloat16" else ""
+        )
         yield SpecProblem(
             "spec.recipe.optimizer.learningRate",
             f"{recipe.optimizer.learning_rate} is little for the adapters of trainer.lora, which need about ten times the rate of "
-            "whole weights",
-            "1e-5 to 1e-4 for pretrained models",
+            f"whole weights{rounded}",
+            "1e-4 or more in bfloat16, or a larger trainer.lora.alpha; 1e-5 to 1e-4 in float32 for pretrained models",
         )
     if float(recipe.temperature) > HIGH_TEMPERATURE:
         yield SpecProblem(
@@ -216,11 +221,7 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
 def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
     storage = spec.storage
     if spec.model.scratch is not None and storage.claim_name is None and storage.mounted_by == "AllPods":
-        needed = (
-            trained_parameters(ModelSize.of_scratch(spec.model.scratch), spec)
-            * CHECKPOINT_BYTES_A_WEIGHT
-            * (spec.checkpoint.keep + 1)
-        )
+        needed = state_bytes(ModelSize.of_scratch(spec.model.scratch), spec) * (spec.checkpoint.keep + 1)
         if needed > quantity_bytes(storage.size):
             yield SpecProblem(
                 "spec.storage.size",

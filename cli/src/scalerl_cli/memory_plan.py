@@ -42,7 +42,8 @@ def memory_lines(spec: RunSpec) -> list[str]:
             "headers of its weights"
         ]
     ranks, there = spec.trainer.ranks, _rank_bytes(spec)
-    plan = stage_plan(size, spec)
+    plan, copy = stage_plan(size, spec), checkpoint_copy(size, spec)
+    left = there if there is None or spec.trainer.devices else there - copy
     each, unit = _UNITS[max(rank.total for rank in plan.values()) < 10 * _GIB]
     fields = [name for name in _COLUMNS if any(getattr(rank, name) for rank in plan.values())]
     known = "" if there is None else f", {there / each:,.1f} there"
@@ -52,12 +53,11 @@ def memory_lines(spec: RunSpec) -> list[str]:
         f"rank{'s' if ranks > 1 else ''}, {spec.model.dtype}, {spec.micro_batch_tokens:,} tokens a micro-batch"
         f"{', activation checkpointing' if spec.trainer.activation_checkpointing else ''}",
         "    stage" + "".join(f"{_COLUMNS[name]:>12}" for name in fields) + f"{'total':>10}",
-        *(_row(stage, rank, fields, there, spec, each) for stage, rank in plan.items()),
-        *_verdict(size, spec, plan, there),
+        *(_row(stage, rank, fields, left, spec, each) for stage, rank in plan.items()),
+        *_verdict(size, spec, plan, left, there),
     ]
-    copy = checkpoint_copy(size, spec) / each
-    host = "and on its host" if spec.trainer.devices else "and"
-    lines.append(f"    {host} {copy:.1f} for the copy of its state that a checkpoint is written from")
+    host = "and on its host" if spec.trainer.devices else "and, counted in what fits,"
+    lines.append(f"    {host} {copy / each:.1f} for the copy of its state that a checkpoint is written from")
     weights = server_memory(size, spec) / each
     if spec.generator.devices:
         given = spec.generator.device_memory
@@ -70,19 +70,21 @@ def memory_lines(spec: RunSpec) -> list[str]:
 
 
 def _row(
-    stage: int, rank: RankMemory, fields: list[str], there: int | None, spec: RunSpec, each: float
+    stage: int, rank: RankMemory, fields: list[str], left: int | None, spec: RunSpec, each: float
 ) -> str:
     values = asdict(rank)
-    fits = "" if there is None else "  fits" if rank.total <= there else "  does not fit"
+    fits = "" if left is None else "  fits" if rank.total <= left else "  does not fit"
     chosen = "  (trainer.zeroStage)" if stage == spec.trainer.zero_stage else ""
     cells = "".join(f"{values[name] / each:12,.1f}" for name in fields)
     return f"    {stage:5}{cells}{rank.total / each:10,.1f}{fits}{chosen}"
 
 
-def _verdict(size: ModelSize, spec: RunSpec, plan: dict[int, RankMemory], there: int | None) -> list[str]:
-    if there is None:
+def _verdict(
+    size: ModelSize, spec: RunSpec, plan: dict[int, RankMemory], left: int | None, there: int | None
+) -> list[str]:
+    if left is None or there is None:
         return ["    trainer.deviceMemory is not set: what fits is not known"]
-    lowest = next((stage for stage, rank in plan.items() if rank.total <= there), None)
+    lowest = next((stage for stage, rank in plan.items() if rank.total <= left), None)
     if lowest is None:
         return [f"    no stage fits: {trainer_advice(size, spec, there)}"]
     return [f"    the lowest stage that fits: {lowest}"]

@@ -69,20 +69,25 @@ class _Pending:
     """Sizes and hashes of the files that this rank wrote."""
     error: str | None = None
     thread: threading.Thread | None = None
-    bytes_done: int = 0
-    """Written and hashed."""
+    last_progress: float = field(default_factory=time.monotonic)
+    """When bytes were last written or hashed, of ``time.monotonic()``."""
     abandoned: bool = False
     """The write has failed, and the thread is to end."""
 
     def progress(self, count: int) -> None:
-        """Count bytes. Raises ``CheckpointError`` once the write is abandoned."""
-        self.bytes_done += count
+        """Note that ``count`` bytes are done. Raises ``CheckpointError`` once the write is abandoned."""
+        if count:
+            self.last_progress = time.monotonic()
         if self.abandoned:
             raise CheckpointError("abandoned")
 
     @property
     def is_written(self) -> bool:
         return self.thread is not None and not self.thread.is_alive()
+
+    def hangs(self, idle_seconds: float) -> bool:
+        """Whether the write has made no progress for ``idle_seconds``."""
+        return not self.is_written and time.monotonic() - self.last_progress > idle_seconds
 
 
 @dataclass(frozen=True)
@@ -195,8 +200,10 @@ class Checkpointer:
 
     @property
     def flushed(self) -> bool:
-        """Not a collective: whether this rank's files of the pending checkpoint are written, flushed and hashed."""
-        return self._pending is not None and self._pending.is_written
+        """Not a collective: whether ``finish`` need not wait for this rank: its files of the pending checkpoint are written, flushed
+        and hashed, or the write hangs, which fails it."""
+        pending = self._pending
+        return pending is not None and (pending.is_written or pending.hangs(self._idle_seconds))
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -257,12 +264,9 @@ class Checkpointer:
     def _wait(self, pending: _Pending) -> None:
         """Wait until all ranks have written, or one has failed or makes no progress."""
         assert pending.thread is not None
-        done, since = pending.bytes_done, time.monotonic()
         while True:
             pending.thread.join(min(_EXCHANGE_SECONDS, self._idle_seconds / 4))
-            if pending.bytes_done != done:
-                done, since = pending.bytes_done, time.monotonic()
-            elif not pending.is_written and time.monotonic() - since > self._idle_seconds:
+            if pending.hangs(self._idle_seconds):
                 pending.error = (
                     f"rank {self._ranks.rank}: the write made no progress for {self._idle_seconds:g} s"
                 )

@@ -19,7 +19,13 @@ from pathlib import Path
 from scalerl_api import plugins, registry
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import ModelSize, device_memory_problem, host_memory, trainer_rank_memory
+from scalerl_api.memory import (
+    ModelSize,
+    device_memory_problem,
+    host_memory,
+    trainer_rank_bytes,
+    trainer_rank_memory,
+)
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
     DatasetSource,
@@ -303,9 +309,11 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
             log.warning(
                 "%s.deviceMemory is not set and there is no GPU here: its memory is not checked", role
             )
-    if not spec.trainer.devices and (rank := trainer_rank_memory(size, spec)).total > host:
+    if not spec.trainer.devices and (need := trainer_rank_bytes(size, spec)) > host:
+        rank = trainer_rank_memory(size, spec)
         raise PrepareError(
-            f"{model}: one trainer rank needs about {rank}, there are {host / _GIB:.1f} here: choose a smaller model, a higher "
+            f"{model}: one trainer rank needs about {rank} and {(need - rank.total) / _GIB:.1f} for the copy that checkpoints are "
+            f"written from, there are {host / _GIB:.1f} here: choose a smaller model, a higher "
             "trainer.zeroStage, more trainer.replicas, a smaller trainer.microBatchTokens or trainer.activationCheckpointing"
         )
     needs = host_memory(size, spec)

@@ -241,7 +241,9 @@ def _saved_tensors(
         a, b = adapter_names(name)
         if a not in saved.header.parameters:
             return weights[name]
-        return merged(weights[name], saved.whole(a), saved.whole(b), saved.header.lora.scale, dtype)
+        # In the model's dtype first, as publishes and the exporter have them.
+        a_ri, b_or = (saved.whole(adapter).to(dtype) for adapter in (a, b))
+        return merged(weights[name], a_ri, b_or, saved.header.lora.scale, dtype)
 
     infos = [TensorInfo(n, dtype, shape) for group in names.groups for n, shape in group.tensors.items()]
     return infos, (

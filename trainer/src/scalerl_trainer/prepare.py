@@ -112,7 +112,7 @@ def report_model(directory: Path, file: str | None) -> None:
         )
         return
     report = ModelStatus(
-        **asdict(size),
+        **{name: value for name, value in asdict(size).items() if name in ModelStatus.model_fields},
         checkpoint_bytes=sum(weights.stat().st_size for weights in weight_files(directory)),
         dtype=", ".join(sorted({tensor.dtype for tensor in tensors}))[:64],
     )
