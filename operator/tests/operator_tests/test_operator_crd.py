@@ -192,6 +192,7 @@ _OF_VERIFIERS = (
     "verifiers",
     "combine",
     "environment",
+    *(f"environment.{name}" for name in ("name", "python", "parameters", "maxTurns", "maxTokensPerTurn")),
 )
 
 
@@ -323,7 +324,7 @@ def test_description_of_each_decimal_says_how_to_write_it() -> None:
     assert ".storage.size" in others
 
 
-MAX_APPLIED_BYTES = 254_000
+MAX_APPLIED_BYTES = 256_000
 """A client-side ``kubectl apply`` stores the definition in an annotation, and the annotations of an object may have 262,144 bytes.
 The rest is for the fields of coming releases, and for annotations of other tools. A field of a task is there three times: in
 ``task``, ``task.mix`` and ``evaluation.sets``."""
