@@ -95,8 +95,8 @@ def test_split_copies_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write_pieces(folder, 0, copies)
         write_header(folder, EngineHeader(1, 1.0, {name: [count] for name, count in sizes.items()}))
         saved = SavedState(folder)
-        for piece, values in zip(pieces, kept, strict=True):
-            for key, expected in values.items():
+        for piece, before in zip(pieces, kept, strict=True):
+            for key, expected in before.items():
                 found = torch.empty_like(expected)
                 saved.read(piece.name, key, 0, found)
                 assert torch.equal(found, expected), (piece.name, key)
