@@ -404,10 +404,7 @@ class EnvironmentSpec(Model):
     """``retry``: the verdict of the task's verifier in words, then another try. ``nim``: a game of taking objects from a heap."""
     python: PythonEnvironment | None = None
     """A class of your own; give this or name."""
-    parameters: Annotated[
-        dict[str, Annotated[int | bool | str | list[int] | list[str], BeforeValidator(parameter_value)]],
-        Field(max_length=64),
-    ] = {}
+    parameters: Parameters | None = None
     """Arguments of the environment; write fractions as strings (``"0.5"``)."""
     max_turns: Annotated[int, Field(ge=1, le=1024)] = 8
     """Maximum replies of an episode; after the last, it ends with the reward of that step."""

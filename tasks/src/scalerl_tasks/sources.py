@@ -164,7 +164,7 @@ def verifier_config(
 
 def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
     if (own := given.python) is None:
-        return EnvironmentConfig(given.name or "", parameters=given.parameters)
+        return EnvironmentConfig(given.name or "", parameters=given.parameters or {})
     path = None if own.path is None else (directory or Path()) / own.path
     function = PythonFunction(
         own.class_name,
@@ -172,7 +172,7 @@ def _environment_config(given: EnvironmentSpec, directory: Path | None) -> Envir
         own.module,
         digest=_digest_or_empty(path, own.module),
     )
-    return EnvironmentConfig(python=function, parameters=given.parameters)
+    return EnvironmentConfig(python=function, parameters=given.parameters or {})
 
 
 def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | None:
@@ -186,12 +186,13 @@ def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | Non
     if not given.uses_verifier:
         return EnvironmentGrader(grader)
     known = ("wrong", "unanswered")
-    for name, value in given.parameters.items():
+    parameters = given.parameters or {}
+    for name, value in parameters.items():
         if name not in known or not isinstance(value, str):
             raise VerifierError(
                 f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
-    return Retry(grader, **given.parameters)  # type: ignore[arg-type]
+    return Retry(grader, **parameters)  # type: ignore[arg-type]
 
 
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
