@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import pytest
-from edited_fields import Edited, edits, entry_edits, value_at
+from edited_fields import UNKNOWN_PLUGINS, Edited, edits, entry_edits, value_at
 from stage import Object, Stage, condition, stage_in
 from test_failing_edits import LINE, NAME, RUN, phase
 from testcluster import Cluster
@@ -25,7 +25,11 @@ from scalerl_operator.controller.status import merge_patch
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(1800)]
 
 STAGES, PARTS = 8, 4
-RESTARTING = [e for e in (*edits(refused=False), *entry_edits(refused=False)) if e.edit.effect.roles]
+RESTARTING = [
+    e
+    for e in (*edits(refused=False), *entry_edits(refused=False))
+    if e.edit.effect.roles and not e.path.startswith(UNKNOWN_PLUGINS)
+]
 CLASSES = """
 {apiVersion: scheduling.k8s.io/v1, kind: PriorityClass, metadata: {name: other}, value: 1}
 ---

@@ -47,6 +47,8 @@ BASE: Final[Object] = {
 }
 
 _OP_GRAPH: Final[Object] = {"name": "opgraph", "parameters": {"operations": [2, 4]}}
+UNKNOWN_PLUGINS: Final = ("schedule.plugin", "trackers.plugin")
+"""Fields whose edits here name what is not installed: the operator refuses them, so nothing starts that could fail."""
 _HALF: Final[Object] = {"weight": "0.5", "plugin": _OP_GRAPH, "verifier": {"name": "exact"}}
 _MIX: Final[Object] = {
     "reasoningGym": None,

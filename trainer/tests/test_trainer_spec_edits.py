@@ -116,7 +116,10 @@ cannot change."""
 READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""
 NOT_READ = {
-    "stored_files.py": {"task.verifier.memory", "task.verifier.timeoutSeconds", "task.verifier.workers"}
+    "stored_files.py": {
+        *(f"task.verifier.{name}" for name in ("memory", "timeoutSeconds", "workers")),
+        *(f"task.environment.{name}" for name in ("memory", "turnTimeoutSeconds", "workers")),
+    }
 }
 """By file: fields of the tasks that ``RunSpec.has_dataset`` does not read, though it goes through all tasks."""
 
