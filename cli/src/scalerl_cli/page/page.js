@@ -202,7 +202,7 @@ const VIEWS = {
           words.push(make("p", {}, `${of || "A"}${of ? "a" : ""}t twice the compute the reward is forecast to be ${ahead.median.toFixed(3)}, with 90 % probability between ${ahead.low.toFixed(3)} and ${ahead.high.toFixed(3)}` +
             (curve.state === "OK" ? `; the asymptote is ${curve.asymptote.median.toFixed(3)} (${curve.asymptote.low.toFixed(3)} to ${curve.asymptote.high.toFixed(3)}).` : "; the asymptote cannot be identified yet.")));
         }
-        if (curve.problem) words.push(problem(of + curve.problem));
+        if (curve.problem) words.push(problem(`${of}no forecast: ${curve.problem}`));
         if (curve.why) words.push(make("details", { open: runs.length === 1 }, make("summary", {}, curve.state === "BROKEN" ? `${of}why is there no forecast?` : `${of}why is the forecast as wide as it is?`),
           make("ul", {}, curve.why.map((text) => make("li", {}, sentence(text))))), make("details", {}, make("summary", {}, `${of}all figures of the fit`), make("pre", {}, curve.text)));
       });
@@ -350,7 +350,7 @@ function rolloutForm(options) {
     field("label", "label", "name=value"), field("task", "task", ""), field("prompt", "prompt id", ""), field("excluded", "not trained on", "zero-variance"),
     choice("sort", "sorted by", [["", "step"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"], ["age", "age"], ["difference", "log-probability difference"]]),
     check("descending", "largest first"), check("truncated", "only cut off"), make("button", {}, "Search"));
-  const ready = [["worst of the last evaluation", WORST], ["newest", { sort: "step", descending: "1" }], ["cut off", { truncated: "1", descending: "1" }], ["largest differences", { sort: "difference", descending: "1" }]];
+  const ready = [["worst of the last evaluation", WORST], ["newest of training", { split: "train", sort: "step", descending: "1" }], ["cut off", { truncated: "1", descending: "1" }], ["largest differences", { sort: "difference", descending: "1" }]];
   return make("div", {}, runChoice("rollouts", options), make("p", { class: "row" }, ready.map(([text, query]) => make("a", { href: link("rollouts", { run: options.run, ...query }) }, text))), form);
 }
 
@@ -416,7 +416,7 @@ function byToken(tokens) {
       span.style.setProperty("--heat", 0.12 * Number(heat));
       return span;
     }));
-    legend.textContent = { difference: `log-probability of the trainer minus that of the generator, from ±${COLOURED} nats on; the first colour: the trainer finds the token likelier`, version: `${order.length === 1 ? "one version" : `versions ${order[0]} to ${order[order.length - 1]}`} sampled it; grey: tokens that no version sampled`, nothing: "" }[by];
+    legend.textContent = { difference: `log-probability of the trainer minus that of the generator, from ±${COLOURED} nats on; the first colour: the trainer finds the token likelier`, version: `${order.length === 1 ? `version ${order[0]}` : `versions ${order[0]} to ${order[order.length - 1]}`} sampled it; grey: tokens that no version sampled. The end token has no text`, nothing: "" }[by];
   };
   const first = order.length > 1 || !known ? "version" : "difference";
   paint(first);
