@@ -192,7 +192,7 @@ def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | Non
             raise VerifierError(
                 f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
-    return Retry(grader, **parameters)  # type: ignore[arg-type]
+    return Retry(grader, **parameters)
 
 
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
