@@ -35,7 +35,7 @@ BOUNDED = {
 }
 """The clients of this project."""
 OTHERS = {
-    "cli/src/scalerl_cli/memory_plan.py": "the hub's cache, by its library, which asks nobody",
+    "cli/src/scalerl_cli/memory_plan.py": "the hub's cache, by its library, without a request",
     "operator/src/scalerl_operator/kube/client.py": "the API server, which the operator trusts, over TLS",
     "operator/src/scalerl_operator/kube/transport.py": "the same",
     "tasks/src/scalerl_tasks/dataset/hub.py": "the hub, by its library",
