@@ -363,7 +363,13 @@ def test_tiny_examples_render_completely() -> None:
         here, cluster = example(f"{path}/run.yaml").spec, example(f"{path}/run-kubernetes.yaml").spec
         assert cluster.task.jsonl
         assert here.task.jsonl
-        same = {"task": {"jsonl"}, "budget": {"max_seconds"}, "storage": True, "pod_template": True}
+        same = {
+            "task": {"jsonl"},
+            "budget": {"max_seconds"},
+            "storage": True,
+            "pod_template": True,
+            "trace": True,
+        }
         assert here.model_dump(exclude=same) == cluster.model_dump(exclude=same)
         objects = rendered(example(f"{path}/run-kubernetes.yaml"), EVERYTHING)
         for _, each in every_container(objects):
