@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,24 @@ def test_evaluation_is_written_when_it_is_over(tmp_path: Path) -> None:
     )
     assert second["excluded"] is None
     record.close()
+
+
+def test_rows_are_in_the_order_of_prompts(tmp_path: Path) -> None:
+    """Whichever came first: readers keep their order among equal rewards."""
+    record = record_in(tmp_path)
+    for at in (5, 0, 3):
+        record.keep(
+            RecordedGroup(8, at, PromptRef(1, Split.HELD_OUT, at), stored(), [4, 4], [0.0, 0.0], {}, [])
+        )
+        record.keep(replace(group_of(1), slot=at, excluded="refilled"))
+    record.end_evaluations(())
+    record.add_step(1, [replace(group_of(1), slot=at) for at in (3, 4)], [], 0)
+    record.close()
+    found = rows_in(tmp_path)
+    for split, slots in (("held_out", [0, 3, 5]), ("train", [0, 3, 3, 4, 5])):
+        assert [(row["slot"], row["sample"]) for row in found if row["split"] == split] == [
+            (slot, sample) for slot in slots for sample in (0, 1)
+        ]
 
 
 def test_group_without_texts_is_left_out(tmp_path: Path) -> None:

@@ -162,6 +162,72 @@ async def test_reader_finds_the_worst_and_compares_versions(run: Path) -> None:
         assert tab.problems == []
 
 
+async def test_equal_rewards_are_in_a_stated_order(run: Path) -> None:
+    record(
+        run,
+        [
+            {"step": 60, "split": "held_out", "prompt_id": f"p{at // 4}", "sample": at % 4, "reward": 0.0}
+            for at in range(40)
+        ],
+    )
+    heads = "[...document.querySelectorAll('article .head')].map((one) => one.innerText.match(/prompt (\\w+)[^]*completion (\\d)/).slice(1).join(' '))"
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        await shown(
+            tab,
+            "rollouts?split=held-out&step=last&sort=reward",
+            "document.querySelectorAll('article').length === 25",
+        )
+        assert await tab.run(heads) == [f"p{at // 4} {at % 4}" for at in range(25)]
+        assert (
+            "Sorted by reward, the lowest first; equal ones by step, prompt and completion"
+            in await tab.text("[role=status]")
+        )
+        await tab.run(
+            "[...document.querySelectorAll('button')].find((one) => one.textContent === 'next').click()"
+        )
+        await tab.until("document.querySelectorAll('article').length === 15")
+        assert await tab.run(heads) == [f"p{at // 4} {at % 4}" for at in range(25, 40)]
+
+
+async def test_axes_have_titles(run: Path) -> None:
+    titles = "[...document.querySelectorAll('figure')].map((one) => [...one.querySelectorAll('svg .title')].map((text) => text.textContent))"
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        assert await tab.run(titles) == [["reward", "compute"]]
+        await shown(tab, "metrics", "document.querySelectorAll('figure svg path').length > 3")
+        found = await tab.run(titles)
+        assert found[:3] == [["reward", "step"], ["tokens", "step"], ["nats", "step"]]
+        assert all(len(one) == 2 and "undefined" not in one for one in found)
+        await shown(tab, "prompt", "document.querySelector('figure svg .title')")
+        assert await tab.run(titles) == [["reward", "version"]]
+        assert "version, left" in await tab.text("main")
+        await shown(tab, "timeline", "document.querySelector('figure svg .title')")
+        assert await tab.run(titles) == [["seconds since the start of the run"]]
+
+
+async def test_phases_have_colours_of_their_own(run: Path) -> None:
+    rows = [
+        {"step": at, "wall_seconds": 40.0 * (at + 1), "trainer_busy_fraction": 0.4}
+        | {"forward_backward_seconds": 5.0, "optimizer_seconds": 3.0, "busy_seconds": 8.0}
+        | {"shard_seconds": 3.0, "wait_seconds": 4.0 if at else 13.0, "publish_wait_seconds": 3.0}
+        | {"checkpoint_seconds": 2.0, "export_seconds": 2.0}
+        for at in range(3)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    colours = "(() => { const found = {}; for (const bar of document.querySelectorAll('svg rect')) found[bar.textContent.replace(/^step -?\\d+: |, [\\d.]+ s$/g, '').split(':')[0]] = getComputedStyle(bar).fill; return found; })()"
+    async with browser(run) as page, chromium.tab() as tab:
+        await entered(page, tab)
+        for dark in (False, True):
+            await tab.screenshot(1280, 700, dark=dark)
+            await shown(tab, "timeline", "document.querySelector('svg rect')")
+            found = await tab.run(colours)
+            phases = {"forward, backward", "optimizer", "fetch", "wait", "publish", "checkpoint", "export"}
+            assert set(found) == phases | {"start", "warm start", "lost step", "other"}
+            assert len(set(found.values())) == len(found), found
+        assert "other: between two phases" in await tab.text("main")
+
+
 async def test_curves_of_other_sets_have_a_chart(run: Path) -> None:
     (run / f"curve-{HOSTILE[:9].replace('/', '')}.csv").write_text("compute,reward\n0,0.25\n100,0.5\n")
     async with browser(run) as page, chromium.tab() as tab:
@@ -179,7 +245,7 @@ async def test_page_is_live_and_says_when_its_server_is_gone(run: Path) -> None:
             await tab.run("document.querySelector('main').dataset.kept = 'yes'")
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": 40, "reward": 0.75}) + "\n")
-            await tab.until("document.querySelector('#runs').textContent.includes('reward 0.750')")
+            await tab.until("document.querySelector('#runs').textContent.includes('reward in training 0.750')")
             assert await tab.run("document.querySelector('main').dataset.kept") == "yes"
         await tab.until("!document.querySelector('#lost').hidden")
 

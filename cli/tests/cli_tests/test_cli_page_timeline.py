@@ -96,7 +96,7 @@ def test_wait_names_the_group_that_came_last(tmp_path: Path) -> None:
     waits = {one["step"]: one for one in window(tmp_path)["waits"]}
     assert waits[2]["seconds"] == pytest.approx(6.0)
     assert waits[2]["why"] == (
-        "the last of its 2 groups (slot 5) came from g, which took 11.5 s from its lease, with weights 1 steps old; "
+        "the last of its 2 groups (slot 5) came from g, which took 11.5 s from its lease, with weights 1 step old; "
         "its longest completion has 800 tokens"
     )
     assert waits[3]["why"].startswith("not for rollouts, which were complete 2.0 s before")
@@ -111,8 +111,10 @@ def test_step_that_was_trained_again_counts_as_computing(tmp_path: Path) -> None
     write(tmp_path, "metrics.jsonl", first, again)
     found = window(tmp_path)
     assert found["busy"] == pytest.approx(17 / 50)
-    assert ["lost", 20.0, pytest.approx(24.0), 1] in found["trainer"]
-    assert found["shares"]["before"] <= 5.0
+    assert ["lost step", 20.0, pytest.approx(24.0), 1] in found["trainer"]
+    assert found["begin"] == pytest.approx(6.0)
+    assert ["start", 6.0, 10.0, 0] in found["trainer"]
+    assert "warm start" not in found["shares"]
 
 
 def test_waits_are_listed_after_long_supervised_training(tmp_path: Path) -> None:

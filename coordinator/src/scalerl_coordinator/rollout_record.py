@@ -259,7 +259,10 @@ class RolloutRecord:
         """Write the groups of all evaluations but the ``running`` ones, by version and task. Never blocks."""
         for split, version, task in list(self._waiting):
             if split == Split.HELD_OUT and (version, task) not in running:
-                groups = self._waiting.pop((split, version, task))
+                # Readers keep the order of rows with equal rewards.
+                groups = sorted(
+                    self._waiting.pop((split, version, task)), key=lambda group: group.prompt.index
+                )
                 self._submit(groups, partial(self._write, split, version, groups, {}))
                 self._submit((), partial(self._tidy, split, version))
 
@@ -276,7 +279,7 @@ class RolloutRecord:
         kept = [group for key in refilled for group in self._waiting.pop(key)]
         if not self._reserve(groups):
             groups = []
-        groups = [*kept, *groups]
+        groups = sorted([*kept, *groups], key=lambda group: group.slot)
         figures = {(one.slot, one.sample): one for one in sequences}
 
         def write() -> None:

@@ -3,25 +3,28 @@
 // Texts of models and data are set as text nodes only; there is no way from a string to markup in this file.
 const SVG = "http://www.w3.org/2000/svg";
 const POLL_MILLISECONDS = 3000, PAGE_ROWS = 25;
+// Title, what the vertical axis counts, metrics; optionally the scale.
 const CHARTS = [
-  ["Reward in training", ["reward"]],
-  ["Tokens of a completion", ["mean_completion_tokens", "completion_tokens_p90", "right_completion_tokens", "wrong_completion_tokens"]],
-  ["Entropy, nats", ["entropy"]],
-  ["Mismatch of trainer and generators, KL", ["sampled_kl", "probe_kl"], "log"],
-  ["Staleness, steps", ["staleness_mean", "staleness_max"]],
-  ["Shares of the completions", ["truncated_fraction", "looped_fraction", "unanswered_fraction"]],
-  ["Shares of the prompts that score only 0, only 1", ["unsolved_groups_fraction", "solved_groups_fraction"]],
-  ["Gradient norm", ["grad_norm"]],
-  ["Distinct completions of a prompt, share", ["distinct_fraction"]],
-  ["KL from the start of the run, nats", ["start_kl", "start_kl_k1"]],
-  ["KL to the reference, nats", ["reference_kl"]],
-  ["Tokens per second", ["generated_tokens_per_second", "consumed_tokens_per_second"]],
-  ["Share of the time without work", ["trainer_bubble_fraction", "generator_bubble_fraction"]],
-  ["Model FLOP utilisation", ["mfu"]],
-  ["Seconds of a step", ["wait_seconds", "forward_backward_seconds", "optimizer_seconds", "publish_seconds", "checkpoint_seconds"]],
-  ["Busy share of the run so far", ["trainer_busy_fraction", "generator_busy_fraction"]],
+  ["Reward in training", "reward", ["reward"]],
+  ["Tokens of a completion", "tokens", ["mean_completion_tokens", "completion_tokens_p90", "right_completion_tokens", "wrong_completion_tokens"]],
+  ["Entropy", "nats", ["entropy"]],
+  ["Mismatch of trainer and generators, KL", "nats", ["sampled_kl", "probe_kl"], "log"],
+  ["Staleness", "steps", ["staleness_mean", "staleness_max"]],
+  ["Shares of the completions", "share", ["truncated_fraction", "looped_fraction", "unanswered_fraction"]],
+  ["Shares of the prompts that score only 0, only 1", "share", ["unsolved_groups_fraction", "solved_groups_fraction"]],
+  ["Gradient norm", "norm", ["grad_norm"]],
+  ["Distinct completions of a prompt", "share", ["distinct_fraction"]],
+  ["KL from the start of the run", "nats", ["start_kl", "start_kl_k1"]],
+  ["KL to the reference", "nats", ["reference_kl"]],
+  ["Tokens per second", "tokens/s", ["generated_tokens_per_second", "consumed_tokens_per_second"]],
+  ["Share of the time without work", "share", ["trainer_bubble_fraction", "generator_bubble_fraction"]],
+  ["Model FLOP utilisation", "share", ["mfu"]],
+  ["Time of a step, by phase", "seconds", ["wait_seconds", "forward_backward_seconds", "optimizer_seconds", "publish_seconds", "checkpoint_seconds"]],
+  ["Busy share of the run so far", "share", ["trainer_busy_fraction", "generator_busy_fraction"]],
 ];
-const PHASES = { "forward, backward": 2, optimizer: 5, fetch: 4, publish: 3, checkpoint: 0, export: 0, before: 5, lost: 4, wait: 1 };
+const PHASES = { "forward, backward": 2, optimizer: 8, fetch: 4, publish: 3, checkpoint: 0, export: 9, "warm start": 5, "lost step": 10, wait: 1, start: 11, other: 6 };
+const OTHER = "between two phases: reports to the coordinator, and waits of the first rank for other ranks";
+const STEPS = "Step n trains version n of the weights, the first is 0, and its result is version n + 1.";
 
 const main = document.getElementById("main");
 let runs = [], view = null, generation = 0;
@@ -80,7 +83,8 @@ function logTicks(low, high) {
 }
 
 // A chart of lines {label, tone, dash, x, y, kind}, kind: line, raw, dots; bands {tone, x, low, high}; whiskers {tone, x, low, high}.
-function chart(title, { lines, bands = [], whiskers = [], marks = [], log = false, from0 = false, unit = "step", height = 190 }) {
+// Its axes are titled: ``unit`` below, ``rise`` above the vertical one.
+function chart(title, { lines, bands = [], whiskers = [], marks = [], log = false, from0 = false, unit = "step", below = unit, rise, height = 205 }) {
   const legend = make("div", { class: "legend" });
   const svg = make("svg:svg", { role: "img", tabindex: "0", "aria-label": `${title}: ${lines.map((one) => one.label).join(", ")}; arrow keys read the values` });
   const figure = make("figure", {}, make("figcaption", {}, title), svg, legend);
@@ -105,7 +109,7 @@ function chart(title, { lines, bands = [], whiskers = [], marks = [], log = fals
   list();
 
   function draw() {
-    const width = svg.clientWidth || 340, left = 52, bottom = 20, top = 8, right = 10;
+    const width = svg.clientWidth || 340, left = 52, bottom = 34, top = 20, right = 10;
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("height", height);
     const px = (x) => left + (width - left - right) * (x - first) / (last - first);
@@ -115,15 +119,15 @@ function chart(title, { lines, bands = [], whiskers = [], marks = [], log = fals
       xs.forEach((x, at) => { if (!usable(ys[at])) { pen = "M"; return; } text += `${pen}${px(x).toFixed(1)} ${py(value(ys[at])).toFixed(1)}`; pen = "L"; });
       return text;
     };
-    const parts = [];
+    const parts = [make("svg:text", { class: "title", x: left, y: 10 }, log ? `${rise}, logarithmic` : rise), make("svg:text", { class: "title", x: width - right, y: height - 4, "text-anchor": "end" }, below)];
     for (const y of log ? logTicks(low, high) : ticks(low, high, 4)) {
       if (y < low - 1e-12 || y > high + 1e-12) continue;
       parts.push(make("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(y), y2: py(y) }));
       parts.push(make("svg:text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, number(log ? 10 ** y : y)));
     }
     for (const x of ticks(first, last, Math.max(2, Math.floor(width / 110)))) {
-      if (unit === "step" && !Number.isInteger(x)) continue;
-      parts.push(make("svg:text", { x: px(x), y: height - 4, "text-anchor": "middle" }, number(x)));
+      if (unit !== "compute" && !Number.isInteger(x)) continue;
+      parts.push(make("svg:text", { x: px(x), y: height - bottom + 15, "text-anchor": "middle" }, number(x)));
     }
     for (const one of bands) {
       const upper = path(one.x, one.high), lower = path([...one.x].reverse(), [...one.low].reverse());
@@ -208,9 +212,9 @@ const VIEWS = {
       });
       const others = curves.flatMap((curve, run) => Object.entries(curve.others || {}).map(([name, points], at) => ({ label: runs.length > 1 ? `${runs[run].name}: ${name}` : name,
         tone: runs.length > 1 ? run % 6 : (at + 1) % 6, dash: runs.length > 1 ? at % 4 : 0, x: points.map((p) => p[0]), y: points.map((p) => p[1]) })));
-      const unit = (curves.find((curve) => curve.unit) || {}).unit || "compute";
-      place.replaceChildren(...(lines.length ? [chart(`Reward of the evaluations over compute (${unit})`, { lines, bands, whiskers, marks, unit: "compute", height: 330 })] : []), ...words,
-        others.length ? chart(`Reward of the other evaluation sets over compute (${unit})`, { lines: others, unit: "compute", height: 220 }) : "",
+      const named = curves.find((curve) => curve.unit), below = named && named.unit !== "compute" ? `compute, ${named.unit}` : "compute";
+      place.replaceChildren(...(lines.length ? [chart("Reward of the evaluations", { lines, bands, whiskers, marks, unit: "compute", below, rise: "reward", height: 345 })] : []), ...words,
+        others.length ? chart("Reward of the other evaluation sets", { lines: others, unit: "compute", below, rise: "reward", height: 235 }) : "",
         make("p", { class: "row" }, make("a", { href: link("rollouts", WORST) }, "the worst completions of the last evaluation")));
     },
   },
@@ -218,10 +222,10 @@ const VIEWS = {
   metrics: {
     parts: ["series"],
     async fill(place, options) {
-      const wanted = CHARTS.flatMap((one) => one[1]).concat(options.metric || []);
+      const wanted = CHARTS.flatMap((one) => one[2]).concat(options.metric || []);
       const [known, ...found] = await Promise.all([get("/api/metrics", { run: 0 }), ...runs.map((_, run) => get("/api/metrics", { run, names: wanted.join(",") }))]);
-      const all = options.metric ? [[options.metric, [options.metric]], ...CHARTS] : CHARTS;
-      const charts = all.map(([title, names, scale]) => {
+      const all = options.metric ? [[options.metric, "value", [options.metric]], ...CHARTS] : CHARTS;
+      const charts = all.map(([title, rise, names, scale]) => {
         const lines = [];
         found.forEach((one, run) => names.forEach((name, place) => {
           const points = one.series[name];
@@ -232,7 +236,7 @@ const VIEWS = {
           if (even) lines.push({ label, tone, x: points[0], y: points[1], kind: "raw" });
           lines.push({ label: even ? `${label} (moving mean)` : label, tone, dash, x: points[0], y: even || points[1] });
         }));
-        return lines.length ? chart(title, { lines, log: scale === "log", from0: scale !== "log" && !names.includes("grad_norm") }) : null;
+        return lines.length ? chart(title, { lines, rise, log: scale === "log", from0: scale !== "log" && !names.includes("grad_norm") }) : null;
       }).filter(Boolean);
       const choice = make("select", { "aria-label": "another metric", onchange: (event) => go("metrics", { metric: event.target.value }) },
         make("option", { value: "" }, "another metric …"), known.names.map((name) => make("option", { selected: name === options.metric }, name)));
@@ -252,7 +256,7 @@ const VIEWS = {
       if (mine !== generation) return;
       if (found.problem) { state.replaceWith(problem(found.problem)); return; }
       state.textContent = `${found.matching.toLocaleString("en")} of ${found.total.toLocaleString("en")} recorded rollouts match` +
-        (found.rows.length < found.matching ? `; ${(offset + 1).toLocaleString("en")} to ${(offset + found.rows.length).toLocaleString("en")} are shown` : "");
+        (found.rows.length < found.matching ? `; ${(offset + 1).toLocaleString("en")} to ${(offset + found.rows.length).toLocaleString("en")} are shown` : "") + (ORDERS[options.sort] ? `. Sorted by ${ORDERS[options.sort]}, the ${options.descending ? "largest" : "lowest"} first; equal ones by step, prompt and completion` : "");
       list.replaceChildren(...found.notes.map((text) => make("p", { class: "bad" }, text)), ...found.rows.map((row) => rollout(row, run)),
         make("div", { class: "row" },
           make("button", { disabled: offset === 0, onclick: () => go("rollouts", { ...options, offset: Math.max(0, offset - PAGE_ROWS) || "" }) }, "previous"),
@@ -279,7 +283,8 @@ const VIEWS = {
       if (trouble || !steps.length) { place.replaceChildren(problem(trouble || `no completion of prompt ${chosen.prompt_id} is recorded`)); return; }
       const left = options.from || String(steps[0].step), right = options.to || String(steps[steps.length - 1].step);
       const here = { run: options.run, prompt: same.prompt, task: same.task, split: same.split, from: left, to: right };
-      const pick = (name, value) => make("label", {}, name === "from" ? "step, left" : "step, right", make("select", { onchange: (event) => go("prompt", { ...here, [name]: event.target.value }) },
+      const word = same.split === "held-out" ? "version" : "step";
+      const pick = (name, value) => make("label", {}, `${word}, ${name === "from" ? "left" : "right"}`, make("select", { onchange: (event) => go("prompt", { ...here, [name]: event.target.value }) },
         steps.map((one) => make("option", { value: one.step, selected: String(one.step) === value }, `${one.step}: reward ${number(one.reward)}`))));
       const options_ = [...firsts.values()].map((row) => make("option", { value: JSON.stringify([row.prompt_id, row.task, row.split.replace("_", "-")]), selected: row.prompt_id === same.prompt && row.task === same.task }, `${row.prompt_id}: ${text(row, "prompt").slice(-60)}`));
       const choose = make("select", { "aria-label": "prompt", onchange: (event) => { const [prompt, task, split] = JSON.parse(event.target.value); go("prompt", { run: options.run, prompt, task, split }); } },
@@ -289,8 +294,9 @@ const VIEWS = {
       const graded = steps.filter((one) => one.reward !== null);
       place.replaceChildren(runChoice("prompt", options), make("div", { class: "row" }, make("label", {}, "prompt of the last evaluation, or chosen under Rollouts", choose), pick("from", left), pick("to", right)),
         shown ? make("div", { class: "text box", dir: "auto" }, text(shown, "prompt")) : "",
-        chart("Mean reward of this prompt's completions", { lines: [{ label: same.prompt, tone: 0, x: graded.map((one) => one.step), y: graded.map((one) => one.reward), kind: graded.length < 40 ? "dots" : "line" }], from0: true, height: 120 }),
-        make("div", { class: "two" }, sides.map((side, at) => make("div", {}, make("h3", {}, `${same.split === "held-out" ? "version" : "step"} ${at ? right : left}`), side.rows ? side.rows.map((row) => rollout(row, run, true)) : problem(side.problem)))));
+        chart("Mean reward of this prompt's completions", { lines: [{ label: same.prompt, tone: 0, x: graded.map((one) => one.step), y: graded.map((one) => one.reward), kind: graded.length < 40 ? "dots" : "line" }], unit: word, rise: "reward", from0: true, height: 140 }),
+        make("p", { class: "quiet" }, STEPS),
+        make("div", { class: "two" }, sides.map((side, at) => make("div", {}, make("h3", {}, `${word} ${at ? right : left}`), side.rows ? side.rows.map((row) => rollout(row, run, true)) : problem(side.problem)))));
     },
   },
 
@@ -306,16 +312,17 @@ const VIEWS = {
         make("div", { class: "row" },
           make("button", { disabled: found.first === 0, onclick: () => move(found.first - 1) }, "earlier"), make("button", { disabled: found.last >= found.of, onclick: () => move(found.last + count) }, "later"),
           make("label", {}, "steps", make("select", { onchange: (event) => go("timeline", { ...options, count: event.target.value }) }, [5, 12, 50, 200].map((n) => make("option", { selected: n === count }, n)))),
-          make("span", { class: "quiet" }, `steps ${found.first} to ${found.last} of ${found.of}, ${number(total)} s`),
+          make("span", { class: "quiet" }, `steps ${found.first} to ${found.last}, ${number(total)} s; the newest is step ${found.of}`),
           make("a", { href: `/perfetto.json?run=${run}`, download: true }, "whole run for Perfetto")),
         lanes(found),
-        make("div", { class: "legend" }, shares.map(([name, seconds]) => make("span", { class: `t${name in PHASES ? PHASES[name] : 6}` }, `${name} ${percent(seconds / total)}`))),
-        make("p", {}, found.busy === null ? "" : `Over the whole run the trainer computes for ${percent(found.busy)} of the time (forward, backward and optimizer, and supervised training before).`),
+        make("div", { class: "legend" }, shares.map(([name, seconds]) => make("span", { class: `t${PHASES[name]}` }, `${name} ${percent(seconds / total)}`))),
+        found.shares.other > 0.0005 * total ? make("p", { class: "quiet" }, `other: ${OTHER}.`) : "",
+        make("p", {}, found.busy === null ? "" : `Over the whole run the trainer computes for ${percent(found.busy)} of the time (forward, backward and optimizer, the warm start, and lost steps, which were trained again).`),
         ...found.generators.map((one) => make("p", { class: "quiet" }, `${one.name || "a generator that is not known"}: ${one.groups.toLocaleString("en")} groups; ${percent(one.idle)} of the time without one of training`)),
         found.traced ? make("p", { class: "quiet" }, "Evaluations, which generators also sample, are not in the trace.") : make("p", { class: "quiet" }, "Generators are shown for runs with a trace (spec.trace: true)."),
         make("h2", {}, "What the trainer waited for"),
-        found.waits.length ? make("table", {}, make("thead", {}, make("tr", {}, ["step", "waited", "for"].map((text) => make("th", {}, text)))),
-          make("tbody", {}, found.waits.map((wait) => make("tr", {}, make("td", { class: "number" }, wait.step), make("td", { class: "number" }, `${wait.seconds.toFixed(1)} s`), make("td", {}, wait.why))))) : problem("nothing: it did not wait in these steps"));
+        found.waits.length ? make("table", {}, make("thead", {}, make("tr", {}, ["before step", "waited", "for"].map((text) => make("th", {}, text)))),
+          make("tbody", {}, found.waits.map((wait) => make("tr", {}, make("td", { class: "number", "data-name": "before step" }, wait.step), make("td", { class: "number", "data-name": "waited" }, `${wait.seconds.toFixed(1)} s`), make("td", {}, wait.why))))) : problem("nothing: it did not wait in these steps"));
     },
   },
 
@@ -331,6 +338,7 @@ const VIEWS = {
   },
 };
 const WORST = { split: "held-out", step: "last", sort: "reward" };
+const ORDERS = { reward: "reward", advantage: "advantage", tokens: "length", age: "age", difference: "log-probability difference" };
 
 function runChoice(name, options) {
   if (runs.length < 2) return "";
@@ -346,12 +354,12 @@ function rolloutForm(options) {
     go("rollouts", { run: options.run, ...Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== "")) });
   } },
     choice("split", "of", [["", "all"], ["train", "training"], ["held-out", "evaluations"]]),
-    field("step", "steps", "5, 0:20 or last"), field("reward", "reward", "0 or 0.5:1"), field("contains", "text in the completion", "case matters"),
+    field("step", "step or version", "5, 0:20 or last"), field("reward", "reward", "0 or 0.5:1"), field("contains", "text in the completion", "case matters"),
     field("label", "label", "name=value"), field("task", "task", ""), field("prompt", "prompt id", ""), field("excluded", "not trained on", "zero-variance"),
-    choice("sort", "sorted by", [["", "step"], ["reward", "reward"], ["advantage", "advantage"], ["tokens", "length"], ["age", "age"], ["difference", "log-probability difference"]]),
+    choice("sort", "sorted by", [["", "step"], ...Object.entries(ORDERS)]),
     check("descending", "largest first"), check("truncated", "only cut off"), make("button", {}, "Search"));
   const ready = [["worst of the last evaluation", WORST], ["newest of training", { split: "train", sort: "step", descending: "1" }], ["cut off", { truncated: "1", descending: "1" }], ["largest differences", { sort: "difference", descending: "1" }]];
-  return make("div", {}, runChoice("rollouts", options), make("p", { class: "row" }, ready.map(([text, query]) => make("a", { href: link("rollouts", { run: options.run, ...query }) }, text))), form);
+  return make("div", {}, runChoice("rollouts", options), make("p", { class: "row" }, ready.map(([text, query]) => make("a", { href: link("rollouts", { run: options.run, ...query }) }, text))), form, make("p", { class: "quiet" }, `${STEPS} An evaluation has a version, a rollout of training a step.`));
 }
 
 // One completion. Its details are read when they are asked for.
@@ -426,7 +434,7 @@ function byToken(tokens) {
 
 function lanes(found) {
   const svg = make("svg:svg", { role: "img", "aria-label": "what trainer and generators did, over time; the table below lists the longest waits" });
-  const height = 46 + 34 + 46 * found.generators.length;
+  const height = 46 + 46 + 46 * found.generators.length;
   let drawn = 0;
   new ResizeObserver(() => {
     const width = svg.clientWidth;
@@ -437,8 +445,9 @@ function lanes(found) {
     const px = (t) => width * (t - found.begin) / (found.end - found.begin), parts = [];
     const title = (text) => make("svg:title", {}, text);
     const labels = [make("svg:text", { x: 0, y: 11 }, "trainer")];
+    parts.push(make("svg:rect", { class: "bar t6", x: 0, y: 16, width, height: 26 }, title(`other: ${OTHER}`)));
     for (const [name, begin, end, step] of found.trainer)
-      parts.push(make("svg:rect", { class: `bar t${PHASES[name]}`, x: px(begin).toFixed(2), y: 16, width: Math.max(0.4, px(end) - px(begin)).toFixed(2), height: 26, opacity: name === "wait" ? 0.55 : 1 }, title(`step ${step}: ${name}, ${(end - begin).toFixed(2)} s`)));
+      parts.push(make("svg:rect", { class: `bar t${PHASES[name]}`, x: px(begin).toFixed(2), y: 16, width: Math.max(0.4, px(end) - px(begin)).toFixed(2), height: 26 }, title(`step ${step}: ${name}, ${(end - begin).toFixed(2)} s`)));
     found.generators.forEach((one, at) => {
       const top = 46 + 46 * at, most = Math.max(...one.counts, 1), y = (count) => top + 44 - 28 * count / most;
       let path = `M${px(Math.max(found.begin, one.times[0])).toFixed(1)} ${y(0)}`;
@@ -446,8 +455,9 @@ function lanes(found) {
       labels.push(make("svg:text", { x: 0, y: top + 11 }, `${one.name || "generator not known"}: groups in work, at most ${most}`));
       parts.push(make("svg:path", { class: "bar t0", opacity: 0.75, d: `${path}V${y(0)}Z` }));
     });
-    for (const [time, version] of found.publishes) if (found.publishes.length <= 60) parts.push(make("svg:line", { class: "mark", x1: px(time), x2: px(time), y1: 16, y2: height - 30 }, title(`version ${version} reached the generators`)));
-    for (const t of ticks(found.begin, found.end, Math.max(3, Math.floor(width / 100)))) parts.push(make("svg:text", { x: px(t), y: height - 8, "text-anchor": "middle" }, `${number(t, 5)} s`));
+    for (const [time, version] of found.publishes) if (found.publishes.length <= 60) parts.push(make("svg:line", { class: "mark", x1: px(time), x2: px(time), y1: 16, y2: height - 42 }, title(`version ${version} reached the generators`)));
+    for (const t of ticks(found.begin, found.end, Math.max(3, Math.floor(width / 100)))) parts.push(make("svg:text", { x: px(t), y: height - 22, "text-anchor": "middle" }, number(t, 5)));
+    labels.push(make("svg:text", { class: "title", x: width, y: height - 4, "text-anchor": "end" }, "seconds since the start of the run"));
     svg.replaceChildren(...parts, ...labels);
   }).observe(svg);
   return make("figure", {}, svg);
@@ -489,8 +499,8 @@ const revision = (name, run) => JSON.stringify((name === "curve" || name === "me
 function header() {
   const lines = runs.map((run, at) => {
     if (run.problem) return make("div", { class: "run" }, make("h1", {}, run.name), make("p", { class: "bad" }, `${run.directory}: ${run.problem}`));
-    const facts = [run.steps ? `step ${run.steps.toLocaleString("en")}` : "no trained steps yet"];
-    if (run.reward !== null) facts.push(`reward ${run.reward.toFixed(3)}`);
+    const facts = [run.steps ? `${run.steps.toLocaleString("en")} ${run.steps === 1 ? "step" : "steps"} trained` : "no step trained yet"];
+    if (run.reward !== null) facts.push(`reward in training ${run.reward.toFixed(3)}`);
     if (run.tokens !== null) facts.push(`${number(run.tokens)} tokens a completion`);
     facts.push(run.ended ? `ended: ${run.ended}` : run.changed === null ? "" : `last change ${ago(run.changed)}`);
     return make("div", { class: `run t${runs.length > 1 ? at % 6 : 0}` }, make("h1", {}, run.name), make("p", { class: "quiet" }, facts.filter(Boolean).join(" · "), make("span", {}, ` · ${run.directory}`)),

@@ -33,8 +33,10 @@ _BEFORE: Final = {
     "wait": "wait_seconds",
 }
 """Phases before the report, the last one first."""
-BUSY: Final = ("forward, backward", "optimizer", "before", "lost")
-"""Phases that ``trainer_busy_fraction`` counts; ``before`` is supervised training, ``lost`` a step that was trained again."""
+BUSY: Final = ("forward, backward", "optimizer", "warm start", "lost step")
+"""Phases that ``trainer_busy_fraction`` counts; a ``lost step`` was trained again."""
+_LEADING: Final = ("warm start", "start")
+"""Phases before the first step: ``start`` lasts until generators and trainer have started."""
 _MIN_SECONDS: Final = 1e-3
 MAX_STEPS: Final = 200
 _WAITS: Final = 10
@@ -121,7 +123,7 @@ class Timeline:
             # What the coordinator counts beyond the step: supervised training, or a step that was lost with the trainer.
             more = busy[at] - busy_before - columns["busy_seconds"][at]
             if _MIN_SECONDS < more < end_ - begin:
-                yield Phase("lost" if at else "before", begin, begin + more, step if at else -1)
+                yield Phase("lost step" if at else "warm start", begin, begin + more, step if at else -1)
                 begin += more
             after, before = [], []
             edge = end_
@@ -132,6 +134,8 @@ class Timeline:
             for name, metric in _AFTER.items():
                 edge, last = min(limit, edge + columns[metric][at]), edge
                 after.append(Phase(name, last, edge, step))
+            if not at:
+                after.append(Phase("start", edge, limit, step))
             yield from (phase for phase in [*after, *reversed(before)] if phase.end > phase.begin)
 
     def busy_fraction(self) -> float | None:
@@ -158,8 +162,9 @@ class Timeline:
         if not phases:
             return {"problem": "the metrics of these steps have no times"}
         begin, until = phases[0].begin, max(phase.end for phase in phases)
-        if first == 0 and phases[0].name == "before" and len(phases) > 1:
-            begin = max(begin, phases[1].begin - 0.1 * (until - phases[1].begin))
+        if leading := [phase.end for phase in phases if phase.name in _LEADING]:
+            begin = max(begin, leading[-1] - 0.1 * (until - leading[-1]))
+            phases = [phase for phase in phases if phase.end > begin]
         groups = [one for one in self._groups.values() if one.accepted >= begin and one.leased <= until]
         names = sorted({one.generator for one in groups})
         shares: dict[str, float] = {}
@@ -281,7 +286,8 @@ def _why(wait: Phase, groups: list[Group], evaluated: Container[int]) -> str:
             f"publish version {wait.step}"
         )
     age = max(0, wait.step - last.version) if last.version >= 0 else None
-    lag = "" if age is None else f", with weights {age} steps old" if age else ", with the newest weights"
+    old = f"{age} step{'s' * (age != 1)} old"
+    lag = "" if age is None else f", with weights {old}" if age else ", with the newest weights"
     return (
         f"the last of its {len(groups)} groups (slot {last.slot}) came from {last.generator}, which took "
         f"{last.accepted - last.leased:.1f} s from its lease{lag}; its longest completion has {last.longest:,} tokens"
