@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -70,6 +71,8 @@ class Load:
     steps: int
     version: int = 0
     done: bool = False
+    asked: int = 0
+    """Rollouts of the trained steps that the coordinator asked to record."""
     push_seconds: list[float] = field(default_factory=list)
     shard_seconds: list[float] = field(default_factory=list)
     rss: list[tuple[int, float]] = field(default_factory=list)
@@ -102,6 +105,9 @@ class Load:
             leases = (await self.call(endpoints.LEASE, request, wire.Leases)).leases
             version = self.version
             groups = [_group(lease, ids, logprobs, self.texts) for lease in leases]
+            self.asked += sum(
+                lease.completions for lease in leases if lease.record and lease.slot < self.steps * PROMPTS
+            )
             for group in groups:
                 started = time.perf_counter()
                 reply = await self.call(
@@ -236,6 +242,10 @@ async def measure(process: subprocess.Popen[bytes], url: str, digest: str, steps
         seconds = await training
         await asyncio.gather(*actors)
         cpu = _cpu_seconds(process.pid) - cpu
+        async with session.get(
+            url + endpoints.METRICS, headers={"Authorization": f"Bearer {TOKEN}"}
+        ) as response:
+            lost = re.findall(r"^scalerl_coordinator_lost_rollouts_total (\S+)", await response.text(), re.M)
     rollouts = steps * PROMPTS * COMPLETIONS
     pushes, shards = sorted(load.push_seconds), sorted(load.shard_seconds)
     settled = [mib for count, mib in load.rss if count >= rollouts * 0.3]
@@ -247,6 +257,8 @@ async def measure(process: subprocess.Popen[bytes], url: str, digest: str, steps
         "push_p50_milliseconds": round(1000 * pushes[len(pushes) // 2], 2),
         "push_p99_milliseconds": round(1000 * pushes[len(pushes) * 99 // 100], 2),
         "shard_p50_milliseconds": round(1000 * shards[len(shards) // 2], 2),
+        "rollouts_to_record": load.asked,
+        "lost_rollouts": float(lost[0]),
         "rss_first_mib": round(settled[0], 1),
         "rss_last_mib": round(settled[-1], 1),
         "rss_highest_mib": round(max(mib for _, mib in load.rss), 1),
