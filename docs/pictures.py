@@ -19,7 +19,14 @@ DOCS: Final = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "tests/support"))
 import chromium  # noqa: E402
 
-VIEWS: Final = ("curve", "metrics", "rollouts?split=held-out&step=last&sort=reward", "prompt", "timeline", "decisions")
+VIEWS: Final = (
+    "curve",
+    "metrics",
+    "rollouts?split=held-out&step=last&sort=reward",
+    "prompt",
+    "timeline",
+    "decisions",
+)
 PICTURES: Final = {
     "curve": ("curve", 1280, 800, False),
     "rollouts": (VIEWS[2], 1280, 900, False),

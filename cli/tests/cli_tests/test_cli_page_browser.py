@@ -245,7 +245,9 @@ async def test_page_is_live_and_says_when_its_server_is_gone(run: Path) -> None:
             await tab.run("document.querySelector('main').dataset.kept = 'yes'")
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": 40, "reward": 0.75}) + "\n")
-            await tab.until("document.querySelector('#runs').textContent.includes('reward in training 0.750')")
+            await tab.until(
+                "document.querySelector('#runs').textContent.includes('reward in training 0.750')"
+            )
             assert await tab.run("document.querySelector('main').dataset.kept") == "yes"
         await tab.until("!document.querySelector('#lost').hidden")
 

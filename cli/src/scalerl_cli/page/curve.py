@@ -83,7 +83,8 @@ def _why(made: Analysis) -> Iterator[str]:
     points = made.fitted.points_used
     yield (
         f"the 90 % interval at twice the compute is {whole:.3f} wide. The parameters of the curve, from {points} evaluations, "
-        f"leave {widths[0]:.3f}; with the departures from the curve that are possible beyond now it is {widths[1]:.3f}; the rest "
+        f"leave {widths[0]:.3f}; with the departures from the curve, those that the newest evaluations show and those that may come, "
+        f"it is {widths[1]:.3f}; the rest "
         "is the noise of a single evaluation"
     )
     yield from (doubt.replace("interval of A ", "interval of the asymptote ") for doubt in made.doubts)

@@ -24,7 +24,7 @@ const CHARTS = [
 ];
 const PHASES = { "forward, backward": 2, optimizer: 8, fetch: 4, publish: 3, checkpoint: 0, export: 9, "warm start": 5, "lost step": 10, wait: 1, start: 11, other: 6 };
 const OTHER = "between two phases: reports to the coordinator, and waits of the first rank for other ranks";
-const STEPS = "Step n trains version n of the weights, the first is 0, and its result is version n + 1.";
+const STEPS = "Step n, of which the first is 0, trains version n of the weights to version n + 1";
 
 const main = document.getElementById("main");
 let runs = [], view = null, generation = 0;
@@ -104,7 +104,7 @@ function chart(title, { lines, bands = [], whiskers = [], marks = [], log = fals
   const list = (at) => legend.replaceChildren(...shown.filter((one) => one.kind !== "raw").map((one) => {
     let text = one.label;
     if (at !== undefined) { const near = nearest(one.x, at); text += ` ${number(one.y[near], 4)}`; }
-    return make("span", { class: `t${one.tone} dash${one.dash || 0}` }, text);
+    return make("span", { class: `t${one.tone} dash${one.dash || 0} ${one.kind || ""}` }, text);
   }), at === undefined ? "" : make("em", {}, `${unit} ${number(at, 4)}`));
   list();
 
@@ -295,7 +295,7 @@ const VIEWS = {
       place.replaceChildren(runChoice("prompt", options), make("div", { class: "row" }, make("label", {}, "prompt of the last evaluation, or chosen under Rollouts", choose), pick("from", left), pick("to", right)),
         shown ? make("div", { class: "text box", dir: "auto" }, text(shown, "prompt")) : "",
         chart("Mean reward of this prompt's completions", { lines: [{ label: same.prompt, tone: 0, x: graded.map((one) => one.step), y: graded.map((one) => one.reward), kind: graded.length < 40 ? "dots" : "line" }], unit: word, rise: "reward", from0: true, height: 140 }),
-        make("p", { class: "quiet" }, STEPS),
+        make("p", { class: "quiet" }, `${STEPS}.`),
         make("div", { class: "two" }, sides.map((side, at) => make("div", {}, make("h3", {}, `${word} ${at ? right : left}`), side.rows ? side.rows.map((row) => rollout(row, run, true)) : problem(side.problem)))));
     },
   },
@@ -359,7 +359,7 @@ function rolloutForm(options) {
     choice("sort", "sorted by", [["", "step"], ...Object.entries(ORDERS)]),
     check("descending", "largest first"), check("truncated", "only cut off"), make("button", {}, "Search"));
   const ready = [["worst of the last evaluation", WORST], ["newest of training", { split: "train", sort: "step", descending: "1" }], ["cut off", { truncated: "1", descending: "1" }], ["largest differences", { sort: "difference", descending: "1" }]];
-  return make("div", {}, runChoice("rollouts", options), make("p", { class: "row" }, ready.map(([text, query]) => make("a", { href: link("rollouts", { run: options.run, ...query }) }, text))), form, make("p", { class: "quiet" }, `${STEPS} An evaluation has a version, a rollout of training a step.`));
+  return make("div", {}, runChoice("rollouts", options), make("p", { class: "row" }, ready.map(([text, query]) => make("a", { href: link("rollouts", { run: options.run, ...query }) }, text))), form, make("p", { class: "quiet" }, `${STEPS}; an evaluation samples one version.`));
 }
 
 // One completion. Its details are read when they are asked for.
