@@ -144,16 +144,16 @@ def _by_token(
     import numpy as np
 
     spans, tokens = completion.versions, len(completion.token_ids) // 4
-    ends = [*(span.start for span in spans[1:]), tokens]
-    counts = [end - span.start for span, end in zip(spans, ends, strict=True)] if spans else []
-    versions = np.repeat(np.array([span.version for span in spans], dtype=np.int32), counts)
+    versions = np.empty(tokens if spans else 0, dtype=np.int32)
+    for span in spans:
+        versions[span.start :] = span.version
     columns: dict[str, Any] = {"token_versions": versions}
     lengths = np.frombuffer(b"".join(characters), dtype="<u2")
     if len(lengths) == tokens:
         columns["token_ends"] = lengths.cumsum(dtype=np.int32)
     own = np.frombuffer(b"" if figure is None else figure.differences, dtype="<f2")
-    trained = versions != MASKED
-    if len(own) and len(own) == np.count_nonzero(trained):
+    trained = versions != MASKED if any(span.version == MASKED for span in spans) else slice(None)
+    if len(own) and len(own) == len(versions[trained]):
         differences = np.full(tokens, np.nan, dtype=np.float32)
         differences[trained] = own
         columns["token_logprob_differences"] = differences
