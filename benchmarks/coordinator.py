@@ -4,7 +4,7 @@ A real coordinator process, pinned to one core, on a real directory (every rollo
 acknowledged); on another core, over loopback HTTP, eight actors push groups of 16 completions of 512 tokens, and a
 trainer fetches every step, reports it, publishes and checkpoints. A rollout counts when it went in and came out.
 
-    python benchmarks/coordinator.py [--quick] [--rollouts N] [--record N] [--directory DIR]
+    python benchmarks/coordinator.py [--quick] [--rollouts N] [--prompts N] [--record N] [--directory DIR]
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Load:
     url: str
     digest: str
     steps: int
+    prompts: int
+    """Of a step."""
     version: int = 0
     done: bool = False
     asked: int = 0
@@ -106,7 +108,9 @@ class Load:
             version = self.version
             groups = [_group(lease, ids, logprobs, self.texts) for lease in leases]
             self.asked += sum(
-                lease.completions for lease in leases if lease.record and lease.slot < self.steps * PROMPTS
+                lease.completions
+                for lease in leases
+                if lease.record and lease.slot < self.steps * self.prompts
             )
             for group in groups:
                 started = time.perf_counter()
@@ -138,7 +142,7 @@ class Load:
                 endpoints.TRAINER_SHARD, wire.ShardRequest(incarnation=name, step=step, rank=0, world_size=1)
             )
             self.shard_seconds.append(time.perf_counter() - begun)
-            if len(shard) < PROMPTS * COMPLETIONS * TOKENS * 8:
+            if len(shard) < self.prompts * COMPLETIONS * TOKENS * 8:
                 raise SystemExit(f"step {step}: a shard of {len(shard)} bytes is too small")
             report = wire.StepReport(
                 incarnation=name,
@@ -157,7 +161,7 @@ class Load:
                 commit = wire.CheckpointCommit(incarnation=name, step=self.version, kept_steps=kept)
                 await self.call(endpoints.CHECKPOINT_COMMIT, commit, wire.Ack)
             if self.version % max(1, self.steps // 10) == 0:
-                self.rss.append((self.version * PROMPTS * COMPLETIONS, _rss_mib(pid)))
+                self.rss.append((self.version * self.prompts * COMPLETIONS, _rss_mib(pid)))
                 print(f"{self.rss[-1][0]:>8} rollouts  RSS {self.rss[-1][1]:7.1f} MiB", flush=True)
         self.done = True
         return time.perf_counter() - started
@@ -223,7 +227,9 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(process: subprocess.Popen[bytes], url: str, digest: str, steps: int) -> dict[str, float]:
+async def measure(
+    process: subprocess.Popen[bytes], url: str, digest: str, steps: int, prompts: int
+) -> dict[str, float]:
     connector = aiohttp.TCPConnector(limit=64)
     async with aiohttp.ClientSession(connector=connector) as session:
         deadline = time.monotonic() + 60
@@ -235,7 +241,7 @@ async def measure(process: subprocess.Popen[bytes], url: str, digest: str, steps
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit("the coordinator did not start") from None
                 await asyncio.sleep(0.05)
-        load = Load(session, url, digest, steps)
+        load = Load(session, url, digest, steps, prompts)
         cpu = _cpu_seconds(process.pid)
         training = asyncio.create_task(load.train(process.pid))
         actors = [asyncio.create_task(load.act(f"generator-{i}")) for i in range(ACTORS)]
@@ -246,7 +252,7 @@ async def measure(process: subprocess.Popen[bytes], url: str, digest: str, steps
             url + endpoints.METRICS, headers={"Authorization": f"Bearer {TOKEN}"}
         ) as response:
             lost = re.findall(r"^scalerl_coordinator_lost_rollouts_total (\S+)", await response.text(), re.M)
-    rollouts = steps * PROMPTS * COMPLETIONS
+    rollouts = steps * prompts * COMPLETIONS
     pushes, shards = sorted(load.push_seconds), sorted(load.shard_seconds)
     settled = [mib for count, mib in load.rss if count >= rollouts * 0.3]
     return {
@@ -269,6 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="20,000 rollouts")
     parser.add_argument("--rollouts", type=int, default=100_000)
+    parser.add_argument("--prompts", type=int, default=PROMPTS, metavar="N", help="of a step (default: 32)")
     parser.add_argument(
         "--record", type=int, default=0, metavar="N", help="spec.rollouts.perStep (default: 0)"
     )
@@ -277,7 +284,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     rollouts = min(arguments.rollouts, 20_000) if arguments.quick else arguments.rollouts
-    steps = -(-rollouts // (PROMPTS * COMPLETIONS))
+    steps = -(-rollouts // (arguments.prompts * COMPLETIONS))
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory, socket.socket() as probe:
         paths = RunPaths(Path(directory))
@@ -286,6 +293,7 @@ def main() -> None:
             "spec": {
                 **RUN["spec"],
                 "budget": {"maxSteps": steps + 64},
+                "recipe": {**RUN["spec"]["recipe"], "promptsPerStep": arguments.prompts},
                 "rollouts": {"perStep": arguments.record},
             },
         }
@@ -308,7 +316,7 @@ def main() -> None:
         try:
             os.sched_setaffinity(process.pid, cores[:1])
             os.sched_setaffinity(0, cores[1:] or cores)
-            figures = asyncio.run(measure(process, url, digest, steps))
+            figures = asyncio.run(measure(process, url, digest, steps, arguments.prompts))
         finally:
             process.terminate()
             process.wait(30)
