@@ -76,7 +76,7 @@ begun = []
 async def slow_one(completion, answer):
     """Waits until 21 calls have begun, which never happens one after the other."""
     begun.append(completion)
-    while len(begun) < 21:
+    while len(begun) < 21:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     if completion == "bad":
         raise ValueError("refused")
