@@ -431,7 +431,7 @@ def test_timeline_waits_for_no_fit(run: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def fit(path: Path) -> dict[str, Any]:
         held.append(shown._lock.locked())
-        return {"points": []}
+        return {"points": [], "ends": {}}
 
     monkeypatch.setattr("scalerl_cli.page.runs.curve", fit)
     shown.state()

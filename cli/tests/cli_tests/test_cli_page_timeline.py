@@ -103,6 +103,24 @@ def test_wait_names_the_group_that_came_last(tmp_path: Path) -> None:
     assert "spec.trace" in waits[0]["why"]
 
 
+def test_wait_names_the_evaluation_that_ended_in_it(tmp_path: Path) -> None:
+    """Generators sampled it first; without that, the last group would seem to have taken all of the time."""
+    write(
+        tmp_path, "metrics.jsonl", *(STEP | {"step": at, "wall_seconds": 10.0 * at + 10} for at in range(5))
+    )
+    write(tmp_path, "trace.jsonl", GROUP | {"slot": 4, "step": 2, "leased": 24.5, "t": 25.5})
+    header = "compute,reward,samples,standard_error,version,wall_seconds,device_seconds,mean_tokens\n"
+    rows = (f"{at},0.5,64,0.1,{at},{end},1,4\n" for at, end in ((0, 0.0), (1, 19.9), (2, 23.5), (3, 36.5)))
+    (tmp_path / "curve.csv").write_text(header + "".join(rows))
+    waits = {one["step"]: one["why"] for one in window(tmp_path)["waits"]}
+    assert waits[2].startswith(
+        "the evaluation of version 2, which generators sampled for its first 3.5 s; then the last of its 1 groups "
+        "(slot 4, leased 4.5 s into the wait) came from g"
+    )
+    assert waits[1].startswith("which group came last is not known")
+    assert waits[3].startswith("which group came last is not known")
+
+
 def test_step_that_was_trained_again_counts_as_computing(tmp_path: Path) -> None:
     """The metrics have a step once after a return to a checkpoint, and the coordinator's share counts it twice; so it does
     supervised training."""

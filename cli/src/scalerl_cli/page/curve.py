@@ -20,14 +20,14 @@ _GRID: Final = 120
 
 
 def curve(path: Path) -> dict[str, Any]:
-    """Points, bands, forecast and the reasons of its width; ``problem`` says what is missing."""
+    """Points, bands, forecast and the reasons of its width; ``problem`` says what is missing, ``ends`` when evaluations ended."""
     if not path.exists():
-        return {"points": [], "problem": "no evaluation has ended yet"}
+        return {"points": [], "ends": {}, "problem": "no evaluation has ended yet"}
     try:
         file = read_curve(path)
     except CurveProblem as problem:
-        return {"points": [], "problem": _local(problem, path)}
-    found: dict[str, Any] = {"points": _points(file), "unit": file.unit}
+        return {"points": [], "ends": {}, "problem": _local(problem, path)}
+    found: dict[str, Any] = {"points": _points(file), "unit": file.unit, "ends": _ends(file)}
     try:
         made = analyse(file)
         return found | _fitted(made)
@@ -48,6 +48,13 @@ def _points(file: CurveFile) -> list[tuple[float, ...]]:
     """Compute, reward and version of each evaluation."""
     versions = file.version if file.version is not None else np.zeros(len(file.curve))
     return list(zip(file.curve.compute.tolist(), file.curve.reward.tolist(), versions.tolist(), strict=True))
+
+
+def _ends(file: CurveFile) -> dict[int, float]:
+    """Seconds of the run at the end of the evaluation of each version."""
+    if file.version is None or file.wall_hours is None:
+        return {}
+    return dict(zip(file.version.astype(int).tolist(), (3600 * file.wall_hours).tolist(), strict=True))
 
 
 def _local(problem: CurveProblem, path: Path) -> str:

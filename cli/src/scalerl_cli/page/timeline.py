@@ -7,7 +7,7 @@ the version before, as far as it delayed the trainer, checkpoint, export, wait, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -147,10 +147,12 @@ class Timeline:
 
     # --- a window ---------------------------------------------------------------------------------------
 
-    def window(self, last: int | None, count: int, evaluated: Container[int] = ()) -> dict[str, Any]:
+    def window(
+        self, last: int | None, count: int, evaluated: Mapping[int, float] | None = None
+    ) -> dict[str, Any]:
         """``count`` steps up to the step ``last`` (default: the newest), as JSON values.
 
-        evaluated: versions with an evaluation.
+        evaluated: versions with an evaluation, and when it ended, in seconds of the run.
         """
         series = self._series
         steps = series.column("step")
@@ -181,12 +183,14 @@ class Timeline:
             "shares": shares | {"other": max(0.0, until - begin - known)},
             "generators": [_in_flight(name, groups, begin, until) for name in names],
             "publishes": [one for one in self._publishes.items() if begin <= one[0] <= until],
-            "waits": self._waits(phases, until - begin, evaluated),
+            "waits": self._waits(phases, until - begin, evaluated or {}),
             "busy": self.busy_fraction(),
             "traced": bool(self._groups),
         }
 
-    def _waits(self, phases: list[Phase], whole: float, evaluated: Container[int]) -> list[dict[str, Any]]:
+    def _waits(
+        self, phases: list[Phase], whole: float, evaluated: Mapping[int, float]
+    ) -> list[dict[str, Any]]:
         """The longest waits of the trainer in a window of ``whole`` seconds, each with what ended it."""
         waits = [
             phase for phase in phases if phase.name == "wait" and phase.end - phase.begin > _MIN_WAIT * whole
@@ -274,10 +278,15 @@ def _in_flight(name: str, groups: list[Group], begin: float, end: float) -> dict
     }
 
 
-def _why(wait: Phase, groups: list[Group], evaluated: Container[int]) -> str:
+def _why(wait: Phase, groups: list[Group], evaluated: Mapping[int, float]) -> str:
     """What ended a wait, as far as the trace shows."""
+    ends = [(end, version) for version, end in evaluated.items() if wait.begin < end <= wait.end]
+    first = "".join(
+        f"the evaluation of version {version}, which generators sampled for its first {end - wait.begin:.1f} s; then "
+        for end, version in sorted(ends)[-1:]
+    )
     if not groups:
-        return "which group came last is not known: the run has no trace of it (spec.trace)"
+        return f"{first}which group came last is not known: the run has no trace of it (spec.trace)"
     last = max(groups, key=lambda one: one.accepted)
     if last.accepted < wait.begin:
         held = f"the evaluation of version {wait.step - 1}, or " if wait.step - 1 in evaluated else ""
@@ -286,9 +295,11 @@ def _why(wait: Phase, groups: list[Group], evaluated: Container[int]) -> str:
             f"publish version {wait.step}"
         )
     age = max(0, wait.step - last.version) if last.version >= 0 else None
+    into = last.leased - wait.begin
+    leased = f", leased {into:.1f} s into the wait" if into > 0 else ""
     old = f"{age} step{'s' * (age != 1)} old"
     lag = "" if age is None else f", with weights {old}" if age else ", with the newest weights"
     return (
-        f"the last of its {len(groups)} groups (slot {last.slot}) came from {last.generator}, which took "
+        f"{first}the last of its {len(groups)} groups (slot {last.slot}{leased}) came from {last.generator}, which took "
         f"{last.accepted - last.leased:.1f} s from its lease{lag}; its longest completion has {last.longest:,} tokens"
     )
