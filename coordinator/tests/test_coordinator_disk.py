@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from scalerl_coordinator.disk import LineFile, replace, size_of_whole_lines
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 200_000), min_size=1, max_size=3), st.integers(0, 300_000))))
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 200_000), min_size=1, max_size=3), st.integers(0, 300_000)))
+)
 def test_lines_are_whole_and_none_that_was_written_is_lost(tmp_path_factory, appends) -> None:
     """Each append has lines of given lengths, on a disk with room for so many bytes; a failed one may lose its lines."""
     path = tmp_path_factory.mktemp("disk") / "lines"
@@ -36,7 +38,9 @@ def test_lines_are_whole_and_none_that_was_written_is_lost(tmp_path_factory, app
             assert path.read_bytes() == written
 
 
-@pytest.mark.parametrize(("text", "size"), [(b"", 0), (b"a", 0), (b"a\n", 2), (b"a\nb", 2), (b"a\n" + b"b" * 200_000, 2)])
+@pytest.mark.parametrize(
+    ("text", "size"), [(b"", 0), (b"a", 0), (b"a\n", 2), (b"a\nb", 2), (b"a\n" + b"b" * 200_000, 2)]
+)
 def test_partial_last_lines_do_not_count(tmp_path: Path, text: bytes, size: int) -> None:
     path = tmp_path / "lines"
     path.write_bytes(text)

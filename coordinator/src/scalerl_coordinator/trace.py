@@ -184,14 +184,14 @@ class Trace:
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
-        size = sum(map(len, lines))
+        size = len(self._header) + sum(map(len, lines))
         try:
             if not self._disk.leaves_reserve(self._path.parent, size):
                 self._earlier.unlink(missing_ok=True)
             if self._path.exists() and self._path.stat().st_size + size > MAX_BYTES:
                 os.replace(self._path, self._earlier)
                 self._file = LineFile(self._path, self._disk)
-            # A file that this process has not written to, or that lacks lines, needs the header of what follows.
+            # Without a header: a new file, one that another process has begun, and one that lacks lines.
             self._file.append(b"".join([b"" if self._file.continues else self._header, *lines]))
         except OSError as error:
             self._lose(len(lines), f"cannot write {self._path.name}", error)
