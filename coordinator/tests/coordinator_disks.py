@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 
 
 class FullDisk(Disk):

@@ -18,8 +18,9 @@ from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.generator_requests import GeneratorRequests
-from scalerl_coordinator.journal import Disk, Journal
+from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import Identity, Settings
 from scalerl_coordinator.state import CoordinatorState

@@ -20,9 +20,10 @@ from coordinator_client import Client, ErrorAnswer, make_group
 from scalerl_api import process, wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.process import SUPERSEDED_EXIT_CODE
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.fence import Fence, Replaced, current_folder
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.journal import Disk, Journal, JournalFailed, JournalRefused
+from scalerl_coordinator.journal import Journal, JournalFailed, JournalRefused
 
 CALLS = ("rename", "open", "unlink", "write", "ftruncate", "mkdir", "rmdir", "listdir", "scandir", "stat")
 SYNCS = ("fsync", "fdatasync")

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scalerl_coordinator import frames
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.journal import Disk, Journal, JournalFailed, JournalLocked, JournalRefused
+from scalerl_coordinator.journal import Journal, JournalFailed, JournalLocked, JournalRefused
 
 
 async def open_journal(directory: Path, **options) -> tuple[Journal, list[bytes]]:

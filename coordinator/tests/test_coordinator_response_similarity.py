@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scalerl_api.history import HistoryLine
 from scalerl_api.wire import PastResponse, PromptRef, Split
 from scalerl_coordinator import response_similarity
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.response_similarity import RUN_TOKENS, SimilarityFile, reused_tokens
 from scalerl_coordinator.response_store import PastGroup, ResponseStore
 

@@ -23,7 +23,7 @@ from scalerl_api import wire
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import rollout_record
 from scalerl_coordinator.accounting import Accepted
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.journal_records import StoredGroup, decode_stored
 from scalerl_coordinator.rollout_record import RecordedGroup, RolloutRecord, schema
 

@@ -14,7 +14,7 @@ from scalerl_api import trace as lines
 from scalerl_api.roles import GeneratorSpec
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import trace
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.trace import Trace
 
 GENERATOR = GeneratorSpec.model_validate({"speculation": {"history": {"maxDraftTokens": 8}}})

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from scalerl_coordinator.disk import size_of_whole_lines, sync_directory
+
 MAX_LINE_BYTES: Final = 2**23
 PAGE_BYTES: Final = 2**20
 """Maximum size of one response; a log of 50,000 decisions has about 200 MB."""
-_BLOCK_BYTES: Final = 2**16
 
 
 class Superseded(Exception):
@@ -36,7 +37,7 @@ class DecisionLog:
             Superseded: the log ends before ``offset``.
         """
         with self._opened(os.O_RDONLY) as fd:
-            size = 0 if fd is None else _whole_size(fd)
+            size = 0 if fd is None else size_of_whole_lines(fd)
             if offset > size:
                 raise Superseded(f"the log of decisions has {size} bytes, not {offset}; read it again")
             return b"" if fd is None else os.pread(fd, min(PAGE_BYTES, size - offset), offset), size
@@ -55,7 +56,7 @@ class DecisionLog:
                 f"a decision is one line of at most {MAX_LINE_BYTES} bytes that ends with a newline, not {len(line)} bytes"
             )
         with self._opened(os.O_RDWR | os.O_CREAT if offset == 0 else os.O_RDWR) as fd:
-            size = 0 if fd is None else _whole_size(fd)
+            size = 0 if fd is None else size_of_whole_lines(fd)
             if fd is not None and offset + len(line) == size and os.pread(fd, len(line), offset) == line:
                 return
             if fd is None or offset != size:
@@ -72,7 +73,7 @@ class DecisionLog:
                     os.ftruncate(fd, offset)
                 raise
         if not offset:
-            self._sync_directory()
+            sync_directory(self._path.parent)
 
     @contextlib.contextmanager
     def _opened(self, flags: int) -> Iterator[int | None]:
@@ -86,23 +87,3 @@ class DecisionLog:
             yield fd
         finally:
             os.close(fd)
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def _whole_size(fd: int) -> int:
-    """Size of the whole lines in bytes, searched from the end of the file."""
-    end = os.fstat(fd).st_size
-    block = 1  # a log without a partial line ends with a newline
-    while end > 0:
-        start = max(0, end - block)
-        found = os.pread(fd, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end, block = start, _BLOCK_BYTES
-    return 0

@@ -8,7 +8,6 @@ They are derived from the journal. After a crash or with a full disk they may la
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
 from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.decisions import DecisionLog
+from scalerl_coordinator.disk import replace
 
 
 class RunFiles:
@@ -107,12 +107,7 @@ class RunFiles:
             self._write_whole(self._paths.labels, labels_csv(points))
 
     def _write_whole(self, path: Path, text: str) -> None:
-        staging = (self._staging or path.parent) / f"{path.name}.tmp"
-        with staging.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.rename(path)
+        replace(path, text, (self._staging or path.parent) / f"{path.name}.tmp")
 
 
 def _line(row: Row) -> str:

@@ -31,6 +31,7 @@ from pathlib import Path
 import msgspec
 
 from scalerl_coordinator import frames
+from scalerl_coordinator.disk import Disk, sync_directory
 from scalerl_coordinator.fence import Fence
 from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.recovery import BlobIndex, Layout, Location, Recovery, Snapshot
@@ -43,8 +44,6 @@ _HEADROOM_BYTES = 2**20
 _RETRY_SECONDS = 1.0
 _CHECK_SECONDS = 2.0
 """Between two checks of the fence while there is nothing to write: a coordinator that was replaced does not answer for longer."""
-_RESERVE_BYTES = 2**30
-"""Free space that optional files must leave for the journal and the checkpoints, capped at a 20th of the volume."""
 
 
 class JournalRefused(Exception):
@@ -57,29 +56,6 @@ class JournalFailed(Exception):
 
 class JournalLocked(Exception):
     """Another coordinator uses this directory."""
-
-
-class Disk:
-    """The system calls that can fail for lack of space, so that tests can replace them."""
-
-    def write(self, fd: int, data: Buffer) -> int:
-        return os.write(fd, data)
-
-    def sync(self, fd: int) -> None:
-        os.fdatasync(fd)
-
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
-    def free(self, directory: Path) -> tuple[int, int]:
-        """Free and total bytes of the volume."""
-        volume = os.statvfs(directory)
-        return volume.f_bavail * volume.f_frsize, volume.f_blocks * volume.f_frsize
-
-    def leaves_reserve(self, directory: Path, size: int) -> bool:
-        """Whether writing ``size`` bytes of an optional file leaves enough space for the journal and the checkpoints."""
-        free, total = self.free(directory)
-        return free - size >= min(_RESERVE_BYTES, total // 20)
 
 
 @dataclass(slots=True)
@@ -332,9 +308,7 @@ class Journal:
         """Worker thread: write one batch completely, or raise OSError."""
         if batch.parts:
             started = time.perf_counter()
-            data = memoryview(b"".join(batch.parts))
-            while data:
-                data = data[self._disk.write(self._fd, data) :]
+            self._disk.write_all(self._fd, b"".join(batch.parts))
             self._disk.sync(self._fd)
             self._check()
             self._synced += batch.size
@@ -369,22 +343,12 @@ class Journal:
         path = self._layout.path("snapshot", number)
         staging = path.with_suffix(".tmp")
         try:
-            self._write_file(staging, frames.encode_snapshot(payload))
+            self._disk.write_synced(staging, frames.encode_snapshot(payload), 0o600)
             staging.rename(path)
-            self._sync_directory()
+            sync_directory(self.directory)
         except OSError:
             staging.unlink(missing_ok=True)
             raise
-
-    def _write_file(self, path: Path, payload: Buffer) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            data = memoryview(payload)
-            while data:
-                data = data[self._disk.write(fd, data) :]
-            self._disk.sync(fd)
-        finally:
-            os.close(fd)
 
     def _open_tail(self) -> None:
         """Worker thread, at the start: continue the last segment, or create the first."""
@@ -415,7 +379,7 @@ class Journal:
             if self._disk.write(fd, header) != len(header):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._disk.sync(fd)
-            self._sync_directory()
+            sync_directory(self.directory)
         except OSError:
             os.close(fd)
             path.unlink(missing_ok=True)
@@ -423,13 +387,6 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._open_number, self._synced = fd, number, len(header)
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     # --- failed writes --------------------------------------------------------------------------
 
@@ -473,7 +430,7 @@ class Journal:
         self._disk.sync(self._fd)
         probe = self.directory / "room.tmp"
         try:
-            self._write_file(probe, bytes(_HEADROOM_BYTES))
+            self._disk.write_synced(probe, bytes(_HEADROOM_BYTES), 0o600)
         finally:
             probe.unlink(missing_ok=True)
         self._create_segment(self._open_number + 1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from scalerl_coordinator import response_segments as segments
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.recovery import Layout
 from scalerl_coordinator.response_index import Location, ResponseIndex
 from scalerl_coordinator.response_segments import SEGMENT_HEADER_BYTES, Head
@@ -205,9 +205,7 @@ class ResponseLog:
 
     def _write(self, data: bytes) -> None:
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._disk.write(self._fd, rest) :]
+            self._disk.write_all(self._fd, data)
         except OSError:
             self._abandon_segment()
             raise

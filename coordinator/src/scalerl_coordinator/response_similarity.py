@@ -6,7 +6,6 @@ a tenth of the time, groups are recorded without a comparison.
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.history import HistoryLine
 from scalerl_api.wire import PastResponse
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk, LineFile
 
 RUN_TOKENS: Final = 8
 """Minimum length of a common run; shorter ones recur by chance."""
@@ -66,9 +65,8 @@ class SimilarityFile:
     """
 
     def __init__(self, path: Path, report: Callable[[str], None], disk: Disk) -> None:
-        self._path = path
         self._report = report
-        self._disk = disk
+        self._file = LineFile(path, disk)
         self._pending: list[bytes] = []
         self._begin = time.monotonic()
         self._spent = 0.0
@@ -121,12 +119,9 @@ class SimilarityFile:
             return
         lines, self._pending = b"".join(self._pending), []
         try:
-            if not self._disk.leaves_reserve(self._path.parent, len(lines)):
-                raise OSError(errno.ENOSPC, "the volume is nearly full")
-            with self._path.open("ab", buffering=0) as file:
-                file.write(lines)
+            self._file.append(lines)
         except OSError as error:
-            self._report(f"{self._path} cannot be written: {error.strerror}")
+            self._report(f"{self._file.path} cannot be written: {error.strerror}")
 
     def _has_time(self) -> bool:
         return self._spent <= _SLACK_SECONDS + _TIME_SHARE * (time.monotonic() - self._begin)

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, PromptRef
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.response_index import MAX_GROUPS, ResponseIndex
 from scalerl_coordinator.response_log import HistoryCounters, ResponseLog
 from scalerl_coordinator.response_segments import HEAD_BYTES, Head

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_api.wire import MASKED, PromptRef, Split, TrainedSequence
 from scalerl_coordinator.accounting import Accepted
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 
 if TYPE_CHECKING:

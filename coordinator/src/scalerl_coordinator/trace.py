@@ -7,7 +7,6 @@ lines are lost. Only :meth:`Trace.write` blocks on I/O.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections import deque
@@ -22,14 +21,13 @@ from scalerl_api.roles import GeneratorSpec
 from scalerl_api.wire import VersionSpan
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
-from scalerl_coordinator.journal import Disk
+from scalerl_coordinator.disk import Disk, LineFile
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**26
 """Maximum size of the file. Beyond it the file is renamed to ``trace.jsonl.1`` and replaces the earlier one. A group of 16
 completions takes 400 bytes."""
-_LONGEST_LINE = 2**20
 MAX_WAITING = 10_000
 """Maximum number of lines that wait for the disk."""
 
@@ -70,13 +68,12 @@ class Trace:
         self._path, self._core, self._on_lost = path, core, on_lost
         self._earlier = path.with_name(f"{path.name}.1")
         self._disk = disk or Disk()
+        self._file = LineFile(path, self._disk)
         self._lines: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._leases: dict[str, tuple[float, str, int]] = {}
         self._generators: dict[str, str] = {}
         self._generator = generator
         self._failed = False
-        self._written = False
-        """Whether the file has this process's header and ends with a complete line."""
         self._header = self._make_header()
 
     def _make_header(self) -> bytes:
@@ -187,40 +184,20 @@ class Trace:
         lines = []
         while self._lines:
             lines.append(self._lines.popleft())
-        size = sum(map(len, lines))
+        size = len(self._header) + sum(map(len, lines))
         try:
-            self._leave_reserve(size)
-            if self._path.exists():
-                if not self._written:
-                    _end_line(self._path)
-                if self._path.stat().st_size + size > MAX_BYTES:
-                    self._written = False
-                    os.replace(self._path, self._earlier)
-            with self._path.open("ab") as file:
-                file.write(b"".join([b"" if self._written else self._header, *lines]))
-            self._written = True
-        except OSError as error:
-            self._written = False
-            self._lose(len(lines), f"cannot write {self._path.name}", error)
-
-    def _leave_reserve(self, size: int) -> None:
-        if not self._disk.leaves_reserve(self._path.parent, size):
-            self._earlier.unlink(missing_ok=True)
             if not self._disk.leaves_reserve(self._path.parent, size):
-                raise OSError(errno.ENOSPC, "the volume is nearly full")
+                self._earlier.unlink(missing_ok=True)
+            if self._path.exists() and self._path.stat().st_size + size > MAX_BYTES:
+                os.replace(self._path, self._earlier)
+                self._file = LineFile(self._path, self._disk)
+            # Without a header: a new file, one that another process has begun, and one that lacks lines.
+            self._file.append(b"".join([b"" if self._file.continues else self._header, *lines]))
+        except OSError as error:
+            self._lose(len(lines), f"cannot write {self._path.name}", error)
 
     def _lose(self, lines: int, what: str, error: Exception) -> None:
         self._on_lost(lines)
         if not self._failed:
             log.error("%s; further errors are only counted: %s", what, error)
         self._failed = True
-
-
-def _end_line(path: Path) -> None:
-    """Remove a last line that a crash or a full disk left incomplete."""
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _LONGEST_LINE))
-        tail = file.read()
-        if not tail.endswith(b"\n"):
-            file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)

@@ -6,12 +6,12 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_coordinator.accounting import Row
+from scalerl_coordinator.disk import Disk
 
 Steps = Sequence[tuple[int, Row]]
 """Training steps: the step and its row."""
@@ -78,7 +78,7 @@ def tracker_id(paths: RunPaths) -> str:
     """The run's id in all trackers, kept in its directory: generated once, constant over restarts."""
     staging = paths.tracker_id.with_name(f"tracker-id.{os.getpid()}.tmp")
     if not paths.tracker_id.exists():
-        _write_durably(staging, uuid.uuid4().hex[:16] + "\n")
+        Disk().write_synced(staging, uuid.uuid4().hex[:16].encode() + b"\n")
         try:
             os.link(staging, paths.tracker_id)
         except FileExistsError:
@@ -86,10 +86,3 @@ def tracker_id(paths: RunPaths) -> str:
         finally:
             staging.unlink()
     return paths.tracker_id.read_text().strip()
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -106,13 +106,16 @@ class _ChunkedLogprob(torch.autograd.Function):
             logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform)
             if temperature != 1.0:
                 logits_cv.div_(temperature)
-            normalizer_c = torch.logsumexp(logits_cv, dim=-1)
-            normalizer_m[part] = normalizer_c
-            logprob_m[part] = logits_cv.gather(1, target_m[part, None]).squeeze(1) - normalizer_c
+            largest_c = logits_cv.amax(-1)
+            logits_cv.sub_(largest_c[:, None])
+            weight_cv = logits_cv.exp()
+            sum_c = weight_cv.sum(-1)
+            logprob_m[part] = logits_cv.gather(1, target_m[part, None]).squeeze(1) - sum_c.log()
+            normalizer_m[part] = largest_c + sum_c.log()
             if entropy:
-                # H = log Z - Σ p·logit, computed in place, since the chunk is not used again.
-                probability_cv = torch.exp(logits_cv - normalizer_c[:, None])
-                entropy_m[part] = normalizer_c - (probability_cv.mul_(logits_cv)).sum(-1)
+                # H = log Z - Σ p·logit, of logits without their largest: a product of two vectors a token, without a copy.
+                mean_c = torch.bmm(weight_cv[:, None, :], logits_cv[:, :, None]).view(-1) / sum_c
+                entropy_m[part] = sum_c.log() - mean_c
         # Saves the parameters and not their float32 copies, because ZeRO-3 gathers and frees the parameters' storage.
         ctx.save_for_backward(hidden_md, weight_vd, bias_v, target_m, normalizer_m)
         ctx.temperature, ctx.transform, ctx.fp32, ctx.chunk = temperature, transform, fp32, chunk
@@ -150,7 +153,9 @@ class _ChunkedLogprob(torch.autograd.Function):
                 grad_bias_v += delta_cv.sum(0)
             delta_cv = delta_cv.to(matrix_vd.dtype)
             grad_hidden_md[part] = (delta_cv @ matrix_vd).to(hidden_md.dtype)
-            if grad_weight_vd is not None:
+            if grad_weight_vd is not None and delta_cv.dtype == torch.float32:
+                grad_weight_vd.addmm_(delta_cv.t(), states_cd.float())
+            elif grad_weight_vd is not None:
                 grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
         grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
         grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
