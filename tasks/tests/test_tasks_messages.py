@@ -241,6 +241,20 @@ def test_raw_messages_are_put_into_prompt_template(folder: Path) -> None:
     assert tokenizer.vocabulary["<eos>"] not in tokenizer.encode_messages([("user", "<eos>")])
 
 
+def test_text_that_the_tokenizer_does_not_know_is_the_unknown_token(tmp_path: Path) -> None:
+    """As in a prompt; a small tokenizer has the characters of its task alone."""
+    made = Tokenizer(models.BPE({"<unk>": 0, "<eos>": 1, "4": 2, ":": 3}, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["<unk>", "<eos>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = ModelTokenizer(tmp_path, PromptSpec(template="{prompt}:"))
+    tokenizer.check_turns()
+    assert tokenizer.encode_messages([("user", "4a")]) == [2, 0, 3]
+    assert 1 not in tokenizer.encode_messages([("user", "4<eos>")])
+
+
 # --- tools --------------------------------------------------------------------------------------------
 
 TOOLS = ToolsConfig.read(["calculator", {"python": {"name": "run"}}])

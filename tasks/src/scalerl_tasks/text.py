@@ -340,7 +340,8 @@ class ModelTokenizer:
         return found
 
     def _added_of(self, ids: Sequence[int]) -> list[int]:
-        return [id_ for id_ in ids if id_ in self._added_ids]
+        # The unknown token is what other text is encoded as: it ends no turn.
+        return [id_ for id_ in ids if id_ in self._added_ids and id_ != self.unknown_token_id]
 
     def _written_around(self, roles: tuple[str, ...]) -> tuple[str, ...]:
         """What the chat template writes before, between and after messages of these roles."""
