@@ -121,12 +121,13 @@ async def test_each_tool_and_each_failure(tmp_path: Path) -> None:
 
 async def test_long_output_is_cut_to_what_a_record_carries(tmp_path: Path) -> None:
     codes = ["print('ab' * 5_000_000)", "print('\U0001f600' * 100_000)", "print('\\0' * 10**6)"]
-    found = await steps(tmp_path, [[hermes("python", code=code)] for code in codes])
+    own = {"name": "tools", "parameters": {"tools": ["python"], "output": 12_000}}
+    found = await steps(tmp_path, [[hermes("python", code=code)] for code in codes], environment=own)
     for step in found:
         assert step.error is None
         (content,) = said(step)
         assert "characters left out" in content
-        assert len(content) <= 4000
+        assert len(content) <= 12_000
         assert len(json.dumps(content)) < MAX_MESSAGE_BYTES
     assert said(found[0])[0].endswith("(it has 4 s of processor time and 1,024 MiB)")
 
@@ -220,6 +221,18 @@ def test_wrong_parameters_are_refused(tmp_path: Path, parameters: dict[str, Any]
     found = [str(problem) for problem in task_problems(spec, tmp_path, answers=False)]
     assert found == [found[0]]
     assert found[0].startswith("task.environment.parameters: environment.parameters." + says), found
+
+
+@pytest.mark.parametrize(
+    "environment", [{"name": "retry"}, {"name": "tools", "parameters": {"tools": TOOLS}}]
+)
+def test_verifier_of_groups_is_refused(tmp_path: Path, environment: dict[str, Any]) -> None:
+    """Its replies do not come together."""
+    (tmp_path / "own.py").write_text("def score(prompt, completions):\n    return [1.0] * len(completions)\n")
+    own = {"python": {"path": "own.py", "function": "score", "signature": "group"}}
+    (problem,) = task_problems(run_of(tmp_path, environment=environment, verifier=own), tmp_path)
+    assert problem.field == "task.environment.name"
+    assert "use the signature score" in problem.text
 
 
 @pytest.mark.parametrize(

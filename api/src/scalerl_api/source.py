@@ -20,9 +20,9 @@ from scalerl_api.fields import (
     Rule,
     exactly_one,
 )
-from scalerl_api.plugins import Parameters, PluginName, SourcePlugin, VerifierPlugin
+from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName, SourcePlugin, VerifierPlugin
 from scalerl_api.pods import ObjectName
-from scalerl_api.registry import BUILT_IN_VERIFIERS
+from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, BUILT_IN_VERIFIERS
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -404,9 +404,9 @@ USE_VERIFIER: Final = ("retry", "tools")
 class EnvironmentSpec(Model):
     """Episodes of several turns: the environment answers each reply of the model, and ends the episode with a reward."""
 
-    name: Literal["retry", "tools", "nim"] | None = None
+    name: PluginName | None = None
     """``retry``: the verdict of the task's verifier in words, then another try. ``tools``: calls of tools, then an answer. ``nim``: a
-    game of taking objects from a heap."""
+    game. Another name: an environment of the entry points ``scalerl.environments``."""
     python: PythonEnvironment | None = None
     """A class of your own; give this or name."""
     parameters: Parameters | None = None
@@ -429,6 +429,18 @@ class EnvironmentSpec(Model):
     def uses_verifier(self) -> bool:
         """Whether the task's verifier scores the replies."""
         return self.name in USE_VERIFIER
+
+    @property
+    def installed(self) -> EnvironmentPlugin | None:
+        """The environment of a package that is named."""
+        if self.name is None or self.name in BUILT_IN_ENVIRONMENTS:
+            return None
+        return EnvironmentPlugin(name=self.name, parameters=self.parameters or {})
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether it is the user's own code."""
+        return self.name not in BUILT_IN_ENVIRONMENTS
 
     @property
     def tool_files(self) -> dict[str, str]:

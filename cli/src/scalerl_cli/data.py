@@ -19,7 +19,6 @@ from scalerl_cli.output import say
 
 if TYPE_CHECKING:
     from scalerl_tasks import PromptSource
-    from scalerl_tasks.environments.tool_calls import tools_of
     from scalerl_tasks.text import ModelTokenizer
 
 _RUN_FILES = (".yaml", ".yml")

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
@@ -29,7 +30,7 @@ from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
-from scalerl_tasks.plugins import Plugin, module_of, open_plugin_source
+from scalerl_tasks.plugins import Plugin, entry_of, module_of, open_plugin_source
 from scalerl_tasks.programs.verifier import SHARE_OF_TIMEOUT, CodeConfig
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
@@ -171,6 +172,11 @@ def _environment_config(given: EnvironmentSpec, directory: Path | None) -> Envir
         seconds = given.turn_timeout_seconds * SHARE_OF_TIMEOUT
         parameters = _with_paths(parameters, directory or Path())
         parameters |= {"seconds": seconds, "memory_bytes": quantity_bytes(given.memory)}
+    if given.installed is not None:
+        entry = entry_of(Kind.ENVIRONMENT, given.installed.name)
+        digest = _digest_or_empty(module=entry.module)
+        function = PythonFunction(entry.attr, module=entry.module, digest=digest)
+        return EnvironmentConfig(python=function, parameters=parameters)
     if (own := given.python) is None:
         return EnvironmentConfig(given.name or "", parameters=parameters)
     path = None if own.path is None else (directory or Path()) / own.path
@@ -199,10 +205,12 @@ def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | Non
     """What makes the steps of a section's episodes, by the section's grader; None without an environment.
 
     Raises:
-        VerifierError: the environment has no such parameter.
+        VerifierError: the environment has no such parameter, or its verifier compares the completions of a prompt.
     """
     if (given := spec.environment) is None:
         return None
+    if problem := group_problem(spec):
+        raise VerifierError(problem)
     tools_of(given)
     if given.name != "retry":
         return EnvironmentGrader(grader)
@@ -214,6 +222,17 @@ def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | Non
                 f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
     return Retry(grader, **parameters)
+
+
+def group_problem(spec: ProblemSpec) -> str:
+    """Why the verifiers of an environment cannot score its episodes; empty if they can."""
+    if not any(one.python is not None and one.python.signature == "group" for one in spec.scoring):
+        return ""
+    name = "" if spec.environment is None else spec.environment.title
+    return (
+        f"{name} scores each reply when it comes, and a verifier of the signature group compares all completions of a prompt: use the "
+        "signature score"
+    )
 
 
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
@@ -254,6 +273,8 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
             kept["python"] |= {"path": "", "module": ""}
             path = None if own_class.path is None else (directory or Path()) / own_class.path
             kept["code"] = code_digest(path, own_class.module, "environment.python")
+        if (named := spec.environment.installed) is not None:
+            kept["code"] = code_digest(module=entry_of(Kind.ENVIRONMENT, named.name).module)
         if files := spec.environment.tool_files:
             kept["files"] = [
                 _file_digest((directory or Path()) / path, field) for field, path in files.items()
