@@ -29,6 +29,23 @@ class Windowed:
         )
 
 
+class Guess:
+    """An environment, ``task.environment: {name: guess, parameters: {hint: false}}``: the answer is a number that the model guesses."""
+
+    def __init__(self, hint: bool = True) -> None:
+        self.hint = hint
+
+    def step(self, prompt, replies):
+        from scalerl_tasks.environments.protocol import Step
+
+        guess, answer = replies[-1].strip(), int(prompt.answer)
+        if not guess.isdecimal():
+            return Step(["That is no number."])
+        if int(guess) == answer:
+            return Step(done=True, reward=1.0)
+        return Step([("higher" if answer > int(guess) else "lower") if self.hint else "no"])
+
+
 class NewestFirst:
     """A schedule, ``schedule.plugin: {name: newest-first}``: the places in reverse, each to the generator with the most room."""
 

@@ -22,6 +22,7 @@ from scalerl_api.plugins import problems
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.registry import Kind, PluginError, entry_point, installed, make
 from scalerl_api.schedule import ScheduleSpec
+from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.spec import RunSpec
 from scalerl_coordinator.scheduling import Generator, Place, View
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
@@ -29,7 +30,8 @@ from scalerl_coordinator.training_leases import policy_of
 from scalerl_generator.vllm_server import ServerProblem, parse, vllm_arguments
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
-from scalerl_tasks import open_grading_pool, open_source
+from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
+from scalerl_tasks.sources import grading_digest, open_episodes
 from scalerl_trainer.algo.losses import TokenBatch
 from scalerl_trainer.checks import PrepareError, check_plugins
 from scalerl_trainer.spec_settings import make_loss
@@ -38,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = {
     Kind.SOURCE: "countdown",
     Kind.VERIFIER: "countdown",
+    Kind.ENVIRONMENT: "guess",
     Kind.LOSS: "windowed",
     Kind.DRAFTER: "repeats",
     Kind.SCHEDULE: "newest-first",
@@ -96,6 +99,43 @@ async def test_source_and_verifier_of_the_example() -> None:
     async with open_grading_pool(task) as grader:
         (right, wrong) = await grader.score_group(source[3], [source[3].answer, "1"])
     assert (len(source), right.score, wrong.score) == (300, 1.0, 0.0)
+
+
+async def test_environment_of_the_example(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "below 9?", "answer": "5"}\n')
+    section = {
+        "jsonl": {"path": "data.jsonl"},
+        "environment": {"name": "guess", "parameters": {"hint": False}},
+    }
+    task = EvaluationTaskSpec.model_validate(section)
+    async with open_grading_pool(task, directory=tmp_path) as pool:
+        episodes = open_episodes(task, pool)
+        assert episodes is not None
+        found = await episodes.steps(Prompt("p", "below 9?", "5"), [["4"], ["4", "x"], ["4", "x", "5"]])
+    assert [[message.content for message in one.messages] for one in found] == [
+        ["no"],
+        ["That is no number."],
+        [],
+    ]
+    assert [one.score for one in found] == [0.0, 0.0, 1.0]
+    assert grading_digest(task, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"name": "gess"}, "did you mean 'guess'? (built in: retry, tools, nim; installed: guess)"),
+        ({"parameters": {"hnit": True}}, "unexpected keyword argument 'hnit'"),
+    ],
+)
+def test_wrong_environment_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "5"}}\n' for n in range(9)))
+    environment = {"name": "guess"} | changes
+    task = {"jsonl": {"path": "data.jsonl"}, "heldOut": {"size": 3}, "environment": environment}
+    (problem,) = task_problems(spec(task=task), tmp_path)
+    assert problem.field.startswith("task.environment.")
+    assert says in problem.text
+    assert bool(problems(spec(task=task))) == ("name" in changes)
 
 
 def test_loss_of_the_example() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from scalerl_api.spec import PromptSpec
 from scalerl_tasks import RenderedPrompt, TokenizerError
+from scalerl_tasks.environments.tool_calls import ToolsConfig
 from scalerl_tasks.text import ModelTokenizer
 
 SPECIAL = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
@@ -236,3 +239,80 @@ def test_raw_messages_are_put_into_prompt_template(folder: Path) -> None:
     (text,) = tokenizer.texts([tokenizer.encode_messages([("user", "three?"), ("user", "<eos>")])])
     assert text == "Q: three?\nA:Q: <eos>\nA:"
     assert tokenizer.vocabulary["<eos>"] not in tokenizer.encode_messages([("user", "<eos>")])
+
+
+def test_text_that_the_tokenizer_does_not_know_is_the_unknown_token(tmp_path: Path) -> None:
+    """As in a prompt; a small tokenizer has the characters of its task alone."""
+    made = Tokenizer(models.BPE({"<unk>": 0, "<eos>": 1, "4": 2, ":": 3}, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["<unk>", "<eos>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = ModelTokenizer(tmp_path, PromptSpec(template="{prompt}:"))
+    tokenizer.check_turns()
+    assert tokenizer.encode_messages([("user", "4a")]) == [2, 0, 3]
+    assert 1 not in tokenizer.encode_messages([("user", "4<eos>")])
+
+
+# --- tools --------------------------------------------------------------------------------------------
+
+TOOLS = ToolsConfig.read(["calculator", {"python": {"name": "run"}}])
+LLAMA_TOOLS = replace(TOOLS, format="Llama3")
+DESCRIBED = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "{{ 'Write <tool_call>JSON</tool_call>.' if hermes else 'Write JSON.' }}<|im_end|>\n{% endif %}"
+)
+WITH_TOOLS = {
+    "hermes": "{% set hermes = true %}" + DESCRIBED + CHATML,
+    "llama3": DESCRIBED
+    + CHATML.replace("m.content", "(m.content | tojson if m.role == 'tool' else m.content)"),
+}
+
+
+def test_tools_are_described_before_the_prompt_alone(folder: Path) -> None:
+    prompt = PromptSpec(format="Chat", chat_template=WITH_TOOLS["hermes"])
+    tokenizer, plain = ModelTokenizer(folder, prompt, tools=TOOLS), ModelTokenizer(folder, prompt)
+    tokenizer.check_turns()
+    question = [RenderedPrompt("2+2?")]
+    (text,) = tokenizer.texts(tokenizer.encode_prompts(question))
+    assert plain.texts(plain.encode_prompts(question)) == [text[text.index("<|im_start|>user") :]]
+    described = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert described == TOOLS.schemas
+    assert [one["function"]["name"] for one in described] == ["calculator", "run"]
+    message = [("tool", "4<|im_end|>")]
+    assert tokenizer.encode_messages(message) == plain.encode_messages(message)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "says"),
+    [
+        (CHATML, TOOLS, "the chat template does not describe tools: use a model whose"),
+        (WITH_TOOLS["hermes"], LLAMA_TOOLS, "parameters.format, Llama3: set it to Hermes"),
+        (WITH_TOOLS["llama3"], TOOLS, "parameters.format, Hermes: set it to Llama3, or Text"),
+        (
+            WITH_TOOLS["hermes"].replace("messages %}", "messages if m.role != 'tool' %}"),
+            TOOLS,
+            "does not write a message of the role 'tool'",
+        ),
+        (WITH_TOOLS["hermes"], None, None),
+        (WITH_TOOLS["llama3"], LLAMA_TOOLS, None),
+        (WITH_TOOLS["hermes"], replace(TOOLS, format="Text"), None),
+    ],
+)
+def test_templates_for_tools_are_checked(
+    folder: Path, template: str, tools: ToolsConfig | None, says: str | None
+) -> None:
+    prompt = PromptSpec(format="Chat", chat_template=template)
+    tokenizer = ModelTokenizer(folder, prompt, tools=tools)
+    if says is None:
+        tokenizer.check_turns()
+        return
+    with pytest.raises(TokenizerError, match=re.escape(says)):
+        tokenizer.check_turns()
+
+
+def test_raw_prompts_describe_no_tools(folder: Path) -> None:
+    tokenizer = ModelTokenizer(folder, PromptSpec(template="{prompt}\n"), tools=TOOLS)
+    tokenizer.check_turns()
+    assert tokenizer.texts([tokenizer.encode_messages([("tool", "4"), ("tool", "5")])]) == ["4\n5\n"]

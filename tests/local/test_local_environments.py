@@ -1,4 +1,4 @@
-"""The example of an environment: a model learns a game of several turns."""
+"""The examples of environments: a model learns a game of several turns, and to call a tool."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import pytest
 import yaml
 from runs import ROOT, assert_nothing_left, start_run
 
-EXAMPLE = ROOT / "examples/tiny-nim/run.yaml"
+EXAMPLES = ROOT / "examples"
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
-def test_model_learns_a_game(tmp_path: Path) -> None:
-    spec = yaml.safe_load(EXAMPLE.read_text())
-    spec["spec"]["task"]["jsonl"]["path"] = str(EXAMPLE.with_name("data.jsonl"))
-    spec["spec"]["warmStart"]["jsonl"]["path"] = str(EXAMPLE.with_name("warm.jsonl"))
+@pytest.mark.parametrize("name", ["tiny-nim", "tiny-tools"])
+def test_model_learns_an_environment(tmp_path: Path, name: str) -> None:
+    example = EXAMPLES / name / "run.yaml"
+    spec = yaml.safe_load(example.read_text())
+    spec["spec"]["task"]["jsonl"]["path"] = str(example.with_name("data.jsonl"))
+    spec["spec"]["warmStart"]["jsonl"]["path"] = str(example.with_name("warm.jsonl"))
     with start_run(tmp_path, spec) as run:
         assert run.finish(1700) == 0, run.tail()
         curve, summary = run.curve(), run.summary()

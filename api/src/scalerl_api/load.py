@@ -210,6 +210,10 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
                 found[f"{where}.python.path"] = one.python.path
         if task.environment is not None and task.environment.python is not None:
             found[f"{field}.environment.python.path"] = task.environment.python.path
+        if task.environment is not None:
+            found |= {
+                f"{field}.environment.{name}": path for name, path in task.environment.tool_files.items()
+            }
     own = None if spec.warm_start is None else spec.warm_start.dataset
     for at, path in enumerate(() if own is None else own.files or ()):
         found[f"spec.warmStart.dataset.files[{at}]"] = path

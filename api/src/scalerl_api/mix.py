@@ -97,7 +97,7 @@ class RunTaskSpec(ScoringSpec):
         exactly_one("reasoningGym", "jsonl", "dataset", "plugin", "mix"),
         Rule(
             f"[has(self.mix), {SCORED_BY}].exists_one(given, given) && !(has(self.mix) && has(self.environment))",
-            "give verifier or verifiers, or an environment in place of them (retry: beside them), or with mix, each of its tasks its "
+            "give verifier or verifiers, or an environment in place of them (retry, tools: beside them), or with mix, each of its tasks its "
             "own verifier",
             "verifier",
             lambda task: (

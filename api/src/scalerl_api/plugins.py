@@ -67,6 +67,12 @@ class VerifierPlugin(PluginSpec):
     kind = Kind.VERIFIER
 
 
+class EnvironmentPlugin(PluginSpec):
+    """An environment of an installed package."""
+
+    kind = Kind.ENVIRONMENT
+
+
 class LossPlugin(PluginSpec):
     """A loss of an installed package."""
 
@@ -109,7 +115,7 @@ def plugins(section: BaseModel, path: str = "spec") -> Iterator[tuple[str, Plugi
 
 
 _ARGUMENTS: Final = {Kind.LOSS: 0, Kind.SCHEDULE: 0, Kind.TRACKER: 2, Kind.DRAFTER: 3}
-"""Arguments before the parameters; sources and verifiers are opened by the checks of tasks."""
+"""Arguments before the parameters; sources, verifiers and environments are opened by the checks of tasks."""
 
 
 def problems(

@@ -24,6 +24,7 @@ class Kind(StrEnum):
 
     SOURCE = "scalerl.sources"
     VERIFIER = "scalerl.verifiers"
+    ENVIRONMENT = "scalerl.environments"
     LOSS = "scalerl.losses"
     DRAFTER = "scalerl.drafters"
     SCHEDULE = "scalerl.schedules"
@@ -34,7 +35,9 @@ class Kind(StrEnum):
 
 BUILT_IN_VERIFIERS: Final = ("reasoning-gym", "exact", "number", "math-verify")
 """Names of the verifiers of this project; others are of installed packages."""
-_BUILT_IN: Final = {Kind.VERIFIER: BUILT_IN_VERIFIERS}
+BUILT_IN_ENVIRONMENTS: Final = ("retry", "tools", "nim")
+"""The same, of environments."""
+_BUILT_IN: Final = {Kind.VERIFIER: BUILT_IN_VERIFIERS, Kind.ENVIRONMENT: BUILT_IN_ENVIRONMENTS}
 
 
 class PluginError(ValueError):

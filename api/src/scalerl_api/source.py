@@ -20,9 +20,9 @@ from scalerl_api.fields import (
     Rule,
     exactly_one,
 )
-from scalerl_api.plugins import Parameters, PluginName, SourcePlugin, VerifierPlugin
+from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName, SourcePlugin, VerifierPlugin
 from scalerl_api.pods import ObjectName
-from scalerl_api.registry import BUILT_IN_VERIFIERS
+from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, BUILT_IN_VERIFIERS
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -397,11 +397,16 @@ class PythonEnvironment(Model):
     rules = (exactly_one("path", "module"),)
 
 
+USE_VERIFIER: Final = ("retry", "tools")
+"""Environments in which the task's verifier scores."""
+
+
 class EnvironmentSpec(Model):
     """Episodes of several turns: the environment answers each reply of the model, and ends the episode with a reward."""
 
-    name: Literal["retry", "nim"] | None = None
-    """``retry``: the verdict of the task's verifier in words, then another try. ``nim``: a game of taking objects from a heap."""
+    name: PluginName | None = None
+    """``retry``: the verdict of the task's verifier in words, then another try. ``tools``: calls of tools, then an answer. ``nim``: a
+    game. Another name: an environment of the entry points ``scalerl.environments``."""
     python: PythonEnvironment | None = None
     """A class of your own; give this or name."""
     parameters: Parameters | None = None
@@ -423,7 +428,34 @@ class EnvironmentSpec(Model):
     @property
     def uses_verifier(self) -> bool:
         """Whether the task's verifier scores the replies."""
-        return self.name == "retry"
+        return self.name in USE_VERIFIER
+
+    @property
+    def installed(self) -> EnvironmentPlugin | None:
+        """The environment of a package that is named."""
+        if self.name is None or self.name in BUILT_IN_ENVIRONMENTS:
+            return None
+        return EnvironmentPlugin(name=self.name, parameters=self.parameters or {})
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether it is the user's own code."""
+        return self.name not in BUILT_IN_ENVIRONMENTS
+
+    @property
+    def tool_files(self) -> dict[str, str]:
+        """Files that tools read, by path of their field."""
+        tools = (self.parameters or {}).get("tools") if self.name == "tools" else None
+        found = {}
+        for at, tool in enumerate(tools if isinstance(tools, list) else ()):
+            path = (
+                tool["search"].get("path")
+                if isinstance(tool, dict) and isinstance(tool.get("search"), dict)
+                else None
+            )
+            if isinstance(path, str):
+                found[f"parameters.tools[{at}].search.path"] = path
+        return found
 
     @property
     def title(self) -> str:
@@ -506,12 +538,17 @@ class ScoringSpec(SourcesSpec):
     combine: Literal["Sum", "Product"] = "Sum"
     """How the scores of verifiers are combined. Sum: by their weights, as a mean. Product: multiplied, as by a gate."""
     environment: EnvironmentSpec | None = None
-    """Episodes of several turns; in place of a verifier, except for ``retry``, which uses it."""
+    """Episodes of several turns; in place of a verifier, except for ``retry`` and ``tools``, which use it."""
 
     @property
     def own_environment(self) -> EnvironmentSpec | None:
         """The environment, if it scores its episodes itself."""
         return None if self.environment is None or self.environment.uses_verifier else self.environment
+
+    @property
+    def environment_process(self) -> EnvironmentSpec | None:
+        """The environment, if it has processes of its own."""
+        return None if self.environment is None or self.environment.name == "retry" else self.environment
 
     @property
     def scoring(self) -> Sequence[VerifierSpec]:
@@ -538,7 +575,7 @@ def _verifier_rules(field: str, given: str, verifier: str, end: str, several: bo
 
 SCORED_BY: Final = (
     "has(self.verifier), has(self.verifiers), "
-    "has(self.environment) && (!has(self.environment.name) || self.environment.name != 'retry')"
+    f"has(self.environment) && (!has(self.environment.name) || !(self.environment.name in {list(USE_VERIFIER)}))"
 )
 """What scores a task, in CEL."""
 
@@ -580,7 +617,7 @@ class ProblemSpec(ScoringSpec):
         exactly_one("reasoningGym", "jsonl", "dataset", "plugin"),
         Rule(
             f"[{SCORED_BY}].exists_one(given, given)",
-            "give exactly one of verifier, verifiers and environment; environment retry needs a verifier, which it uses",
+            "give exactly one of verifier, verifiers and environment; environments retry and tools need a verifier, which they use",
             "verifier",
             lambda task: scored_by(task) == 1,
         ),

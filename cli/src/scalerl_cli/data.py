@@ -92,6 +92,7 @@ def _show(
     """Print about one source; returns whether it can be used."""
     import scalerl_tasks as tasks
     from scalerl_tasks.dataset.source import description
+    from scalerl_tasks.environments.tool_calls import tools_of
     from scalerl_tasks.text import ModelTokenizer
 
     say(f"{field}: {section.source_field}")
@@ -105,7 +106,8 @@ def _show(
         else:
             source = tasks.open_source(section)
             say(f"  {len(source):,} prompts")
-        tokenizer = None if model is None else ModelTokenizer(model, prompt, f"{field}.prompt")
+        tools = tools_of(section.environment)
+        tokenizer = None if model is None else ModelTokenizer(model, prompt, f"{field}.prompt", tools)
         shown = min(_SHOWN, len(source))
         for rank in range(shown):
             _show_prompt(source, rank * len(source) // shown, prompt, tokenizer)

@@ -82,6 +82,7 @@ from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
 from scalerl_generator.weight_control import WeightControl
+from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.sources import RunTasks, grading_digest, open_grading_pool, open_tasks, verifier_config
@@ -312,17 +313,21 @@ async def _open_inputs(environment: ProcessEnvironment, spec: RunSpec) -> tuple[
     """
     started = time.monotonic()
     tasks = await asyncio.to_thread(open_tasks, spec, environment.paths.root)
-    formats = [(task.section.prompt, task.field) for task in spec.task.tasks]
-    formats += [(one.prompt, f"{one.field}.task") for one in tasks.sets]
-    distinct = [prompt_format for prompt_format, _ in formats]
+    formats = [
+        (task.section.prompt, tools_of(task.section.environment), task.field) for task in spec.task.tasks
+    ]
+    formats += [(one.prompt, tools_of(one.spec.environment), f"{one.field}.task") for one in tasks.sets]
+    distinct = [(prompt_format, tools) for prompt_format, tools, _ in formats]
     model, context_tokens = environment.paths.base_model, spec.model.context_tokens
     codecs: list[PromptCodec] = []
-    for i, (prompt_format, field) in enumerate(formats):
-        first = distinct.index(prompt_format)
+    for i, (prompt_format, tools, field) in enumerate(formats):
+        first = distinct.index(distinct[i])
         codecs.append(
             codecs[first]
             if first < i
-            else await asyncio.to_thread(PromptCodec, model, prompt_format, context_tokens, f"{field}.prompt")
+            else await asyncio.to_thread(
+                PromptCodec, model, prompt_format, context_tokens, f"{field}.prompt", tools
+            )
         )
     logger.info(
         "%d training and %d held-out prompts%s, end tokens %s; opened in %.1f s",
@@ -346,7 +351,7 @@ async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTa
             problem.scoring,
             problem.combine,
             [verifier_config(problem, one, prompt) for one in problem.scoring],
-            problem.own_environment,
+            problem.environment_process,
         )
         for problem, prompt in problems
     ]

@@ -68,6 +68,14 @@ class EpisodeSampler:
         """
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
         self.metrics.episode_turns.inc(sum(len(completion.turns) + 1 for completion in streams.completions))
+        if self.codec.tools is not None:
+            self._count_calls(streams.completions)
+
+    def _count_calls(self, completions: Sequence[PartialCompletion]) -> None:
+        verdicts = [c.outcome.verdict for c in completions if c.outcome is not None]
+        for result, part in (("made", "calls"), ("malformed", "malformed")):
+            count = sum(verdict.parts.get(part, 0.0) for verdict in verdicts if verdict is not None)
+            self.metrics.tool_calls.labels(result).inc(count)
 
     async def _sample(
         self,

@@ -51,6 +51,12 @@ class ActorMetrics:
         self.episode_turns = Counter(
             "scalerl_actor_episode_turns", "Replies in episodes with an environment", registry=r
         )
+        self.tool_calls = Counter(
+            "scalerl_actor_tool_calls",
+            "Calls of tools in episodes, by result: made, or malformed",
+            ["result"],
+            registry=r,
+        )
         self.environment_seconds = Histogram(
             "scalerl_actor_environment_seconds",
             "Time of a step of the environment, with the wait for its process",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import prompt_digest
 from scalerl_tasks.environments.protocol import Message
+from scalerl_tasks.environments.tool_calls import ToolsConfig
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.text import ModelTokenizer
 
@@ -47,6 +48,7 @@ class PromptCodec:
         spec: template and format of the prompts.
         context_tokens: maximum length of prompt plus completion.
         field: path of ``spec`` in the run's spec, for errors.
+        tools: as for :class:`scalerl_tasks.text.ModelTokenizer`.
 
     Raises:
         TokenizerError: the model has no tokenizer, no end token, or no chat template although the format needs one.
@@ -54,12 +56,18 @@ class PromptCodec:
     """
 
     def __init__(
-        self, model: Path, spec: PromptSpec, context_tokens: int, field: str = "task.prompt"
+        self,
+        model: Path,
+        spec: PromptSpec,
+        context_tokens: int,
+        field: str = "task.prompt",
+        tools: ToolsConfig | None = None,
     ) -> None:
+        self.tools = tools
         self._spec = spec
         self._context_tokens = context_tokens
         check_template(spec.template)
-        self.tokenizer = ModelTokenizer(model, spec, field)
+        self.tokenizer = ModelTokenizer(model, spec, field, tools)
         self._encode = lru_cache(_CACHED_PROMPTS)(self._encode_rendered)
 
     def encode(self, prompt: Prompt, max_tokens: int) -> EncodedPrompt:

@@ -94,17 +94,23 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
             grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
             if grader not in graders and one.http is None:
                 graders.append(grader)
-    environments = {own.model_dump_json(): own for task in spec.tasks if (own := task.own_environment)}
+    environments = {own.model_dump_json(): own for task in spec.tasks if (own := task.environment_process)}
     return sum(
         (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
         * verifier.workers
         for verifier, _ in graders
-    ) + sum(quantity_bytes(own.memory) * own.workers for own in environments.values())
+    ) + sum(
+        quantity_bytes(own.memory) * own.workers * (2 if own.name == "tools" else 1)  # and that of a program
+        for own in environments.values()
+    )
 
 
 def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
     run = Volume(f"$({DIR})", writable=writable)
     files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
+    files |= dict.fromkeys(
+        path for task in spec.tasks if task.environment for path in task.environment.tool_files.values()
+    )
     jsonl = (Volume(literal(path)) for path in files)
     code = dict.fromkeys(
         one.python.path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from scalerl_api.registry import Kind, PluginError, entry_point, make
@@ -34,8 +35,17 @@ def module_of(name: str) -> str:
     Raises:
         VerifierError: see :func:`~scalerl_api.registry.entry_point`.
     """
+    return entry_of(Kind.VERIFIER, name).module
+
+
+def entry_of(kind: Kind, name: str) -> EntryPoint:
+    """The entry point of an installed verifier or environment.
+
+    Raises:
+        VerifierError: see :func:`~scalerl_api.registry.entry_point`.
+    """
     try:
-        return entry_point(Kind.VERIFIER, name).module
+        return entry_point(kind, name)
     except PluginError as error:
         raise VerifierError(str(error)) from error
 

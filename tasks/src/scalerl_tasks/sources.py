@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
-from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
+from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
+from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import (
     EvaluationSetError,
@@ -28,8 +30,8 @@ from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
 from scalerl_tasks.jsonl import JsonlSource
-from scalerl_tasks.plugins import Plugin, module_of, open_plugin_source
-from scalerl_tasks.programs.verifier import CodeConfig
+from scalerl_tasks.plugins import Plugin, entry_of, module_of, open_plugin_source
+from scalerl_tasks.programs.verifier import SHARE_OF_TIMEOUT, CodeConfig
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
 from scalerl_tasks.python_verifier import PythonFunction
 from scalerl_tasks.sandbox.confinement import Limits
@@ -116,11 +118,11 @@ def verifier_config(
 
     Args:
         spec: the section.
-        given: one of several verifiers; default: the first.
+        given: one of the verifiers; default: the environment if it has processes, else the first verifier.
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
     """
-    if given is None and (environment := spec.own_environment) is not None:
+    if given is None and (environment := spec.environment_process) is not None:
         return VerifierConfig("environment", environment=_environment_config(environment, directory))
     given, prompt = given or spec.scoring[0], prompt or spec.prompt
     low, high = map(float, given.range)
@@ -163,8 +165,20 @@ def verifier_config(
 
 
 def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
+    parameters = given.parameters or {}
+    if given.name == "tools":
+        from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
+
+        seconds = given.turn_timeout_seconds * SHARE_OF_TIMEOUT
+        parameters = _with_paths(parameters, directory or Path())
+        parameters |= {"seconds": seconds, "memory_bytes": quantity_bytes(given.memory)}
+    if given.installed is not None:
+        entry = entry_of(Kind.ENVIRONMENT, given.installed.name)
+        digest = _digest_or_empty(module=entry.module)
+        function = PythonFunction(entry.attr, module=entry.module, digest=digest)
+        return EnvironmentConfig(python=function, parameters=parameters)
     if (own := given.python) is None:
-        return EnvironmentConfig(given.name or "", parameters=given.parameters or {})
+        return EnvironmentConfig(given.name or "", parameters=parameters)
     path = None if own.path is None else (directory or Path()) / own.path
     function = PythonFunction(
         own.class_name,
@@ -172,27 +186,53 @@ def _environment_config(given: EnvironmentSpec, directory: Path | None) -> Envir
         own.module,
         digest=_digest_or_empty(path, own.module),
     )
-    return EnvironmentConfig(python=function, parameters=given.parameters or {})
+    return EnvironmentConfig(python=function, parameters=parameters)
+
+
+def _with_paths(value: Any, directory: Path) -> Any:
+    """Parameters in which each ``path`` is absolute."""
+    if isinstance(value, Mapping):
+        return {
+            name: str((directory / one).absolute())
+            if name == "path" and isinstance(one, str)
+            else _with_paths(one, directory)
+            for name, one in value.items()
+        }
+    return [_with_paths(one, directory) for one in value] if isinstance(value, list) else value
 
 
 def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | None:
     """What makes the steps of a section's episodes, by the section's grader; None without an environment.
 
     Raises:
-        VerifierError: the environment ``retry`` has no such parameter.
+        VerifierError: the environment has no such parameter, or its verifier compares the completions of a prompt.
     """
     if (given := spec.environment) is None:
         return None
-    if not given.uses_verifier:
+    if problem := group_problem(spec):
+        raise VerifierError(problem)
+    tools_of(given)
+    if given.name != "retry":
         return EnvironmentGrader(grader)
-    known = ("wrong", "unanswered")
     parameters = given.parameters or {}
+    known = ("wrong", "unanswered")
     for name, value in parameters.items():
         if name not in known or not isinstance(value, str):
             raise VerifierError(
                 f"retry has no text {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
     return Retry(grader, **parameters)
+
+
+def group_problem(spec: ProblemSpec) -> str:
+    """Why the verifiers of an environment cannot score its episodes; empty if they can."""
+    if not any(one.python is not None and one.python.signature == "group" for one in spec.scoring):
+        return ""
+    name = "" if spec.environment is None else spec.environment.title
+    return (
+        f"{name} scores each reply when it comes, and a verifier of the signature group compares all completions of a prompt: use the "
+        "signature score"
+    )
 
 
 def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
@@ -233,8 +273,22 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
             kept["python"] |= {"path": "", "module": ""}
             path = None if own_class.path is None else (directory or Path()) / own_class.path
             kept["code"] = code_digest(path, own_class.module, "environment.python")
+        if (named := spec.environment.installed) is not None:
+            kept["code"] = code_digest(module=entry_of(Kind.ENVIRONMENT, named.name).module)
+        if files := spec.environment.tool_files:
+            kept["files"] = [
+                _file_digest((directory or Path()) / path, field) for field, path in files.items()
+            ]
         parts.append(("environment", sorted(kept.items())))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _file_digest(path: Path, field: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise VerifierError(f"environment.{field}: {path} cannot be read: {error}") from error
 
 
 def _digest_or_empty(path: Path | None = None, module: str | None = None) -> str:
@@ -261,16 +315,32 @@ def open_grading_pool(
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
-    if (environment := spec.own_environment) is not None:
+    pool: GradingPool | None = None
+    if (environment := spec.environment_process) is not None:
         config = verifier_config(spec, directory=directory)
         assert isinstance(config, VerifierConfig)
-        return GradingPool(
+        pool = GradingPool(
             config,
             workers=workers or environment.workers,
             timeout_seconds=environment.turn_timeout_seconds,
             memory_bytes=quantity_bytes(environment.memory),
             show_output=show_output,
         )
+        if not environment.uses_verifier:
+            return pool
+    grader = _open_verifiers(spec, workers, prompt, directory, show_output)
+    return grader if pool is None else ToolsGrader(pool, grader)
+
+
+def _open_verifiers(
+    spec: ProblemSpec,
+    workers: int | None,
+    prompt: PromptSpec | None,
+    directory: Path | None,
+    show_output: bool,
+) -> GroupGrader:
+    from scalerl_api.fields import quantity_bytes  # as in open_grading_pool
+
     graders: list[GroupGrader] = []
     for given in spec.scoring:
         config = verifier_config(spec, given, prompt, directory)

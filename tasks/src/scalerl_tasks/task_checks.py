@@ -45,6 +45,7 @@ from scalerl_tasks.row_problems import RowProblems
 from scalerl_tasks.sources import (
     RunTasks,
     grading_digest,
+    group_problem,
     open_episodes,
     open_grading_pool,
     open_source,
@@ -180,7 +181,8 @@ def _section_problems(
         try:
             open_episodes(section, grader)
         except VerifierError as error:
-            yield TaskProblem(f"{field}.environment.parameters", str(error))
+            name = "name" if group_problem(section) else "parameters"
+            yield TaskProblem(f"{field}.environment.{name}", str(error))
         scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
             source = open_dataset(section.dataset, directory, progress)
@@ -458,7 +460,7 @@ def _parts(spec: ProblemSpec) -> list[ProblemSpec]:
 
 def _own_code(spec: ProblemSpec) -> bool:
     environment = spec.own_environment
-    return (environment is not None and environment.python is not None) or any(
+    return (environment is not None and environment.is_own_code) or any(
         one.is_own_code for one in spec.scoring
     )
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from scalerl_api.recipe.spec import InterruptionSpec
     from scalerl_api.spec import PromptSpec
+    from scalerl_tasks.environments.tool_calls import ToolsConfig
 
 _CONTROL = re.compile(r"<\|[^|<>\s{}]+\|>")
 """Text like ``<|im_start|>``, which is a single token in a chat template."""
@@ -38,6 +39,7 @@ _MARK = "\ue000"
 """A private character in place of a text."""
 THOUGHT = "<think>"
 THOUGHT_END = "</think>"
+CALL = "<tool_call>"
 
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
@@ -103,13 +105,20 @@ class ModelTokenizer:
         model: the folder with ``tokenizer.json``, or with files from which transformers creates one.
         prompt: ``task.prompt``, or that of a task of a mix or of an evaluation set.
         field: its path in the spec, for messages.
+        tools: the tools of the task's environment, which a chat template describes to the model.
 
     Raises:
         TokenizerError: there is no tokenizer or no end token, or with the format ``Chat`` no chat template, or the spec's
             chat template is for another tokenizer.
     """
 
-    def __init__(self, model: Path, prompt: PromptSpec, field: str = "task.prompt") -> None:
+    def __init__(
+        self,
+        model: Path,
+        prompt: PromptSpec,
+        field: str = "task.prompt",
+        tools: ToolsConfig | None = None,
+    ) -> None:
         config = TokenizerConfig.read(model)
         self._special = config.special
         found = _from_file(model / "tokenizer.json")
@@ -140,7 +149,7 @@ class ModelTokenizer:
                 f"{field}.chatTemplate: {foreign[0]} is no token of the model's tokenizer, so the template is for another one, "
                 "and all tasks of a run share the model's: write it with the model's tokens, or train this task in another run"
             )
-        self._field = field
+        self._field, self._tools = field, tools
         found.no_truncation()
         found.no_padding()
         self._tokenizer: Tokenizer = found
@@ -270,11 +279,13 @@ class ModelTokenizer:
         """Check that messages of an environment can follow a reply.
 
         Raises:
-            TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them.
+            TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them. Or it does
+                not describe the environment's tools, or has them called in another format.
         """
-        self.encode_messages([("user", "a")])
+        self.encode_messages([("user" if self._tools is None else "tool", "a")])
         if self._chat_template is None:
             return
+        self._check_tools()
         prompt = RenderedPrompt("a", self._system)
         first = self._render(prompt, generation_prompt=True)
         if self.opens_thought(prompt):
@@ -286,6 +297,23 @@ class ModelTokenizer:
                 f"{self._field}: the chat template is not append-only: it writes a first prompt otherwise once a message follows "
                 "its reply, so the conversation is not the one that was sampled; give a chatTemplate that writes each message in "
                 "order" + ("" if self._system is None else ", or no system")
+            )
+
+    def _check_tools(self) -> None:
+        if self._tools is None:
+            return
+        messages = RenderedPrompt("a", self._system).messages
+        text = self._render_messages(messages, generation_prompt=True)
+        if text == self._render_messages(messages, generation_prompt=True, tools=False):
+            raise TokenizerError(
+                f"{self._field}: the chat template does not describe tools: use a model whose template does, give a chatTemplate that "
+                "writes them, or set format: Raw and describe them in template"
+            )
+        if self._tools.format != "Text" and (self._tools.format == "Hermes") != (CALL in text):
+            wanted = "Hermes" if CALL in text else "Llama3, or Text"
+            raise TokenizerError(
+                f"{self._field}: the chat template asks for calls in another format than environment.parameters.format, "
+                f"{self._tools.format}: set it to {wanted}, or give a chatTemplate that asks for {self._tools.format}"
             )
 
     def _check_role(self, role: str) -> None:
@@ -312,7 +340,8 @@ class ModelTokenizer:
         return found
 
     def _added_of(self, ids: Sequence[int]) -> list[int]:
-        return [id_ for id_ in ids if id_ in self._added_ids]
+        # The unknown token is what other text is encoded as: it ends no turn.
+        return [id_ for id_ in ids if id_ in self._added_ids and id_ != self.unknown_token_id]
 
     def _written_around(self, roles: tuple[str, ...]) -> tuple[str, ...]:
         """What the chat template writes before, between and after messages of these roles."""
@@ -379,7 +408,9 @@ class ModelTokenizer:
     def _render(self, prompt: RenderedPrompt, *, generation_prompt: bool) -> str:
         return self._render_messages(prompt.messages, generation_prompt=generation_prompt)
 
-    def _render_messages(self, messages: list[dict[str, str]], *, generation_prompt: bool) -> str:
+    def _render_messages(
+        self, messages: list[dict[str, str]], *, generation_prompt: bool, tools: bool = True
+    ) -> str:
         """The same result as ``AutoTokenizer.apply_chat_template``, without importing its tokenizers and torch."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -389,6 +420,7 @@ class ModelTokenizer:
                 [messages],
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
+                tools=self._tools.schemas if self._tools is not None and tools else None,
                 **self._special,
             )
         except TemplateError as error:

@@ -40,6 +40,7 @@ from scalerl_tasks import (
     open_warm_start,
     render_prompt,
 )
+from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import STAGE, CheckpointError, CheckpointStore
 from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, Checkpointer, FailedSave, held_by
@@ -426,7 +427,9 @@ def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
     found = []
     opened = open_tasks(spec, model.parent)  # the run's directory
     for one, task in zip(opened.sections, opened.tasks, strict=True):
-        tokenizer = ModelTokenizer(model, one.section.prompt, f"{one.field}.prompt")
+        tokenizer = ModelTokenizer(
+            model, one.section.prompt, f"{one.field}.prompt", tools_of(one.section.environment)
+        )
         count = min(math.ceil(HELD_OUT_EXAMPLES * one.weight), len(task.held_out))
         pairs = Pairs(task.held_out, one.section.prompt, tokenizer, np.arange(count))
         for index in range(count):
@@ -483,7 +486,9 @@ def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
     def pairs(
         source: PromptSource, kept: npt.NDArray[np.int64], one: TrainingTask, seed: int | tuple[int, int]
     ) -> Pairs:
-        tokenizer = ModelTokenizer(model, one.section.prompt, f"{one.field}.prompt")
+        tokenizer = ModelTokenizer(
+            model, one.section.prompt, f"{one.field}.prompt", tools_of(one.section.environment)
+        )
         order = kept[np.random.default_rng(seed).permutation(len(kept))[:most]]
         return Pairs(source, one.section.prompt, tokenizer, order)
 

@@ -20,7 +20,8 @@ from typing import Any
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import Dtype
 from scalerl_api.spec import RunSpec
-from scalerl_tasks.errors import TokenizerError
+from scalerl_tasks.environments.tool_calls import tools_of
+from scalerl_tasks.errors import TokenizerError, VerifierError
 from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.config_values import HEADS, first_of, layer_problem, value_problems
@@ -289,11 +290,13 @@ def _tokenizer_problems(
             )
             continue
         try:
-            tokenizer = ModelTokenizer(folder, prompt, field)
+            tokenizer = ModelTokenizer(folder, prompt, field, tools_of(episodes))
             if episodes is not None:
                 tokenizer.check_turns()
         except ImportError:  # without torch, a tokenizer is only made from tokenizer.json
             return
+        except VerifierError:  # of the environment's parameters, which the checks of tasks report
+            continue
         except TokenizerError as error:
             for path in (f"{field}.chatTemplate", field):
                 if str(error).startswith(f"{path}: "):

@@ -28,6 +28,7 @@ from scalerl_api.process import MODEL_CACHE, REPORT_FILE, SOURCE_DIR, Environmen
 from scalerl_api.spec import HubModel, ModelSpec, RunSpec
 from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
+from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
@@ -176,14 +177,20 @@ def _check(directory: Path, root: Path, spec: RunSpec, tasks: RunTasks, one_mach
     # What transformers makes of the files was checked in their own folder, before they were linked here.
     check_model(directory, spec, one_machine, structure=False)
     given = spec.task.tasks
-    tokenizers = [ModelTokenizer(directory, one.section.prompt, f"{one.field}.prompt") for one in given]
+    tokenizers = [
+        ModelTokenizer(
+            directory, one.section.prompt, f"{one.field}.prompt", tools_of(one.section.environment)
+        )
+        for one in given
+    ]
     check_length(tokenizers[0], spec)
     for one, task, tokenizer in zip(given, tasks.tasks, tokenizers, strict=True):
         if one.section.environment is not None:
             tokenizer.check_turns()
         check_prompts(tokenizer, spec, one, task, root)
     for of_set in tasks.sets:
-        tokenizer = ModelTokenizer(directory, of_set.prompt, f"{of_set.field}.task.prompt")
+        field, tools = f"{of_set.field}.task.prompt", tools_of(of_set.spec.environment)
+        tokenizer = ModelTokenizer(directory, of_set.prompt, field, tools)
         if of_set.spec.environment is not None:
             tokenizer.check_turns()
         check_set_prompts(tokenizer, spec, of_set)

@@ -79,7 +79,9 @@ def plugin_problem(spec: RunSpec) -> Problem | None:
     another one. The preparation and the vLLM servers check what is in theirs."""
     if spec.images.coordinator is not None:
         return None
-    found = plugins.problems(spec, (Kind.SOURCE, Kind.VERIFIER, Kind.SCHEDULE, Kind.TRACKER))
+    found = plugins.problems(
+        spec, (Kind.SOURCE, Kind.VERIFIER, Kind.ENVIRONMENT, Kind.SCHEDULE, Kind.TRACKER)
+    )
     return Problem(Reason.REFERENCE_NOT_FOUND, ": ".join(found[0])) if found else None
 
 

@@ -1,16 +1,22 @@
-"""Steps of episodes, as verdicts with messages: of an environment's processes, or of the task's verifier (``retry``)."""
+"""Steps of episodes, as verdicts with messages: of an environment's processes, of the task's verifier (``retry``), or of both
+(``tools``)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
-from scalerl_tasks.environments.protocol import Message, write_replies
+from scalerl_tasks.environments.protocol import Message, read_replies, write_replies
+from scalerl_tasks.environments.tools import PARTS
+from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.grading.combined import GroupGrader
-from scalerl_tasks.grading.grading_pool import Graded
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.verdict import MAX_PARTS, Verdict
 
 
 class EpisodeGrader(Protocol):
@@ -88,3 +94,80 @@ class Retry:
             return graded
         text = self.unanswered if graded.verdict.answered is False else self.wrong
         return Graded(graded.verdict, None, (Message(text),))
+
+
+class ToolsGrader:
+    """Makes the calls of replies in processes of their own, and has the task's verifier score replies without calls.
+
+    A :class:`~scalerl_tasks.grading.combined.GroupGrader` of :func:`~.protocol.write_replies` of episodes, for
+    :class:`EnvironmentGrader`. Verdicts have the verifier's parts and those of :class:`~.tools.Tools`; the score of an episode that
+    ends with calls is 0.
+    """
+
+    def __init__(self, tools: GroupGrader, verifier: GroupGrader) -> None:
+        self._tools, self._verifier = tools, verifier
+        self._stack = contextlib.AsyncExitStack()
+        self.part_names: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> PoolCounts:
+        """The verifier's, and what failed or was restarted of the tools'."""
+        found = PoolCounts()
+        for name in PoolCounts.__slots__:
+            both = getattr(self._verifier.counts, name) + getattr(self._tools.counts, name)
+            setattr(found, name, both)
+        return found
+
+    @property
+    def problem(self) -> str:
+        return self._verifier.problem
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._verifier)
+            await stack.enter_async_context(self._tools)
+            self.part_names = (*self._verifier.part_names, *PARTS)
+            if len(set(self.part_names)) < len(self.part_names) or len(self.part_names) > MAX_PARTS:
+                raise VerifierError(
+                    f"environment tools: the parts of a verdict are {', '.join(self.part_names)}; name at most {MAX_PARTS}, each once"
+                )
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def score_group(
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
+    ) -> list[Graded]:
+        steps = await self._tools.score_group(prompt, completions, on_graded=on_graded)
+        last = [at for at, step in enumerate(steps) if step.verdict is not None and not step.messages]
+        answers = [read_replies(completions[at])[-1] for at in last]
+        graded = await self._verifier.score_group(prompt, answers, on_graded=on_graded) if last else []
+        found = [self._of_calls(step) for step in steps]
+        for at, one in zip(last, graded, strict=True):
+            found[at] = self._of_answer(steps[at], one)
+        return found
+
+    def _of_calls(self, step: Graded) -> Graded:
+        if step.verdict is None:
+            return step
+        parts = {**dict.fromkeys(self._verifier.part_names, 0.0), **step.verdict.parts}
+        return Graded(Verdict(0.0, parts, False), None, step.messages)
+
+    def _of_answer(self, step: Graded, graded: Graded) -> Graded:
+        if graded.verdict is None or step.verdict is None:
+            return graded
+        parts = {**graded.verdict.parts, **step.verdict.parts}
+        return Graded(Verdict(graded.verdict.score, parts, graded.verdict.answered))
+
+    async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
+        """See :meth:`~scalerl_tasks.grading.grading_pool.GradingPool.check`; of the verifier."""
+        await self._verifier.check(prompts, on_checked)

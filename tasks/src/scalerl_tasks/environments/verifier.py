@@ -14,12 +14,13 @@ from scalerl_tasks.environments.protocol import (
     read_replies,
     write_replies,
 )
+from scalerl_tasks.environments.tools import Tools
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_verifier import PythonFunction, described, imported
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, declared_parts
 
-ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim}
+ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim, "tools": Tools}
 """Environments by name. ``retry`` uses the task's verifier in place of a process of its own (:mod:`.episodes`)."""
 
 
@@ -73,6 +74,8 @@ class EnvironmentVerifier:
                 )
         try:
             environment: Environment = made(**config.parameters)
+        except VerifierError:
+            raise
         except BaseException as error:
             raise VerifierError(
                 f"{self.label} cannot be made with environment.parameters {dict(config.parameters)}: {described(error, self._file)}"
@@ -80,6 +83,15 @@ class EnvironmentVerifier:
         if not callable(getattr(environment, "step", None)):
             raise VerifierError(f"{self.label} has no method step(prompt, replies); see docs/environments.md")
         return environment
+
+    def open(self) -> None:
+        """Start the sandboxes of this process, before its own limits.
+
+        Raises:
+            VerifierError: a sandbox cannot be set up.
+        """
+        if isinstance(self._environment, Tools):
+            self._environment.open()
 
     def score(self, prompt: Prompt, completion: str, /) -> Verdict | Continued:
         """The step after the last reply.

@@ -44,7 +44,7 @@ def run(connection: socket.socket, records: int, verifier: Verifier, setup: Setu
     part_names, limits = declared_parts(verifier), setup.limits
     # Kept open: it is read after each item, and opening it takes longer than most items.
     statm = os.open("/proc/self/statm", os.O_RDONLY)
-    if isinstance(verifier, CodeVerifier):
+    if isinstance(verifier, CodeVerifier | EnvironmentVerifier):
         verifier.open()
     _confine(limits, parent, _address_space_bytes(statm), trusted=_trusted(verifier))
     _redirect_output(shown=setup.show_output)

@@ -29,7 +29,7 @@ from scalerl_tasks.sandbox.values import encode, plain, refuse
 from scalerl_tasks.verdict import Verdict
 
 _FIRST_SECONDS = 30.0
-_SHARE_OF_TIMEOUT = 0.8
+SHARE_OF_TIMEOUT = 0.8
 """Of a completion's time limit, for its program: the grader must have time to say that it was too slow."""
 
 
@@ -48,12 +48,12 @@ class CodeConfig:
 
     partial: Literal["All", "Share"] = "All"
     limits: Limits = _DEFAULT_LIMITS
-    seconds: float = 10.0 * _SHARE_OF_TIMEOUT
+    seconds: float = 10.0 * SHARE_OF_TIMEOUT
 
     @classmethod
     def of(cls, partial: Literal["All", "Share"], limits: Limits, timeout_seconds: float) -> CodeConfig:
         """Settings for a grader with a time limit."""
-        return cls(partial, limits, timeout_seconds * _SHARE_OF_TIMEOUT)
+        return cls(partial, limits, timeout_seconds * SHARE_OF_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,16 +38,17 @@ _ENDINGS = {
 }
 
 
-def check_kernel() -> None:
-    """Check that programs can be run here.
+def check_kernel(
+    what: str = "verifier.code", instead: str = ", or grade by a service (verifier.http)"
+) -> None:
+    """Check that programs can be run here. ``what`` runs them, and ``instead`` is what else to do.
 
     Raises:
         VerifierError: the kernel offers too little; the message names what is missing.
     """
     if missing := missing_from_kernel():
         raise VerifierError(
-            f"verifier.code cannot run programs here: there is no {', and no '.join(missing)}; run on such a node, or grade by a service "
-            "(verifier.http)"
+            f"{what} cannot run programs here: there is no {', and no '.join(missing)}; run on such a node{instead}"
         )
 
 
