@@ -403,7 +403,21 @@ class EnvironmentSpec(Model):
     name: Literal["retry", "nim"] | None = None
     """``retry``: the verdict of the task's verifier in words, then another try. ``nim``: a game of taking objects from a heap."""
     python: PythonEnvironment | None = None
-    """A class of your own; give this or name."""
+    """A class of your own; give this, name or url."""
+    url: (
+        Annotated[
+            str,
+            Field(max_length=2048),
+            AfterValidator(
+                Matches(
+                    r"^https?://[^/@ ]+(/[^ ]*)?$",
+                    "must be http://host:port or https://host/…, without a password: that is the variable ENVIRONMENT_TOKEN",
+                )
+            ),
+        ]
+        | None
+    ) = None
+    """A server that speaks OpenEnv's protocol. While it is down, episodes wait."""
     parameters: Parameters | None = None
     """Arguments of the environment; write fractions as strings (``"0.5"``)."""
     max_turns: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -414,11 +428,11 @@ class EnvironmentSpec(Model):
     turn_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
     """Time limit of a step of the environment; of ``retry``, the verifier's limits hold."""
     memory: GraderQuantity = "1Gi"
-    """Memory limit of an environment's process; not of ``retry``."""
+    """Memory limit of an environment's process; not of ``retry`` and ``url``."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Environment processes per generator; not of ``retry``."""
+    """Environment processes per generator; not of ``retry`` and ``url``."""
 
-    rules = (exactly_one("name", "python"),)
+    rules = (exactly_one("name", "python", "url"),)
 
     @property
     def uses_verifier(self) -> bool:
@@ -429,7 +443,7 @@ class EnvironmentSpec(Model):
     def title(self) -> str:
         """The environment, for messages."""
         if self.python is None:
-            return self.name or ""
+            return self.url or self.name or ""
         return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.class_name}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
+from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import (
     EvaluationSetError,
@@ -175,6 +178,43 @@ def _environment_config(given: EnvironmentSpec, directory: Path | None) -> Envir
     return EnvironmentConfig(python=function, parameters=given.parameters or {})
 
 
+def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
+    """The server of ``environment.url``.
+
+    Raises:
+        VerifierError: there is no such parameter, or it has another value.
+    """
+    assert given.url is not None
+    parameters = dict(given.parameters or {})
+    action, message = parameters.pop("action", None), parameters.pop("message", None)
+    reward, bounds = parameters.pop("reward", "last"), parameters.pop("range", ["0", "1"])
+    sessions = parameters.pop("sessions", EnvironmentServer.sessions)
+    if parameters:
+        name, known = next(iter(parameters)), ("action", "message", "reward", "range", "sessions")
+        raise VerifierError(
+            f"environment.url has no parameter {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
+    try:
+        low, high = map(float, bounds)
+    except (TypeError, ValueError):
+        low = high = 0.0
+    wrong = {
+        "action, the name of a field": not isinstance(action, str | None),
+        "message, the name of a field": not isinstance(message, str | None),
+        "reward, which is last or sum": reward not in ("last", "sum"),
+        'range, the lowest and the highest reward, such as ["-1", "1"]': not -math.inf
+        < low
+        < high
+        < math.inf,
+        "sessions, an integer from 1": type(sessions) is not int or sessions < 1,
+    }
+    if found := next((text for text, is_wrong in wrong.items() if is_wrong), ""):
+        raise VerifierError(f"environment.parameters: correct {found}")
+    return EnvironmentServer(
+        given.url, given.turn_timeout_seconds, action, message, reward == "sum", (low, high), sessions
+    )
+
+
 def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | None:
     """What makes the steps of a section's episodes, by the section's grader; None without an environment.
 
@@ -257,11 +297,13 @@ def open_grading_pool(
     ``directory``: as in :func:`verifier_config`; ``show_output``: as in :class:`GradingPool`.
 
     Raises:
-        VerifierError: ``verifier.memory`` is too small to grade anything.
+        VerifierError: ``verifier.memory`` is too small to grade anything, or ``environment.url`` has no such parameter.
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
     if (environment := spec.own_environment) is not None:
+        if environment.url is not None:
+            return ServerGrader(_environment_server(environment))
         config = verifier_config(spec, directory=directory)
         assert isinstance(config, VerifierConfig)
         return GradingPool(

@@ -288,7 +288,9 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
 
 def _verifier_field(task: ProblemSpec) -> str:
     if (environment := task.own_environment) is not None:
-        return ".environment.name" if environment.python is None else ".environment.python"
+        return (
+            f".environment.{next(name for name in ('name', 'python', 'url') if getattr(environment, name))}"
+        )
     if task.verifier is None:
         return ".verifiers"
     return next(
@@ -458,7 +460,7 @@ def _parts(spec: ProblemSpec) -> list[ProblemSpec]:
 
 def _own_code(spec: ProblemSpec) -> bool:
     environment = spec.own_environment
-    return (environment is not None and environment.python is not None) or any(
+    return (environment is not None and environment.name is None) or any(
         one.is_own_code for one in spec.scoring
     )
 
