@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv import DEFAULT_SESSIONS, EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import (
@@ -188,7 +188,7 @@ def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
     parameters = dict(given.parameters or {})
     action, message = parameters.pop("action", None), parameters.pop("message", None)
     reward, bounds = parameters.pop("reward", "last"), parameters.pop("range", ["0", "1"])
-    sessions = parameters.pop("sessions", EnvironmentServer.sessions)
+    sessions = parameters.pop("sessions", DEFAULT_SESSIONS)
     if parameters:
         name, known = next(iter(parameters)), ("action", "message", "reward", "range", "sessions")
         raise VerifierError(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 TOKEN: Final = "ENVIRONMENT_TOKEN"
 """Environment variable with the token of the server."""
+DEFAULT_SESSIONS: Final = 64
 _MAX_ANSWER_BYTES: Final = 4 << 20
 _OF_THE_SERVER: Final = {"FACTORY_ERROR": "cannot make an environment", "SESSION_ERROR": "ended a session"}
 _MAX_ERRORS: Final = 4
@@ -51,7 +52,7 @@ class EnvironmentServer:
     """Whether the reward of an episode is the sum of its steps' rewards; otherwise, it is that of the last step."""
     range: tuple[float, float] = SCORE_RANGE
     """Lowest and highest reward of an episode."""
-    sessions: int = 64
+    sessions: int = DEFAULT_SESSIONS
     """Maximum concurrent sessions of a generator."""
 
     @property

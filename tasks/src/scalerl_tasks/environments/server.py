@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scalerl_tasks.environments.server")
 
-_RETRIES: Final = 3
+_RETRIES: Final = 5
 _FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
 _WAITING_SECONDS = 1.0
 _FULL_SECONDS = 30.0
@@ -136,6 +136,7 @@ class ServerGrader:
                 failures += 1
                 if failures >= _RETRIES:
                     return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+                await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**failures)
             else:
                 self._up()
                 self._answered = prompt, replies[:1]
@@ -221,7 +222,9 @@ class ServerGrader:
             )
         if observed.invalid and not self._server.total:
             reward = low
-        if reward is None or self._server.total and not observed.done:  # a sum may leave the range on the way
+        if reward is None or (
+            self._server.total and not observed.done
+        ):  # a sum may leave the range on the way
             reward = min(max(reward or 0.0, low), high)
         step = Step([observed.message], observed.done, reward)
         try:
