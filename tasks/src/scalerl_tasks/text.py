@@ -272,9 +272,9 @@ class ModelTokenizer:
         Raises:
             TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them.
         """
-        self.encode_messages([("user", "a")])
-        if self._chat_template is None:
+        if self._chat_template is None:  # a small vocabulary may have no text but the task's
             return
+        self.encode_messages([("user", "a")])
         prompt = RenderedPrompt("a", self._system)
         first = self._render(prompt, generation_prompt=True)
         if self.opens_thought(prompt):

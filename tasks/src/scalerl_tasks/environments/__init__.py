@@ -5,6 +5,7 @@
     prompt, replies ─▶ EnvironmentGrader.steps()                               in the caller's process
                          ├▶ GradingPool.score_group() ─▶ EnvironmentVerifier    in a grading process, with its limits
                          │                                 └─▶ Environment.step(prompt, replies) ─▶ Step
+                         ├▶ ServerGrader: a session of a server (``environment.url``), found by the replies
                          └▶ retry: GroupGrader.score_group() of the last reply, and its verdict in words
                     ◀── Graded(verdict, messages) for each episode: without messages, it has ended
 
