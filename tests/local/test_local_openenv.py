@@ -31,8 +31,18 @@ def openenv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python, uv = folder / "venv/bin/python", str(Path(sys.executable).with_name("uv"))
     for command in (
         [uv, "venv", "-q", "-p", sys.executable, str(folder / "venv")],
-        [uv, "pip", "install", "-q", "--no-deps", "--require-hashes", "--python", str(python)]
-        + ["-r", str(ROOT / "requirements/openenv.txt")],
+        [
+            uv,
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--require-hashes",
+            "--python",
+            str(python),
+            "-r",
+            str(ROOT / "requirements/openenv.txt"),
+        ],
         [str(python.with_name("openenv")), "init", "echo_env", "-o", str(folder)],
     ):
         subprocess.run(command, check=True, timeout=600, cwd=folder)
