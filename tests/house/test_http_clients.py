@@ -29,6 +29,8 @@ BOUNDED = {
     "operator/src/scalerl_operator/autoscaling/forecast_client.py",
     "operator/src/scalerl_operator/coordinator_client.py",
     "operator/src/scalerl_operator/local/prober.py",
+    "tasks/src/scalerl_tasks/environments/openenv.py",
+    "tasks/src/scalerl_tasks/environments/server.py",
     "tasks/src/scalerl_tasks/grading/http_grader.py",
     "trainer/src/scalerl_trainer/coordinator_client.py",
     "trainer/src/scalerl_trainer/publish/actor_control.py",

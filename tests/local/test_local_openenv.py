@@ -134,14 +134,14 @@ def test_run_trains_on_it(openenv: str, tmp_path: Path) -> None:
         str(NIM / name) for name in ("data.jsonl", "warm.jsonl")
     )
     spec["model"]["scratch"]["vocabularySize"] = 300
-    spec["task"]["environment"] = {"url": openenv, "maxTurns": 3, "maxTokensPerTurn": 3}
+    spec["task"]["environment"] = {"url": openenv, "maxTurns": 3, "maxTokensPerTurn": 12}
     spec["task"]["heldOut"]["size"] = 32
-    spec["warmStart"]["steps"] = 20
+    spec["warmStart"]["steps"] = 100
     spec["recipe"] |= {"promptsPerStep": 8, "completionsPerPrompt": 4}
     spec["evaluation"]["everySteps"] = spec["checkpoint"]["everySteps"] = spec["budget"]["maxSteps"] = 5
     with start_run(tmp_path, run) as started:
         assert started.finish(1700) == 0, started.tail()
         summary = started.summary()
     assert_nothing_left(started.directory)
-    assert summary["masked_tokens"] > 0, "messages are masked"
-    assert summary["grading_errors"] == 0
+    assert summary.get("masked_tokens", 0) > 0, "messages are masked"
+    assert summary.get("grading_errors", 0) == 0
