@@ -8,6 +8,7 @@
 #   trackers what spec.trackers.wandb and .mlflow need, beside the coordinator, and in dev
 #   bench    what benchmarks compare against
 #   sbom     what writes the bills of materials of a release (release/build.py), in an environment of its own
+#   openenv  a server of another project, which a test of make test-full runs in an environment of its own
 #   suffix   arctic-inference, of which a benchmark builds a part
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
@@ -39,3 +40,4 @@ lock requirements/trackers.in --override requirements/trackers-overrides.txt -c 
 lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt
 lock requirements/libnuma.in --no-deps -o requirements/libnuma.txt
 lock requirements/suffix.in --no-deps -o requirements/suffix.txt
+lock requirements/openenv.in --override requirements/openenv-overrides.txt -o requirements/openenv.txt

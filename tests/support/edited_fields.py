@@ -152,6 +152,7 @@ OTHER: Final[dict[str, Object]] = {
         }
         for name in ("path", "className")
     },
+    "task.environment.url": {"task": {"verifier": None, "environment": {"url": "http://game:8000"}}},
     "task.environment.python.module": {
         "task": {"verifier": None, "environment": {"python": {"module": "game", "className": "Game"}}}
     },

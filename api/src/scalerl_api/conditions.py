@@ -338,8 +338,8 @@ class Reason(_Explained):
     )
     REWARD_SERVICE_UNAVAILABLE = (
         "RewardServiceUnavailable",
-        "The reward service of verifier.http gives a generator no scores. Its groups wait, since nothing is trained without "
-        "them; it sends failed requests again with back-off. The message says what the service answered.",
+        "The reward service of verifier.http, or the server of environment.url, gives a generator no scores. Its groups wait, since "
+        "nothing is trained without them; it sends failed requests again with back-off. The message says what the service answered.",
     )
     GRADING_FAILED = (
         "GradingFailed",

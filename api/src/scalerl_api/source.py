@@ -408,7 +408,21 @@ class EnvironmentSpec(Model):
     """``retry``: the verdict of the task's verifier in words, then another try. ``tools``: calls of tools, then an answer. ``nim``: a
     game. Another name: an environment of the entry points ``scalerl.environments``."""
     python: PythonEnvironment | None = None
-    """A class of your own; give this or name."""
+    """A class of your own; give this, name or url."""
+    url: (
+        Annotated[
+            str,
+            Field(max_length=2048),
+            AfterValidator(
+                Matches(
+                    r"^https?://[^/@ ]+(/[^ ]*)?$",
+                    "must be http://host:port or https://host/…, without a password: that is the variable ENVIRONMENT_TOKEN",
+                )
+            ),
+        ]
+        | None
+    ) = None
+    """A server that speaks OpenEnv's protocol. While it is down, episodes wait."""
     parameters: Parameters | None = None
     """Arguments of the environment; write fractions as strings (``"0.5"``)."""
     max_turns: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -419,11 +433,11 @@ class EnvironmentSpec(Model):
     turn_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
     """Time limit of a step of the environment; of ``retry``, the verifier's limits hold."""
     memory: GraderQuantity = "1Gi"
-    """Memory limit of an environment's process; not of ``retry``."""
+    """Memory limit of an environment's process; not of ``retry`` and ``url``."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Environment processes per generator; not of ``retry``."""
+    """Environment processes per generator; not of ``retry`` and ``url``."""
 
-    rules = (exactly_one("name", "python"),)
+    rules = (exactly_one("name", "python", "url"),)
 
     @property
     def uses_verifier(self) -> bool:
@@ -461,7 +475,7 @@ class EnvironmentSpec(Model):
     def title(self) -> str:
         """The environment, for messages."""
         if self.python is None:
-            return self.name or ""
+            return self.url or self.name or ""
         return f"{Path(self.python.path).name if self.python.path else self.python.module}:{self.python.class_name}"
 
 
@@ -546,8 +560,8 @@ class ScoringSpec(SourcesSpec):
         return None if self.environment is None or self.environment.uses_verifier else self.environment
 
     @property
-    def environment_process(self) -> EnvironmentSpec | None:
-        """The environment, if it has processes of its own."""
+    def stepping_environment(self) -> EnvironmentSpec | None:
+        """The environment, if it makes its steps itself, and not by the task's verifier alone."""
         return None if self.environment is None or self.environment.name == "retry" else self.environment
 
     @property

@@ -126,7 +126,7 @@ async def _score(section: ProblemSpec, prompt: PromptSpec, groups: list[Group]) 
     from scalerl_tasks.environments.protocol import write_replies
 
     def texts(completions: list[str]) -> list[str]:
-        own = section.environment_process
+        own = section.stepping_environment
         return completions if own is None else [write_replies([completion]) for completion in completions]
 
     async with open_grading_pool(section, prompt=prompt, show_output=True) as pool:

@@ -351,7 +351,7 @@ async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTa
             problem.scoring,
             problem.combine,
             [verifier_config(problem, one, prompt) for one in problem.scoring],
-            problem.environment_process,
+            problem.stepping_environment,
         )
         for problem, prompt in problems
     ]

@@ -94,7 +94,11 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
             grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
             if grader not in graders and one.http is None:
                 graders.append(grader)
-    environments = {own.model_dump_json(): own for task in spec.tasks if (own := task.environment_process)}
+    environments = {
+        own.model_dump_json(): own
+        for task in spec.tasks
+        if (own := task.stepping_environment) and own.url is None
+    }
     return sum(
         (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
         * verifier.workers

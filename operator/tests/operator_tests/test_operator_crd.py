@@ -192,7 +192,10 @@ _OF_VERIFIERS = (
     "verifiers",
     "combine",
     "environment",
-    *(f"environment.{name}" for name in ("name", "python", "parameters", "maxTurns", "maxTokensPerTurn")),
+    *(
+        f"environment.{name}"
+        for name in ("name", "python", "url", "parameters", "maxTurns", "maxTokensPerTurn")
+    ),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
+from scalerl_tasks.environments.openenv import DEFAULT_SESSIONS, EnvironmentServer
+from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import (
@@ -122,7 +125,7 @@ def verifier_config(
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
     """
-    if given is None and (environment := spec.environment_process) is not None:
+    if given is None and (environment := spec.stepping_environment) is not None:
         return VerifierConfig("environment", environment=_environment_config(environment, directory))
     given, prompt = given or spec.scoring[0], prompt or spec.prompt
     low, high = map(float, given.range)
@@ -199,6 +202,43 @@ def _with_paths(value: Any, directory: Path) -> Any:
             for name, one in value.items()
         }
     return [_with_paths(one, directory) for one in value] if isinstance(value, list) else value
+
+
+def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
+    """The server of ``environment.url``.
+
+    Raises:
+        VerifierError: there is no such parameter, or it has another value.
+    """
+    assert given.url is not None
+    parameters = dict(given.parameters or {})
+    action, message = parameters.pop("action", None), parameters.pop("message", None)
+    reward, bounds = parameters.pop("reward", "last"), parameters.pop("range", ["0", "1"])
+    sessions = parameters.pop("sessions", DEFAULT_SESSIONS)
+    if parameters:
+        name, known = next(iter(parameters)), ("action", "message", "reward", "range", "sessions")
+        raise VerifierError(
+            f"environment.url has no parameter {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+        )
+    try:
+        low, high = map(float, bounds)
+    except (TypeError, ValueError):
+        low = high = 0.0
+    wrong = {
+        "action, the name of a field": not isinstance(action, str | None),
+        "message, the name of a field": not isinstance(message, str | None),
+        "reward, which is last or sum": reward not in ("last", "sum"),
+        'range, the lowest and the highest reward, such as ["-1", "1"]': not -math.inf
+        < low
+        < high
+        < math.inf,
+        "sessions, an integer from 1": type(sessions) is not int or sessions < 1,
+    }
+    if found := next((text for text, is_wrong in wrong.items() if is_wrong), ""):
+        raise VerifierError(f"environment.parameters: correct {found}")
+    return EnvironmentServer(
+        given.url, given.turn_timeout_seconds, action, message, reward == "sum", (low, high), sessions
+    )
 
 
 def open_episodes(spec: ProblemSpec, grader: GroupGrader) -> EpisodeGrader | None:
@@ -311,12 +351,14 @@ def open_grading_pool(
     ``directory``: as in :func:`verifier_config`; ``show_output``: as in :class:`GradingPool`.
 
     Raises:
-        VerifierError: ``verifier.memory`` is too small to grade anything.
+        VerifierError: ``verifier.memory`` is too small to grade anything, or ``environment.url`` has no such parameter.
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
+    if spec.own_environment is not None and spec.own_environment.url is not None:
+        return ServerGrader(_environment_server(spec.own_environment))
     pool: GradingPool | None = None
-    if (environment := spec.environment_process) is not None:
+    if (environment := spec.stepping_environment) is not None:
         config = verifier_config(spec, directory=directory)
         assert isinstance(config, VerifierConfig)
         pool = GradingPool(

@@ -290,7 +290,9 @@ def _joint_problems(spec: RunSpec, tasks: RunTasks) -> Iterator[TaskProblem]:
 
 def _verifier_field(task: ProblemSpec) -> str:
     if (environment := task.own_environment) is not None:
-        return ".environment.name" if environment.python is None else ".environment.python"
+        return (
+            f".environment.{next(name for name in ('name', 'python', 'url') if getattr(environment, name))}"
+        )
     if task.verifier is None:
         return ".verifiers"
     return next(

@@ -282,9 +282,9 @@ class ModelTokenizer:
             TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them. Or it does
                 not describe the environment's tools, or has them called in another format.
         """
-        self.encode_messages([("user" if self._tools is None else "tool", "a")])
-        if self._chat_template is None:
+        if self._chat_template is None:  # a small vocabulary may have no text but the task's
             return
+        self.encode_messages([("user" if self._tools is None else "tool", "a")])
         self._check_tools()
         prompt = RenderedPrompt("a", self._system)
         first = self._render(prompt, generation_prompt=True)

@@ -6,6 +6,7 @@
                          ├▶ GradingPool.score_group() ─▶ EnvironmentVerifier    in a grading process, with its limits
                          │                                 └─▶ Environment.step(prompt, replies) ─▶ Step
                          ├▶ tools: ToolsGrader, which asks such a process, then the verifier for replies without calls
+                         ├▶ ServerGrader: a session of a server (``environment.url``), found by the replies
                          └▶ retry: GroupGrader.score_group() of the last reply, and its verdict in words
                     ◀── Graded(verdict, messages) for each episode: without messages, it has ended
 

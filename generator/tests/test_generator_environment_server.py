@@ -1,0 +1,109 @@
+"""Episodes whose environment is a server that is killed at random moments."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actor_stand_ins import TOKEN, write_tokenizer
+from aiohttp import web
+from free_port import free_port
+from openenv_stand_in import OpenEnvServer, observed, serving
+from test_generator_episodes import MAX_TOKENS, PROMPT_IDS, Echo, ModelServer, check_episode, sampler
+from test_generator_streams import Bench
+
+from scalerl_api.spec import PromptSpec
+from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_processes.waiting import cancel
+from scalerl_tasks import Prompt
+from scalerl_tasks.environments import server as module
+from scalerl_tasks.environments.episodes import EnvironmentGrader
+from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.server import ServerGrader
+
+EPISODES = 80
+
+
+class Game:
+    """The environment of :class:`Echo` with a state: it knows the replies that this session had."""
+
+    def __init__(self) -> None:
+        self.replies: list[str] = []
+
+    def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        self.replies = []
+        return observed({"echoed_message": "ready"})
+
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        self.replies.append(action["message"])
+        found = Echo.step(self.replies)
+        text = found.messages[0].content if found.messages else ""
+        return observed({"echoed_message": text}, found.score, not found.messages)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    bench.server = ModelServer(TOKEN, 0.0)
+    await bench.start()
+    yield bench
+    await bench.end()
+
+
+# A server that is stopped in this process leaves what it accepts at that moment to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_episodes_are_those_of_a_server_that_is_not_killed(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, turns and rewards are those of the replies, whatever session had which of them, and no kill counts."""
+    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.05)
+    step = Echo.step
+    monkeypatch.setattr(Echo, "step", staticmethod(lambda replies: step([one.strip() for one in replies])))
+    write_tokenizer(tmp_path)
+    codec = PromptCodec(tmp_path, PromptSpec(template="{prompt}="), context_tokens=4096)
+    draw, kills = random.Random(5), 0
+    killed = asyncio.Event()
+
+    async def kill(socket: web.WebSocketResponse) -> None:
+        if draw.random() < 1 / 25:
+            killed.set()
+            await asyncio.sleep(3600)  # the server of this session is gone
+
+    port = free_port()
+    url, server = f"http://127.0.0.1:{port}", OpenEnvServer()
+    server.environment, server.on_step = Game, kill
+
+    async def serve() -> None:
+        nonlocal kills
+        while True:
+            killed.clear()
+            async with serving(server, port):
+                await killed.wait()
+            kills += 1
+
+    serving_task = asyncio.create_task(serve())
+    turns: list[int] = []
+    async with ServerGrader(EnvironmentServer(url, timeout_seconds=30.0, sessions=6)) as grader:
+        environment, slots = EnvironmentGrader(grader), asyncio.Semaphore(6)
+
+        async def episode(number: int) -> None:
+            ids = [*PROMPT_IDS, 2 + number % 40]
+            async with slots:
+                streams = bench.streams(ids, 1, max_tokens=MAX_TOKENS)
+                prompt = Prompt(f"p{number % 40}", "345", "")
+                await sampler(bench, codec, environment).sample(streams, prompt)
+            (completion,) = streams.completions
+            check_episode(completion, codec, ids)
+            turns.append(len(completion.turns) + 1)
+
+        await asyncio.gather(*(episode(number) for number in range(EPISODES)))
+        assert grader.counts.errors == 0
+        assert grader.counts.graded == sum(turns)
+    await cancel(serving_task)
+    assert kills >= 5
+    assert set(turns) == {1, 2, 3, 4}

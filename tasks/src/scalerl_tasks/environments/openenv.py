@@ -1,0 +1,339 @@
+"""The protocol of OpenEnv for one session: a WebSocket ``/ws`` that holds one environment, and ``GET /schema``.
+
+::
+
+    ── {"type": "reset", "data": {"seed": …}} ─▶      ◀─ {"type": "observation", "data": {"observation": {…}, "reward": …, "done": …}}
+    ── {"type": "step", "data": {action}} ─────▶      ◀─ the same, or {"type": "error", "data": {"code": …, "message": …}}
+
+Source: ``openenv/core/env_server/http_server.py`` and ``types.py`` of openenv 0.10.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from scalerl_api.http_client import Unanswered, exchange
+from scalerl_processes.waiting import cancel
+from scalerl_tasks.answer_extraction import after_thought
+from scalerl_tasks.errors import VerifierError
+from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.verdict import SCORE_RANGE
+
+if TYPE_CHECKING:
+    import aiohttp
+
+TOKEN: Final = "ENVIRONMENT_TOKEN"
+"""Environment variable with the token of the server."""
+DEFAULT_SESSIONS: Final = 64
+_MAX_ANSWER_BYTES: Final = 4 << 20
+_OF_THE_SERVER: Final = {"FACTORY_ERROR": "cannot make an environment", "SESSION_ERROR": "ended a session"}
+_MAX_ERRORS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentServer:
+    """A server, and how replies and observations are exchanged with it."""
+
+    url: str
+    timeout_seconds: float = 10.0
+    """Time limit of a reset or a step."""
+    action: str | None = None
+    """The field of the action that is the reply; None: see :meth:`Schema.of`."""
+    message: str | None = None
+    """The field of the observation that the model reads; None: see :meth:`Schema.of`."""
+    total: bool = False
+    """Whether the reward of an episode is the sum of its steps' rewards; otherwise, it is that of the last step."""
+    range: tuple[float, float] = SCORE_RANGE
+    """Lowest and highest reward of an episode."""
+    sessions: int = DEFAULT_SESSIONS
+    """Maximum concurrent sessions of a generator."""
+
+    @property
+    def where(self) -> str:
+        """The server, for messages."""
+        return f"the environment server {self.url}"
+
+
+class Down(Exception):
+    """The server answered nothing of use; the message says what."""
+
+
+class Full(Down):
+    """All sessions of the server are taken."""
+
+
+class Lost(Down):
+    """The server closed the session."""
+
+
+class Failed(VerifierError):
+    """The episode has no result, also when it is played again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The fields of actions and observations, of ``GET /schema``."""
+
+    digest: bytes
+    action: str | None
+    """The field that is the reply as text; None: a reply is a JSON object."""
+    message: str | None
+    """The field that the model reads; None: the whole observation, as JSON."""
+    fields: Sequence[str]
+    """Fields of an action."""
+
+    @classmethod
+    def of(cls, content: bytes, server: EnvironmentServer) -> Schema:
+        """Read a schema. By default, the reply is the only required field of an action, or its only field, and the model reads the
+        only field of the observation that is a text.
+
+        Raises:
+            Down: it is no schema, or has no such fields.
+        """
+        try:
+            found = msgspec.json.decode(content, type=dict[str, dict[str, Any]])
+            action, observation = found["action"], found["observation"]
+            fields, seen = dict(action.get("properties", {})), dict(observation.get("properties", {}))
+            required = [name for name in action.get("required", ()) if name != "metadata"]
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+            kind = "HTML" if content.lstrip().startswith(b"<") else "something else"
+            raise Down(f"{server.where} answered {kind}, not a schema of OpenEnv, to /schema") from None
+        for name in ("metadata", "reward", "done"):
+            seen.pop(name, None)
+        fields.pop("metadata", None)
+        for field, known in ((server.action, fields), (server.message, seen)):
+            if field is not None and field not in known:
+                raise Down(
+                    f"{server.where} has no field {field!r} (environment.parameters; known: {', '.join(known)})"
+                )
+        candidates = required if len(required) == 1 else list(fields)
+        texts = [name for name, value in seen.items() if dict(value).get("type") == "string"]
+        return cls(
+            hashlib.sha256(msgspec.json.encode([action, observation], order="sorted")).digest(),
+            server.action or (candidates[0] if len(candidates) == 1 else None),
+            server.message or (texts[0] if len(texts) == 1 else None),
+            tuple(fields),
+        )
+
+    def action_of(self, reply: str) -> dict[str, Any] | None:
+        """The action of a reply, without its thought; None if the reply is not the JSON object that it has to be."""
+        text = after_thought(reply).strip()
+        if self.action is not None:
+            return {self.action: text}
+        text = text.removeprefix("```json").removeprefix("```").removesuffix("```")
+        try:
+            return msgspec.json.decode(text.encode("utf-8", "replace"), type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return None
+
+    def message_of(self, observation: Mapping[str, Any]) -> str:
+        """What the model reads of an observation."""
+        kept: Any = {name: value for name, value in observation.items() if name != "metadata"}
+        if self.message is not None:
+            kept = kept.get(self.message)
+        return kept if isinstance(kept, str) else msgspec.json.encode(kept).decode()
+
+
+async def read_schema(http: aiohttp.ClientSession, server: EnvironmentServer) -> Schema:
+    """The schema of the server.
+
+    Raises:
+        Down
+    """
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=server.timeout_seconds)
+    try:
+        status, content = await exchange(
+            http, "GET", f"{server.url.rstrip('/')}/schema", timeout, _MAX_ANSWER_BYTES
+        )
+    except Unanswered as error:
+        raise Down(f"{server.where} does not answer: {error}") from None
+    if status != 200:
+        raise Down(f"{server.where} answered /schema with status {status}{_advice(status)}")
+    return Schema.of(content, server)
+
+
+def _advice(status: int) -> str:
+    return f"; its token is the variable {TOKEN}" if status in (401, 403) else ""
+
+
+class _Data(msgspec.Struct):
+    """The data of an observation; ``code``, ``message`` and ``errors`` are those of an error."""
+
+    observation: dict[str, Any] | None = None
+    reward: float | bool | None = None
+    done: bool = False
+    code: str = ""
+    message: str = ""
+    errors: list[dict[str, Any]] = []
+
+
+class _Answer(msgspec.Struct):
+    type: str
+    data: _Data
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the server said to a reply."""
+
+    message: str
+    done: bool = False
+    reward: float | None = None
+    """None: it gave none."""
+    invalid: bool = False
+    """Whether the reply was no action."""
+
+
+class Session:
+    """An environment on the server; one episode after the other."""
+
+    def __init__(
+        self, socket: aiohttp.ClientWebSocketResponse, server: EnvironmentServer, schema: Schema
+    ) -> None:
+        self._socket, self._server, self._schema = socket, server, schema
+        self._answers: asyncio.Queue[str | Exception] = asyncio.Queue()
+        # Pings of the server are answered while a message is awaited: also between two steps.
+        self._reader = asyncio.create_task(self._read(), name="environment-session")
+        self.key = b""
+        """The episode that the session is in, for its owner."""
+        self.rewards: list[float] = []
+        """The rewards of the steps of its episode."""
+
+    @classmethod
+    async def open(cls, http: aiohttp.ClientSession, server: EnvironmentServer, schema: Schema) -> Session:
+        """Connect.
+
+        Raises:
+            Down
+        """
+        import aiohttp
+
+        try:
+            async with asyncio.timeout(server.timeout_seconds):
+                socket = await http.ws_connect(
+                    f"{server.url.rstrip('/')}/ws", max_msg_size=_MAX_ANSWER_BYTES, compress=0
+                )
+        except TimeoutError:
+            raise Down(f"{server.where} opened no session within {server.timeout_seconds:g} s") from None
+        except aiohttp.WSServerHandshakeError as error:
+            raise Down(
+                f"{server.where} answered /ws with status {error.status}{_advice(error.status)}"
+            ) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            reason = str(error) if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
+            raise Down(f"{server.where} does not answer: {reason}") from None
+        return cls(socket, server, schema)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._reader.done()
+
+    async def close(self) -> None:
+        """Close the connection. The server ends the environment."""
+        import aiohttp
+
+        await cancel(self._reader)
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            await self._socket.close()
+
+    async def reset(self, prompt: Prompt) -> None:
+        """Begin the episode of a prompt.
+
+        Its metadata are the arguments of the reset, with the prompt, the answer, and a seed of its id; a server ignores those that
+        its environment does not have.
+
+        Raises:
+            Down, Failed
+        """
+        seed = int.from_bytes(hashlib.sha256(prompt.id.encode("utf-8", "surrogatepass")).digest()[:4]) >> 1
+        given = {"prompt": prompt.text, "answer": prompt.answer, "seed": seed, "episode_id": prompt.id}
+        self.rewards = []
+        data = await self._ask("reset", {**given, **prompt.metadata})
+        if data.code:
+            raise Failed(f"{self._server.where} refused the arguments of its reset: {_errors(data)}")
+        if data.done:
+            raise Failed(f"{self._server.where} ended the episode at its reset, before a reply")
+
+    async def step(self, reply: str) -> Observed:
+        """The answer to a reply. One that is no action changes nothing, and is answered with the reason.
+
+        Raises:
+            Down, Failed
+        """
+        action = self._schema.action_of(reply)
+        if action is None:
+            fields = ", ".join(self._schema.fields)
+            return Observed(f"Reply with one JSON object with the fields {fields}.", invalid=True)
+        data = await self._ask("step", action)
+        if data.code:
+            return Observed(f"That is no valid action: {_errors(data)}.", invalid=True)
+        reward = None if data.reward is None else float(data.reward)
+        if reward is not None:
+            self.rewards.append(reward)
+        return Observed(self._schema.message_of(data.observation or {}), data.done, reward)
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Data:
+        """The data of an observation, or of a refusal of ``data``, with its ``code``."""
+        where, seconds = self._server.where, self._server.timeout_seconds
+        body = msgspec.json.encode({"type": kind, "data": data}, enc_hook=str).decode()
+        try:
+            async with asyncio.timeout(seconds):
+                with contextlib.suppress(ConnectionError, RuntimeError):  # what was answered before says why
+                    await self._socket.send_str(body)
+                content = await self._answers.get()
+        except TimeoutError:
+            raise Down(
+                f"{where} did not answer a {kind} within {seconds:g} s (environment.turnTimeoutSeconds)"
+            ) from None
+        if isinstance(content, Exception):
+            raise content
+        try:
+            answer = msgspec.json.decode(content, type=_Answer)
+        except (msgspec.MsgspecError, UnicodeError):
+            raise Down(f"{where} answered a {kind} with something else than OpenEnv's messages") from None
+        if answer.type == "observation" and answer.data.observation is not None:
+            answer.data.code = ""
+            return answer.data
+        if answer.type != "error":
+            raise Down(f"{where} answered a {kind} with something else than an observation")
+        code = answer.data.code
+        if code == "CAPACITY_REACHED":
+            raise Full(
+                f"{where} has no free session; raise its max_concurrent_envs, or lower parameters.sessions"
+            )
+        if code == "VALIDATION_ERROR":
+            return answer.data
+        raise Down(f"{where} {_OF_THE_SERVER.get(code, f'failed in a {kind}')}; see its log")
+
+    async def _read(self) -> None:
+        import aiohttp
+
+        while True:
+            got = await self._socket.receive()
+            if got.type is aiohttp.WSMsgType.TEXT:
+                self._answers.put_nowait(got.data)
+                continue
+            where = self._server.where
+            if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+                self._answers.put_nowait(Failed(f"{where} answered more than {_MAX_ANSWER_BYTES >> 20} MiB"))
+            self._answers.put_nowait(Lost(f"{where} closed a session"))
+            return
+
+
+def _errors(data: _Data) -> str:
+    """The errors of a refusal, with their fields."""
+    found = [
+        f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}"
+        for one in data.errors[:_MAX_ERRORS]
+        if isinstance(one.get("loc", ()), list | tuple)
+    ]
+    return "; ".join(found) or data.message

@@ -1,0 +1,352 @@
+"""``environment.url``: the steps of episodes, by a server that speaks OpenEnv's protocol.
+
+An episode has no state but its replies. A session of the server is a cache: it is found by the prompt and the replies that it was
+given, and where there is none, the episode is played again in another session.
+
+====================================================  ============================================================
+state of the server                                   effect
+====================================================  ============================================================
+a session is lost                                     its episode is played again
+no connection, no answer in time, an error, an        its episodes wait, with back-off, as long as it takes;
+answer that is not OpenEnv's, other schema            :attr:`ServerGrader.problem` says why
+one episode fails alone :data:`_RETRIES` times,       it has no verdict
+while one that was answered before is answered again
+another answer to the same replies, a reward out of   the same, at once
+its range, a message that is too long
+a reply that is no valid action                       a message that says so, and the lowest reward
+====================================================  ============================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from scalerl_api.answers import IDENTITY
+from scalerl_api.http_client import open_session
+from scalerl_processes.waiting import calling, pause
+from scalerl_tasks.environments.openenv import (
+    TOKEN,
+    Down,
+    EnvironmentServer,
+    Failed,
+    Full,
+    Lost,
+    Observed,
+    Schema,
+    Session,
+    read_schema,
+)
+from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_messages, read_replies
+from scalerl_tasks.errors import GradingError, VerifierError
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
+from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.verdict import REWARD, SCORE_RANGE
+
+if TYPE_CHECKING:
+    import aiohttp
+
+log = logging.getLogger("scalerl_tasks.environments.server")
+
+_RETRIES: Final = 5
+_FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
+_WAITING_SECONDS = 1.0
+_FULL_SECONDS = 30.0
+"""A server without free sessions is asked for another one after this time."""
+_ENDED_SECONDS, _IDLE_SECONDS = 30.0, 600.0
+"""Idle sessions are closed after these times: without an episode, and with one."""
+_MAX_KNOWN: Final = 1 << 16
+
+
+class ServerGrader:
+    """Makes steps by a server; the interface of :class:`~scalerl_tasks.grading.grading_pool.GradingPool`, whose completions are
+    :func:`~.protocol.write_replies` of episodes. Use it from one event loop.
+    """
+
+    def __init__(self, server: EnvironmentServer) -> None:
+        self._server = server
+        self.part_names: tuple[str, ...] = () if server.range == SCORE_RANGE else (REWARD,)
+        self.counts = PoolCounts()
+        self.problem = ""
+        self._http: aiohttp.ClientSession | None = None
+        self._schema: Schema | None = None
+        self._sessions = _Sessions(server)
+        self._known: OrderedDict[bytes, bytes] = OrderedDict()
+        """Digests of answers, by the replies before them."""
+        self._answered: tuple[Prompt, Sequence[str]] | None = None
+        """An episode that had an answer, to ask whether the server works."""
+        self._recovering, self._recovered = asyncio.Lock(), asyncio.Event()
+        self._recoveries, self._delay = 0, _FIRST_BACK_OFF_SECONDS
+
+    async def __aenter__(self) -> Self:
+        import aiohttp
+
+        headers = dict(IDENTITY)
+        if token := os.environ.get(TOKEN, ""):
+            headers["authorization"] = f"Bearer {token}"
+        self._http = open_session(headers, aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._sessions.aclose()
+        if self._http is not None:
+            await self._http.close()
+        self._http = None
+
+    async def score_group(
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        *,
+        in_thought: bool = False,
+        on_graded: Callable[[], None] | None = None,
+    ) -> list[Graded]:
+        """The step after the last reply of each episode. Waits while the server is down, and calls ``on_graded`` every second
+        meanwhile, so that the lease is kept.
+        """
+        async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
+            return list(await asyncio.gather(*(self._step(prompt, read_replies(one)) for one in completions)))
+
+    async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
+        """Nothing: a run that waits for its server is not checked by it."""
+        for _ in prompts:
+            on_checked(None)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    async def _step(self, prompt: Prompt, replies: Sequence[str]) -> Graded:
+        failures = 0
+        while True:
+            try:
+                graded = await self._played(prompt, replies)
+            except VerifierError as error:
+                return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+            except Down as error:
+                if await self._is_down(error):
+                    continue
+                failures += 1
+                if failures >= _RETRIES:
+                    return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+                await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**failures)
+            else:
+                self._up()
+                self._answered = prompt, replies[:1]
+                return self._counted(graded)
+
+    def _counted(self, graded: Graded) -> Graded:
+        self.counts.graded += 1
+        self.counts.errors += graded.error is not None
+        return graded
+
+    async def _played(self, prompt: Prompt, replies: Sequence[str]) -> Graded:
+        """The step after the last reply, in a session that has the earlier ones, or is given them.
+
+        Raises:
+            Down, Failed
+        """
+        keys = _keys(prompt, replies)
+        while True:
+            session, reused = await self._session(keys[-2])
+            try:
+                first = len(replies) - 1
+                if session.key != keys[-2]:
+                    await session.reset(prompt)
+                    first = 0
+                for at in range(first, len(replies)):
+                    observed = await session.step(replies[at])
+                    self._same(keys[at + 1], observed)
+                    if observed.done and at + 1 < len(replies):
+                        raise Failed(f"{self._server.where} ended an episode before its last reply")
+                graded = self._graded(observed, session)
+                session.key = b"" if observed.done else keys[-1]
+            except Lost:
+                await self._sessions.drop(session)
+                if not reused:
+                    raise
+            except Full:
+                if not await self._sessions.full(session):
+                    raise
+            except BaseException:
+                await self._sessions.drop(session)
+                raise
+            else:
+                await self._sessions.release(session)
+                return graded
+
+    async def _session(self, key: bytes) -> tuple[Session, bool]:
+        """A session, and whether it was there. One of another version of the server is refused."""
+        if found := await self._sessions.take(key):
+            return found, True
+        try:
+            if self._http is None:
+                raise GradingError("the environment's sessions were closed")
+            schema = await read_schema(self._http, self._server)
+            if self._schema is not None and schema.digest != self._schema.digest:
+                raise Down(
+                    f"{self._server.where} has other actions or observations than before: another version? Start the one that the "
+                    "run began with"
+                )
+            self._schema = self._schema or schema
+            return await Session.open(self._http, self._server, schema), False
+        except BaseException:
+            await self._sessions.drop(None)
+            raise
+
+    def _same(self, key: bytes, observed: Observed) -> None:
+        """Check that the same replies are answered in the same way, as far as remembered."""
+        digest = hashlib.blake2b(repr(observed).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        if self._known.setdefault(key, digest) != digest:
+            raise Failed(
+                f"{self._server.where} answered the same replies in another way than before: it has to draw from the seed of its "
+                "reset alone, and may not be replaced by another version"
+            )
+        self._known.move_to_end(key)
+        while len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _graded(self, observed: Observed, session: Session) -> Graded:
+        low, high = self._server.range
+        reward = sum(session.rewards) if self._server.total else observed.reward
+        if observed.done and (reward is None or not session.rewards):
+            raise Failed(
+                f"{self._server.where} ended an episode without a reward, or with one that is no number"
+            )
+        if observed.invalid and not self._server.total:
+            reward = low
+        if reward is None or (
+            self._server.total and not observed.done
+        ):  # a sum may leave the range on the way
+            reward = min(max(reward or 0.0, low), high)
+        step = Step([observed.message], observed.done, reward)
+        try:
+            found = checked_step(step, self._server.where, self.part_names, self._server.range)
+        except ValueError as error:
+            text = str(error).replace("the verifier", self._server.where, 1)
+            raise Failed(f"{text} (parameters.range)") from None
+        if isinstance(found, Continued):
+            return Graded(found.verdict, None, read_messages(found.messages))
+        return Graded(found)
+
+    # --- health ---------------------------------------------------------------------------------
+
+    async def _is_down(self, error: Down) -> bool:
+        """Whether the server also fails for an episode that it has answered before; waits if so."""
+        recoveries = self._recoveries
+        async with self._recovering:  # one try at a time
+            if self._recoveries != recoveries:
+                return True
+            if await self._works():
+                self._up()
+                return False
+            if not self.problem:
+                log.warning("%s; episodes wait", error)
+                self._recovered.clear()
+            self.problem = str(error)
+            await pause(self._delay, until=self._recovered)
+            self._delay = min(_MAX_BACK_OFF_SECONDS, 2 * self._delay)
+            return True
+
+    async def _works(self) -> bool:
+        if self._answered is None:
+            return False
+        try:
+            await self._played(*self._answered)
+        except (Down, VerifierError):
+            return False
+        return True
+
+    def _up(self) -> None:
+        if self.problem:
+            log.info("%s answers again", self._server.where)
+            self._recoveries += 1
+        self.problem, self._delay = "", _FIRST_BACK_OFF_SECONDS
+        self._recovered.set()
+
+
+def _keys(prompt: Prompt, replies: Sequence[str]) -> list[bytes]:
+    """A key of the episode before its first reply, and after each, shape ``[replies + 1]``."""
+    keys = [hashlib.blake2b(prompt.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()]
+    for reply in replies:
+        text = reply.encode("utf-8", "surrogatepass")
+        keys.append(hashlib.blake2b(text, key=keys[-1], digest_size=16).digest())
+    return keys
+
+
+class _Sessions:
+    """The sessions of a grader, no more than the server has."""
+
+    def __init__(self, server: EnvironmentServer) -> None:
+        self._most = server.sessions
+        self._limit, self._limited = server.sessions, 0.0
+        self._busy = 0
+        self._idle: dict[Session, asyncio.TimerHandle] = {}
+        """Oldest first, with the timer that closes each."""
+        self._changed = asyncio.Condition()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def take(self, key: bytes) -> Session | None:
+        """The session of an episode; otherwise one that is not needed; None: there may be another one."""
+        async with self._changed:
+            while True:
+                for closed in [one for one in self._idle if one.is_closed]:
+                    self._end(closed)
+                if time.monotonic() > self._limited:
+                    self._limit = self._most
+                has_room = self._busy + len(self._idle) < self._limit
+                found = next((one for one in self._idle if one.key == key), None)
+                found = found or next((one for one in self._idle if not one.key), None)
+                if found is None and not has_room:
+                    found = next(iter(self._idle), None)
+                if found is not None or has_room:
+                    self._busy += 1
+                    if found is not None:
+                        self._idle.pop(found).cancel()
+                    return found
+                await self._changed.wait()
+
+    async def release(self, session: Session) -> None:
+        """Keep a session for the next step."""
+        async with self._changed:
+            self._busy -= 1
+            seconds = _IDLE_SECONDS if session.key else _ENDED_SECONDS
+            self._idle[session] = asyncio.get_running_loop().call_later(seconds, self._end, session)
+            self._changed.notify()
+
+    async def drop(self, session: Session | None) -> None:
+        """Give up a session that was taken."""
+        self._busy -= 1
+        if session is not None:
+            self._close(session)
+        async with self._changed:
+            self._changed.notify()
+
+    async def full(self, session: Session) -> bool:
+        """Give up one that the server refused; whether there are others to wait for."""
+        await self.drop(session)
+        others = self._busy + len(self._idle)
+        if others:
+            self._limit, self._limited = others, time.monotonic() + _FULL_SECONDS
+        return others > 0
+
+    async def aclose(self) -> None:
+        for session in list(self._idle):
+            self._end(session)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _end(self, session: Session) -> None:
+        self._idle.pop(session).cancel()
+        self._close(session)
+
+    def _close(self, session: Session) -> None:
+        task = asyncio.create_task(session.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
