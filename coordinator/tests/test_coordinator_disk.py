@@ -9,6 +9,7 @@ import pytest
 from coordinator_disks import FullDisk
 from hypothesis import given
 from hypothesis import strategies as st
+
 from scalerl_coordinator.disk import LineFile, replace, size_of_whole_lines
 
 

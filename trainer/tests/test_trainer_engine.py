@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from free_port import free_port
 
+from scalerl_trainer.engine.gradient_norms import kind_of
 from scalerl_trainer.models import load_model
 
 WORKER = Path(__file__).with_name("engine_worker.py")
@@ -96,7 +98,7 @@ def reference(model: str, worker: Any) -> dict[str, Any]:
     temperature = settings["temperature"]
     network = load_model(model, dtype="float32")
     optimizer = torch.optim.AdamW(network.parameters(), lr=1.0, eps=1e-8, weight_decay=0.01)
-    losses, norms = [], []
+    losses, norms, by_kind = [], [], []
 
     for step in range(worker.STEPS):
         batch = whole_batch(step)
@@ -107,6 +109,10 @@ def reference(model: str, worker: Any) -> dict[str, Any]:
             total = total - (batch["weights"][i] * batch["advantages"][i] * ratio * own).sum()
         optimizer.zero_grad()
         total.backward()
+        squares = dict.fromkeys(map(kind_of, dict(network.named_parameters())), 0.0)
+        for name, parameter in network.named_parameters():
+            squares[kind_of(name)] += float(parameter.grad.square().sum())  # type: ignore[union-attr]
+        by_kind.append({kind: math.sqrt(square) for kind, square in squares.items()})
         norms.append(
             float(torch.nn.utils.clip_grad_norm_(network.parameters(), settings["max_gradient_norm"]))
         )
@@ -119,6 +125,7 @@ def reference(model: str, worker: Any) -> dict[str, Any]:
     return {
         "losses": losses,
         "norms": norms,
+        "by_kind": by_kind,
         "parameters": {name: p.detach() for name, p in network.named_parameters()},
         "logprobs": final,
     }
@@ -142,6 +149,8 @@ def test_step_on_two_ranks_matches_plain_torch(
     got = ranks[0][run]
     assert [s.loss for s in got["stats"]] == pytest.approx(reference["losses"], rel=1e-4)
     assert [s.gradient_norm for s in got["stats"]] == pytest.approx(reference["norms"], rel=1e-4)
+    for stats, expected in zip(got["stats"], reference["by_kind"], strict=True):
+        assert stats.gradient_norms == pytest.approx(expected, rel=1e-4)
     assert min(reference["norms"]) > 0.05, "the clip must be active"
     assert got["parameters"].keys() == reference["parameters"].keys()
     for name, expected in reference["parameters"].items():
@@ -180,6 +189,9 @@ def test_bfloat16_is_close_to_float32(
     got = ranks[0][f"bfloat16 {stage}"]
     assert [s.loss for s in got["stats"]] == pytest.approx(reference["losses"], rel=0.1, abs=0.02)
     assert [s.gradient_norm for s in got["stats"]] == pytest.approx(reference["norms"], rel=0.1)
+    assert [math.hypot(*s.gradient_norms.values()) for s in got["stats"]] == pytest.approx(
+        [s.gradient_norm for s in got["stats"]], rel=1e-3
+    )
     for name, expected in got["parameters"].items():
         torch.testing.assert_close(got["resumed"][name], expected, rtol=0, atol=0, msg=name)
 

@@ -36,6 +36,14 @@ STEP_FIGURES: Final[Mapping[str, str]] = {
     "consumed_tokens_per_second": "Completion tokens of the step, filtered groups included, per second",
 }
 """Figures of a step as a whole, from the coordinator; absent if the step before is not known."""
+GRADIENT_KINDS: Final[Mapping[str, str]] = {
+    "embedding": "embeddings, also where they are the output's",
+    "attention": "attention",
+    "mlp": "MLPs and experts, with their routers",
+    "norm": "normalisations",
+    "head": "the output's own weights",
+    "other": "other weights, such as those of state-space layers",
+}
 TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "wait_seconds": "Seconds that the trainer waited for rollouts, evaluations or generators",
     "shard_seconds": "Seconds to fetch the step's rollouts; as the next two a mean over the ranks",
@@ -49,6 +57,10 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "export_seconds": "Seconds in which an export delayed it",
     "entropy": "Mean entropy of the policy over the trained tokens, in nats",
     "grad_norm": "Norm of the gradient before clipping; of an update that was not applied (`applied` is 0) the one that was not",
+    **{
+        f"grad_norm_{kind}": f"Norm of its part for {text}; of applied updates"
+        for kind, text in GRADIENT_KINDS.items()
+    },
     "mfu": "Model FLOP utilisation while the trainer computes (arXiv 2204.02311, appendix B): 6 FLOP per parameter and token, attention "
     "and recomputed activations not included, as part of the devices' peak in bfloat16. Absent on CPUs, on GPUs of unknown peak, in "
     "float32, and with mixtures of experts",

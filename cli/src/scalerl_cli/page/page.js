@@ -13,6 +13,7 @@ const CHARTS = [
   ["Shares of the completions", "share", ["truncated_fraction", "looped_fraction", "unanswered_fraction"]],
   ["Shares of the prompts that score only 0, only 1", "share", ["unsolved_groups_fraction", "solved_groups_fraction"]],
   ["Gradient norm", "norm", ["grad_norm"]],
+  ["Gradient norm by kind of weights", "norm", ["grad_norm_embedding", "grad_norm_attention", "grad_norm_mlp", "grad_norm_norm", "grad_norm_head", "grad_norm_other"], "log"],
   ["Distinct completions of a prompt", "share", ["distinct_fraction"]],
   ["KL from the start of the run", "nats", ["start_kl", "start_kl_k1"]],
   ["KL to the reference", "nats", ["reference_kl"]],

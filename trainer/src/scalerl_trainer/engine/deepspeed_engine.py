@@ -23,6 +23,7 @@ import torch
 
 from scalerl_api.memory import BUCKET_ELEMENTS
 from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
+from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.weight_stream import WeightStream
@@ -109,6 +110,7 @@ class DeepSpeedEngine:
             config=config,
             dist_init_required=False,
         )
+        self._norms = GradientNorms(optimizer, self._held_by_kind(), shared=self._stage == 0)
         # Otherwise its collectives, such as those of a publish under ZeRO-3, would have torch's default timeout: ten minutes
         # over NCCL.
         limit_as_default(self.engine.seq_data_parallel_group, device)
@@ -125,6 +127,7 @@ class DeepSpeedEngine:
 
         If the norm is NaN or infinite, no weight changes.
         """
+        self._norms.reset()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self.engine.step()
@@ -133,6 +136,17 @@ class DeepSpeedEngine:
         if not self.engine.was_step_applied():
             return math.inf
         return float(self.engine.get_global_grad_norm())
+
+    def gradient_norms(self, norm: float) -> dict[str, float]:
+        """The global norm that :meth:`step` returned, by kind of parameter. A collective, but for ZeRO 0."""
+        return self._norms.by_kind(norm)
+
+    def _held_by_kind(self) -> Iterator[tuple[str, torch.Tensor, slice]]:
+        """The parts of the optimizer's tensors that belong to parameters of a kind, in no particular order."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                for flat, offset, _, count in self._held(parameter):
+                    yield kind_of(name), flat, slice(offset, offset + count)
 
     def reset_optimizer(self) -> None:
         """Reset the moments and their step count to zero."""

@@ -360,10 +360,12 @@ class Engine:
         total = rows.sum(0)
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
-        gradient_norm = math.nan
+        gradient_norm, gradient_norms = math.nan, dict[str, float]()
         if skipped is None:
             gradient_norm = self._deepspeed.step(rate)
-            if not math.isfinite(gradient_norm):
+            if math.isfinite(gradient_norm):
+                gradient_norms = self._deepspeed.gradient_norms(gradient_norm)
+            else:
                 skipped = f"the gradient norm is {gradient_norm}"
         else:
             self._discard_gradients(rate)
@@ -380,6 +382,7 @@ class Engine:
             guard_masked_tokens=masked,
             loss=float(total[0]),
             gradient_norm=gradient_norm,
+            gradient_norms=gradient_norms,
             learning_rate=rate,
             entropy=float(total[1]) / trainable,
             trainable_tokens=trainable,

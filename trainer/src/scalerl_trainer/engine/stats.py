@@ -66,6 +66,8 @@ class StepStats:
     loss: float
     gradient_norm: float
     """Norm of the global gradient before clipping; NaN if it was not computed."""
+    gradient_norms: dict[str, float] = field(default_factory=dict, kw_only=True)
+    """The same by kind of parameter (:mod:`.gradient_norms`); empty if no update was applied."""
     learning_rate: float
     entropy: float
     """Mean over trainable tokens, in nats."""
