@@ -51,7 +51,7 @@ def test_recipe_seed_and_sizes_may_differ(spec: RunSpec, path: str, value: Any) 
         ("model.scratch.layers", 9, "model.scratch.layers is 9, this run's is "),
         ("task.jsonl.path", "other.jsonl", "task.jsonl.path is 'other.jsonl', this run's is "),
         ("task.prompt.template", "Q: {prompt}", "task.prompt.template is 'Q: {prompt}', this run's is "),
-        ("task.heldOut.seed", 3, "task.heldOut.seed is 3"),
+        ("task.heldOut.size", 3, "task.heldOut.size is 3"),
         ("warmStart", {"steps": 77}, "warmStart.steps is 77, this run's is "),
     ],
 )

@@ -76,9 +76,9 @@ def test_example_has_two_tasks_and_follows_their_mean() -> None:
             "no two of sets may have the same heldOutOf",
         ),
         (
-            {"recipe": {"length": {"overlong": {"bufferTokens": 8}}}},
+            {"recipe": {"length": {"interruption": {"maxTokens": 8}}}},
             "spec",
-            "recipe.length.overlong.bufferTokens (8) must be less than",
+            "recipe.length.interruption.maxTokens (8) must be less than",
         ),
         (
             {"warmStart": {"jsonl": {"path": "a"}}, "task_0": {"prompt": {"template": "{prompt}?"}}},

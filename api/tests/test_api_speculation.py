@@ -21,27 +21,20 @@ def test_speculation_is_off_by_default_and_has_defaults_when_on() -> None:
     on = generator(speculation={"history": {}}).spec.generator.speculation
     assert on is not None
     assert on.history is not None
-    assert (on.history.max_draft_tokens, on.history.memory_tokens, on.history.store_size) == (16, None, "8Gi")
+    assert on.history.store_size == "8Gi"
 
 
 @pytest.mark.parametrize(
-    ("sequences", "completion", "given", "tokens"),
-    [
-        (256, 1024, None, 4_000_000),
-        (256, 16_384, None, 8_388_608),
-        (65_536, 32_768, None, 2_000_000_000),
-        (256, 16_384, 65_536, 65_536),
-    ],
+    ("sequences", "completion", "tokens"),
+    [(256, 1024, 4_000_000), (256, 16_384, 8_388_608), (65_536, 32_768, 2_000_000_000)],
 )
-def test_default_memory_of_drafts_follows_what_runs(
-    sequences: int, completion: int, given: int | None, tokens: int
-) -> None:
+def test_memory_of_drafts_follows_what_runs(sequences: int, completion: int, tokens: int) -> None:
     changes: dict[str, object] = {
         "model": {"contextTokens": 65_536},
         "recipe": {"maxCompletionTokens": completion},
         "generator": {
             "maxConcurrentSequences": sequences,
-            "speculation": {"history": {} if given is None else {"memoryTokens": given}},
+            "speculation": {"history": {}},
         },
     }
     assert ScaleRLRun.model_validate(merged(BASE, {"spec": changes})).spec.draft_memory_tokens == tokens

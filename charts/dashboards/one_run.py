@@ -346,7 +346,7 @@ ROLLOUTS = Section(
             "Leases reassigned to other generators; groups that could not be generated; completions without a verdict; "
             "tokens without a log-probability. The last three are excluded from training.",
             (rate("scalerl_coordinator_expired_leases_total"), "expired leases"),
-            (rate("scalerl_coordinator_timed_out_leases_total"), "of those, no progress for leaseSeconds"),
+            (rate("scalerl_coordinator_timed_out_leases_total"), "of those, no progress for 30 minutes"),
             (rate("scalerl_actor_failed_groups_total"), "failed groups"),
             (rate("scalerl_actor_masked_tokens_total"), "masked tokens"),
             (rate("scalerl_actor_grading_errors_total"), "verifier failures"),

@@ -172,7 +172,6 @@ def run_text(**overrides: object) -> str:
     """A small run file; ``overrides`` replace sections of the spec."""
     spec: dict[str, object] = BASE["spec"] | {
         "model": {"scratch": {}, "contextTokens": 64},
-        "generator": {"leaseSeconds": 30},
         "budget": {"maxSteps": 4},
     }
     return yaml.safe_dump(BASE | {"metadata": {"name": "test"}, "spec": spec | overrides})

@@ -13,7 +13,7 @@ from coordinator_disks import FullDisk
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.response_store import ResponseStore
 
-HISTORY = {"speculation": {"history": {"storeSize": "64Mi"}}, "leaseSeconds": 30}
+HISTORY = {"speculation": {"history": {"storeSize": "64Mi"}}}
 
 
 class NoSpace(FullDisk):

@@ -31,16 +31,14 @@ def length(**fields: Any) -> Any:
         ({"none": {}}, 0.25, 1, -0.5),
         ({"interruption": {}}, 1.0, LONGEST, 1.0),
         # The paper's figures: 12k costs nothing, 14k costs 1.
-        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, 12000, 1.0),
-        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, 13000, 0.5),
-        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, 14000, 0.0),
-        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 1.0, LONGEST, 0.0),
-        ({"penalty": {"maxTokens": 14000, "bufferTokens": 2000}}, 0.0, 14000, -1.0),
         ({"penalty": {}}, 1.0, LONGEST - 2048, 1.0),
+        ({"penalty": {}}, 1.0, LONGEST - 1024, 0.5),
+        ({"penalty": {}}, 1.0, LONGEST, 0.0),
+        ({"penalty": {}}, 0.0, LONGEST, -1.0),
         # DAPO's: also wrong answers.
-        ({"overlong": {"bufferTokens": 4096}}, 1.0, LONGEST - 4096, 1.0),
-        ({"overlong": {"bufferTokens": 4096}}, 1.0, LONGEST - 2048, 0.5),
-        ({"overlong": {"bufferTokens": 4096}}, 0.0, LONGEST, -2.0),
+        ({"overlong": {}}, 1.0, LONGEST - 2867, 1.0),
+        ({"overlong": {}}, 1.0, LONGEST - 1433, 1433 / 2867),
+        ({"overlong": {}}, 0.0, LONGEST, -2.0),
     ],
 )
 def test_reward_of_score_and_length(
@@ -68,16 +66,16 @@ def test_right_answers_of_different_length_are_not_filtered() -> None:
 
 def test_shaped_rewards_reach_the_filter_and_the_trainer() -> None:
     """Groups of right answers: where one is overlong, the group is trained on."""
-    world = World(make_settings(length=length(overlong={"bufferTokens": 4})))
+    world = World(make_settings(length=length(overlong={}), max_completion_tokens=20))
     world.member = world.register("g")
     world.hello("t")
     world.next("t")
     world.publish("t")
     world.beat(world.member, 0)
     for lease in world.lease(world.member, 0):
-        group = make_group(lease, version=0, scores=[1.0] * lease.completions, tokens=4)
+        group = make_group(lease, version=0, scores=[1.0] * lease.completions, tokens=16)
         if lease.slot == 1 and lease.split is Split.TRAIN:
-            longer = make_group(lease, version=0, scores=[1.0], tokens=6).completions
+            longer = make_group(lease, version=0, scores=[1.0], tokens=18).completions
             group = msgspec.structs.replace(group, completions=[*group.completions[:-1], *longer])
         assert world.push(world.member, group) is PushResult.ACCEPTED
     assert world.next("t").action is NextAction.TRAIN

@@ -33,7 +33,7 @@ CURRICULA: dict[str, dict[str, Any]] = {
     "noPositiveResampling": {"passRate": "0.5"},
     "passRateBand": {"low": "0.2", "high": "0.8"},
     "difficultyPools": {"edges": ["0.5"], "weights": ["1", "0.3"]},
-    "edgeOfCompetence": {"passRate": "0.6"},
+    "edgeOfCompetence": {},
     "sec": {"edges": [2, 3], "temperature": "0.2"},
 }
 

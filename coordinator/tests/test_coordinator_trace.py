@@ -17,7 +17,7 @@ from scalerl_coordinator import trace
 from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.trace import Trace
 
-GENERATOR = GeneratorSpec.model_validate({"speculation": {"history": {"maxDraftTokens": 8}}})
+GENERATOR = GeneratorSpec.model_validate({"speculation": {"history": {}}})
 
 
 class Traced:
@@ -64,7 +64,7 @@ def test_trace_of_a_step(tmp_path: Path) -> None:
     header, *rest = traced.read()
     assert isinstance(header, lines.RunLine)
     assert (header.prompts_per_step, header.max_staleness_steps) == (3, 1)
-    assert (header.concurrency, header.max_draft_tokens) == (256, 8)
+    assert (header.concurrency, header.max_draft_tokens) == (256, 16)
     assert lines.GeneratorLine(t=0.0, name="g", event="registered") in rest
     groups = [line for line in rest if isinstance(line, lines.GroupLine)]
     assert [(group.slot, group.step, group.lengths) for group in groups] == [

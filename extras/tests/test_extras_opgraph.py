@@ -442,7 +442,7 @@ async def test_open_task_of_op_graph_section():
         {
             "plugin": {"name": "opgraph", "parameters": section_ | {"size": 300}},
             "verifier": {"name": "opgraph-strict", "memory": "256Mi", "timeoutSeconds": 2},
-            "heldOut": {"size": 20, "seed": 1},
+            "heldOut": {"size": 20},
         }
     )
     task = open_task(spec)

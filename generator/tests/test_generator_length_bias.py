@@ -37,7 +37,7 @@ DOWN_SECONDS = 3.0
 MAX_TURNS, MESSAGE = 4, "no. try again."
 BATCHES: dict[str, dict[str, Any]] = {
     "fixed": {},
-    "refill": {"recipe__refill": {"maxTries": 3}},
+    "refill": {"recipe__refill": {}},
     "episodes": {
         "task__environment": {"name": "retry", "maxTurns": MAX_TURNS, "parameters": {"wrong": MESSAGE}}
     },
@@ -104,6 +104,8 @@ async def test_lengths_are_not_biased_by_kills(
     assert CHARACTERS.index("}") + 2 == stand_in_vllm.DRAWN
     monkeypatch.setattr(partial_reports, "REPORT_HEARTBEATS", 0.1)
     dice = random.Random(f"{batch} {scheme}")
+    # Groups of short completions have equal rewards, and are dropped or refilled.
+    (tmp_path / "long.py").write_text("def long(completion):\n    return 0.5 * (len(completion) > 300)\n")
     victims = list(VICTIMS)
     dice.shuffle(victims)
     write_run(
@@ -114,8 +116,8 @@ async def test_lengths_are_not_biased_by_kills(
         recipe__completionsPerPrompt=COMPLETIONS,
         recipe__maxCompletionTokens=LONGEST,
         recipe__offPolicy=SCHEMES[scheme],
-        # Groups of short completions have equal rewards, and are dropped or refilled.
-        recipe__length={"overlong": {"bufferTokens": LONGEST - 300}},
+        task__verifier={"python": {"path": str(tmp_path / "long.py"), "function": "long"}},
+        recipe__length={"none": {}},
         generator__maxConcurrentSequences=16,
         evaluation={"everySteps": 1000, "samplesPerPrompt": 1},
         budget={"maxSteps": STEPS[batch]},

@@ -28,7 +28,7 @@ def section(**changes):
     base = {
         "reasoningGym": {"name": "chain_sum", "parameters": {"min_digits": 2}, "seed": 3, "size": 200},
         "verifier": {"name": "reasoning-gym", "memory": "256Mi", "timeoutSeconds": 2},
-        "heldOut": {"size": 20, "seed": 1},
+        "heldOut": {"size": 20},
         "prompt": {"template": "{prompt}\nAnswer:"},
     }
     return TaskSpec.model_validate({k: v for k, v in (base | changes).items() if v is not None})

@@ -271,7 +271,7 @@ def test_short_budget_has_no_interruption_unless_the_spec_gives_a_range(model: P
     assert check_interruption(InterruptionSpec(phrase=PHRASE), tokenizer, 1000) == ids(PHRASE)
     assert check_interruption(InterruptionSpec(phrase=PHRASE), tokenizer, 100) is None
     with pytest.raises(TokenizerError, match="leave no room for an answer"):
-        check_interruption(InterruptionSpec(phrase=PHRASE, min_tokens=75), tokenizer, 100)
+        check_interruption(InterruptionSpec(phrase=PHRASE, max_tokens=89), tokenizer, 100)
 
 
 def test_no_interruption_where_tokenizer_cannot_end_thought(model: Path) -> None:

@@ -53,7 +53,6 @@ def hungry(data: Path) -> dict[str, Any]:
         generator__maxConcurrentSequences=4,
         generator__kvCache="64Mi",
         trainer__replicas=1,
-        weightSync={"probeSequences": 0},
         evaluation__everySteps=1000,
         checkpoint__everySteps=1000,
         budget__maxSteps=10_000,

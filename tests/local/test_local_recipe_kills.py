@@ -40,7 +40,7 @@ PROMPTS, HELD_OUT = 64, 8
 PROMPTS_PER_STEP, COMPLETIONS = 8, 4
 MEAN_TOKENS, LONGEST, CONTEXT = 150, 1200, 1280
 """Longer than 1,024: unfinished completions are handed over through the coordinator, too. One in 3,000 is cut."""
-BATCHES: dict[str, dict[str, Any]] = {"fixed": {}, "refill": {"refill": {"maxTries": 3}}}
+BATCHES: dict[str, dict[str, Any]] = {"fixed": {}, "refill": {"refill": {}}}
 SCHEMES: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": {"maxStalenessSteps": 2}},
     "ppo": {"ppo": {"stepsPerBatch": 3}},

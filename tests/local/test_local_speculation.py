@@ -39,7 +39,7 @@ def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> No
         recipe__promptsPerStep=PROMPTS,
         recipe__curriculum={"uniform": {}},
         generator__adaptiveConcurrency=True,
-        generator__speculation={"history": {"maxDraftTokens": 4, "memoryTokens": 65536}},
+        generator__speculation={"history": {}},
         schedule={"byLength": {}},
         trace=True,
         budget__maxSteps=STEPS,

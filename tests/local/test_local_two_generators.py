@@ -34,7 +34,6 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         generator__kvCache="64Mi",
         generator__speculation={"history": {}},
         trainer__replicas=1,
-        weightSync={"probeSequences": 0},
         evaluation__everySteps=10_000,
         checkpoint__everySteps=1000,
         schedule={"byLength": {}},

@@ -74,7 +74,6 @@ _OF_DATASET: Final[dict[str, Object]] = {
     "answerPattern": {"answerPattern": "Boxed"},
     "metadata": {"metadata": ["a"]},
     "filter.where": {"filter": {"where": ["a > 1"]}},
-    "filter.duplicates": {"filter": {"duplicates": "Keep"}},
     "filter.maxRejected": {"filter": {"maxRejected": "0.1"}},
     "filter.overlap": {"filter": {"overlap": 13}},
 }
@@ -135,7 +134,7 @@ OTHER: Final[dict[str, Object]] = {
     "task.verifier.parameters": {"task": {"verifier": {"name": "other", "parameters": {"size": 1}}}},
     **{
         f"task.verifier.code.{name}": {"task": {"verifier": {"name": None, "code": {}}}}
-        for name in ("language", "partial", "cpuSeconds", "memory")
+        for name in ("partial", "cpuSeconds", "memory")
     },
     "task.verifiers": {"task": {"verifier": None, "verifiers": [{"name": "exact"}]}},
     "task.combine": {"task": {"combine": "Product"}},
@@ -198,15 +197,19 @@ OTHER: Final[dict[str, Object]] = {
         "recipe": {"distillation": {"teacher": {"url": "http://teacher"}, "rewards": "Added"}}
     },
     "schedule.byLength": {"schedule": {"byLength": {}}},
-    "recipe.length.none": {"recipe": {"length": {"overlong": {}}}},
-    "recipe.curriculum.uniform": {"recipe": {"curriculum": {"uniform": {}}}},
+    **{
+        f"recipe.length.{name}": {"recipe": {"length": {alternative: {}}}}
+        for name, alternative in (("none", "overlong"), ("penalty", "penalty"), ("overlong", "overlong"))
+    },
+    "recipe.refill": {"recipe": {"refill": {}}},
+    **{
+        f"recipe.curriculum.{name}": {"recipe": {"curriculum": {name: {}}}}
+        for name in ("uniform", "edgeOfCompetence")
+    },
     "recipe.curriculum.difficultyPools.edges": {
         "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.3", "0.6"], "weights": [1, 1, 1]}}}
     },
     "recipe.curriculum.sec.edges": {"recipe": {"curriculum": {"sec": {"edges": [3, 7]}}}},
-    "recipe.curriculum.sec.learningRate": {
-        "recipe": {"curriculum": {"sec": {"edges": [3], "learningRate": "0.25"}}}
-    },
     "recipe.curriculum.sec.temperature": {
         "recipe": {"curriculum": {"sec": {"edges": [3], "temperature": 1}}}
     },
@@ -214,9 +217,6 @@ OTHER: Final[dict[str, Object]] = {
         "recipe": {"curriculum": {"difficultyPools": {"edges": ["0.5"], "weights": [2, 3]}}}
     },
     "generator.compileCache.claimName": {"generator": {"compileCache": {"claimName": "compiled"}}},
-    "generator.speculation.history.memoryTokens": {
-        "generator": {"speculation": {"history": {"memoryTokens": 65536}}}
-    },
     **{
         f"trainer.lora.{name}": {"trainer": {"lora": {name: value}}}
         for name, value in {
@@ -366,7 +366,6 @@ _OF_SET: Final[dict[str, Object]] = {
     "task.reasoningGym": {"task": {"plugin": None, "reasoningGym": {"name": "chain_sum"}}},
     "task.prompt": {"task": {"prompt": {"template": "{prompt} ="}}},
     "task.size": {"task": {"size": 4}},
-    "task.seed": {"task": {"seed": 1}},
     "task.verifier.name": {"task": {"verifier": {"name": "number"}}},
     "task.verifier.timeoutSeconds": {"task": {"verifier": {"timeoutSeconds": 5}}},
     "task.verifier.memory": {"task": {"verifier": {"memory": "2Gi"}}},

@@ -24,7 +24,7 @@ from scalerl_trainer.spec_settings import make_loss
 LOSSES: dict[str, list[dict[str, str]]] = {
     "cispo": [{"ratioCap": "1.5"}],
     "ppoClip": [{}, {"clipHigh": "0.28", "dualClip": "1.5"}],
-    "gspo": [{"clipLow": "0.1", "clipHigh": "0.1"}, {"clipLow": "0.1", "clipHigh": "0.1", "dualClip": "1.2"}],
+    "gspo": [{"clipLow": "0.1", "clipHigh": "0.1"}],
     "reinforce": [{}],
     "dppo": [{"threshold": "0.05", "ratioCap": "1.5"}],
 }
@@ -182,7 +182,8 @@ def policy_slope(
         r = math.exp(sum(differences) / len(differences))
     if a >= 0:
         return r * a if r <= 1 + float(clipped.clip_high) else 0.0
-    most = math.inf if clipped.dual_clip is None else float(clipped.dual_clip)
+    dual = loss.ppo_clip and loss.ppo_clip.dual_clip
+    most = math.inf if dual is None else float(dual)
     return r * a if 1 - float(clipped.clip_low) <= r <= most else 0.0
 
 
@@ -273,7 +274,6 @@ E = math.e
         (PpoClip(), -1.0, E**10),
         (PpoClip(dual_clip=3.0), -1.0, 0.0),
         (PpoClip(dual_clip=3.0), 1.0, 0.0),  # above the upper clip
-        (Gspo(dual_clip=3.0), -1.0, 0.0),
         (Dppo(threshold=1.0), 1.0, -20.0),
         (Dppo(threshold=1.0), -1.0, 20.0),
         (Dppo(threshold=1.0, ratio_cap=50.0), -1.0, 50.0),
@@ -328,7 +328,6 @@ def test_off_policy_mask_by_hand() -> None:
     "make",
     [
         lambda: PpoClip(dual_clip=1.1),
-        lambda: Gspo(0.2, 0.2, 1.0),
         lambda: Dppo(ratio_cap=0.5),
         lambda: Corrected(Reinforce(), floor=0.5),
         lambda: Corrected(Reinforce(), 2.0, "mask", floor=2.0),

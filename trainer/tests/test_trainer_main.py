@@ -82,14 +82,12 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
             trainer__zeroStage=zero_stage,
             budget__maxSteps=1,
             recipe__offPolicy={"pipeline": {"maxStalenessSteps": 0}},
-            weightSync__probeSequences=0,
         )
         directory = run.start()
         assert run.wait_trainer() == [0, 0]
         status = run.status()
         assert status is not None
         assert status.mismatch_kl("sampled") is not None
-        assert status.mismatch_kl("probe") is None, "none was asked for"
         taken.append(torch.load(directory / "v1.pt"))
     assert taken[0].keys() == taken[1].keys()
     for name in taken[0]:

@@ -35,7 +35,7 @@ def supervised(run: Run) -> list[dict[str, Any]]:
 
 def mix_of(task: dict[str, Any]) -> dict[str, Any]:
     """Of the same problems twice, with another prompt and other held-out ones."""
-    other = {"prompt": {"template": "{prompt} "}, "heldOut": {"size": 2, "seed": 1}}
+    other = {"prompt": {"template": "{prompt} "}, "heldOut": {"size": 3}}
     return {"mix": [task | {"name": "a", "weight": "0.7"}, task | other | {"name": "b", "weight": "0.3"}]}
 
 

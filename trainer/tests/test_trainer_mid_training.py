@@ -294,7 +294,7 @@ def test_examples_of_a_mix_have_its_proportions(tmp_path: Path) -> None:
     document = spec.model_dump(by_alias=True, exclude_none=True, mode="json")
     first = {"name": "a", "weight": "0.75", **document.pop("task")}
     second = first | {"name": "b", "weight": "0.25", "prompt": {"template": "say {prompt}"}}
-    second["heldOut"] = {"size": 2, "seed": 1}
+    second["heldOut"] = {"size": 3}
     mixed = RunSpec.model_validate(document | {"task": {"mix": [first, second]}})
     paths = RunPaths(tmp_path)
     prepare(paths, mixed, one_machine=True)

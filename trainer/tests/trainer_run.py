@@ -71,7 +71,7 @@ class Run:
                 "optimizer": {"learningRate": "1e-3", "warmupSteps": 0},
             },
             "trainer": {"replicas": 2, "zeroStage": 1, "cpuThreads": 1},
-            "weightSync": {"bucket": "16Ki", "timeoutSeconds": 8, "probeSequences": 2, "probeLimit": "100"},
+            "weightSync": {"bucket": "16Ki", "timeoutSeconds": 8, "probeLimit": "100"},
             "evaluation": {"everySteps": 100, "samplesPerPrompt": 1, "holdSeconds": 5},
             "checkpoint": {"everySteps": 2, "keep": 2},
             "budget": {"maxSteps": 6},

@@ -202,7 +202,6 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.kvCache": Edit(Effect.ALL),
     "generator.memoryFraction": Edit(Effect.ALL),
     "generator.deviceMemory": Edit(Effect.ALL, "Checked before the roles start."),
-    "generator.leaseSeconds": Edit(Effect.COORDINATOR),
     "generator.extraArgs": Edit(Effect.GENERATOR),
     "generator.compileCache": Edit(Effect.GENERATOR),
     "generator.speculation": Edit(Effect.GENERATORS),

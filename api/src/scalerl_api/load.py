@@ -294,7 +294,8 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
         elif item["type"] == "extra_forbidden":
             names = _field_names(ScaleRLRun, location[:-1])
             close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"
+            others = f"known here: {', '.join(sorted(names))}" if names else "leave it out"
+            hint = f"did you mean {close[0]}?" if close else others
             yield SpecProblem(where, "unknown field", hint)
         elif item["type"] == "missing":
             yield SpecProblem(where, "required, but not given")
@@ -321,5 +322,7 @@ def _field_names(model: type[BaseModel], location: list[str]) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    """The model of a field, optional or not, or of the items of its list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

@@ -106,7 +106,7 @@ class RunTaskSpec(ScoringSpec):
         ),
         Rule(
             # The API server applies defaults before it checks rules.
-            "!has(self.mix) || (self.heldOut.size == 1000 && self.heldOut.seed == 0 && self.prompt.format == 'Raw' && "
+            "!has(self.mix) || (self.heldOut.size == 1000 && self.prompt.format == 'Raw' && "
             "self.prompt.template == '{prompt}' && !has(self.prompt.system) && !has(self.prompt.chatTemplate))",
             "prompt and heldOut are each task's own: move them into the tasks of mix",
             "mix",

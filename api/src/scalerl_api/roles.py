@@ -60,10 +60,6 @@ class GeneratorSpec(Model):
     device_memory: MemoryQuantity | None = None
     """Memory of one accelerator, such as 80Gi: a run whose weights need more is refused before it starts. Default: what
     nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""
-    lease_seconds: Annotated[int, Field(ge=5, le=86400)] = 1800
-    """A group without progress for this long is reassigned to another generator. Progress of its completions
-    restarts the timer, so the value may be less than the duration of a generation, but must exceed that of a
-    weight update."""
     extra_args: Annotated[
         list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
     ] = []
@@ -188,6 +184,15 @@ DEFAULT_PROBE_LIMITS: Final[Mapping[str, float]] = {"bfloat16": 0.01, "float32":
 (mixtures of experts) in bfloat16; with unpacked experts, OLMoE gave 0.017 and Qwen3-MoE 0.15."""
 
 
+PROBE_SEQUENCES: Final = 8
+"""Sequences that both sides score after a publish to measure the trainer–generator mismatch: the one with the longest completion whole,
+of the others beginnings with 8,192 tokens in total, or more if 64 completion tokens need it. Sequences with fewer are not probed: the
+ones before are again."""
+LEASE_SECONDS: Final = 1800
+"""A group without progress for this long is reassigned to another generator; at least three times the longest timeoutSeconds of a
+verifier or environment, so that one completion that hangs it does not cost its group the lease."""
+
+
 class WeightSyncSpec(Model):
     """Transfer of new weights to the generators: one broadcast per bucket over a separate process group."""
 
@@ -197,11 +202,7 @@ class WeightSyncSpec(Model):
     """Bytes per broadcast; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
     """Timeout of a publish, which is then repeated without the lost generators."""
-    probe_sequences: Annotated[int, Field(ge=0, le=256)] = 8
-    """Sequences that both sides score after a publish to measure the trainer–generator mismatch: the one with the longest
-    completion whole, of the others beginnings with 8,192 tokens in total, or more if 64 completion tokens need it. Sequences with fewer
-    are not probed: the ones before are again. 0 turns off the measurement, and with it the check against probeLimit."""
     probe_limit: PositiveDecimal | None = None
     """Largest mismatch after a publish (k3 estimate of the KL divergence, nats per token; one token counts at most 20 times the
-    limit). A generator above it gets no work, and if no generator is below it, the run ends. Default: 0.01 for model.dtype bfloat16, 1e-6 for float32. Raise it only for a
+    limit), measured on 8 sequences that both sides score. A generator above it gets no work, and if no generator is below it, the run ends. Default: 0.01 for model.dtype bfloat16, 1e-6 for float32. Raise it only for a
     known inexactness of the generators, such as a quantized KV cache."""

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
-
-from pydantic.alias_generators import to_snake
+from typing import Final
 
 from scalerl_api.fields import Rule
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import PRESETS, cel
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
-
-if TYPE_CHECKING:
-    from scalerl_api.source import ScoringSpec
-    from scalerl_api.spec import RunSpec
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
 """``TrainerSpec.ranks`` in CEL."""
@@ -26,62 +20,7 @@ _SYNCHRONOUS: Final = [
 ]
 """Presets that generate each step with the weights that train it."""
 _FILTER: Final = cel("zeroVarianceFilter", RecipeSpec().zero_variance_filter)
-_PENALTY: Final = "self.recipe.length.penalty"
-_NO_BUFFER: Final = f"!has(self.recipe.length) || !has({_PENALTY}) || has({_PENALTY}.maxTokens) || !has({_PENALTY}.bufferTokens)"
-
-
-def _within(task: str) -> str:
-    """CEL: no verifier and no environment of a task may take as long as a lease."""
-    seconds = "self.generator.leaseSeconds"
-    return (
-        f"(!has({task}.verifier) || {seconds} > {task}.verifier.timeoutSeconds) && "
-        f"(!has({task}.verifiers) || {task}.verifiers.all(v, {seconds} > v.timeoutSeconds)) && "
-        f"(!has({task}.environment) || {seconds} > {task}.environment.turnTimeoutSeconds)"
-    )
-
-
-def _longest(task: ScoringSpec) -> int:
-    """Longest time of a verifier of a task or a step of its environment, in seconds."""
-    turn = 0 if task.environment is None else task.environment.turn_timeout_seconds
-    return max([turn, *(one.timeout_seconds for one in task.scoring)])
-
-
-def _buffer_without_max(spec: RunSpec) -> int:
-    """``penalty.bufferTokens`` if it is relative to the maximum completion length; else 0."""
-    penalty = spec.recipe.length.penalty
-    return 0 if penalty is None or penalty.max_tokens is not None else penalty.buffer_tokens or 0
-
-
-def _limits_of_mix(spec: RunSpec) -> list[int]:
-    """Maximum completion lengths of the tasks of a mix, without tasks that use the recipe's."""
-    return [t.max_completion_tokens for t in spec.task.mix or () if t.max_completion_tokens is not None]
-
-
-def _below_limits_of_mix(path: str, below: str) -> str:
-    """CEL: a number of the recipe is less than (``<``, or ``<=``) the maximum completion length of every task of a mix."""
-    return (
-        "(!has(self.task.mix) || "
-        f"self.task.mix.all(t, !has(t.maxCompletionTokens) || {path} {below} t.maxCompletionTokens))"
-    )
-
-
-def _within_completions(path: str) -> Rule:
-    """Rule: a given field of ``recipe.length`` must be less than maxCompletionTokens."""
-    rule, field = path.split(".")
-    length = f"self.recipe.length.{rule}"
-
-    def holds(spec: RunSpec) -> bool:
-        chosen = getattr(spec.recipe.length, to_snake(rule))
-        given = None if chosen is None else getattr(chosen, to_snake(field))
-        return given is None or given < min([spec.recipe.max_completion_tokens, *_limits_of_mix(spec)])
-
-    return Rule(
-        f"!has(self.recipe.length) || !has({length}) || !has({length}.{field}) || "
-        f"({length}.{field} < self.recipe.maxCompletionTokens && {_below_limits_of_mix(f'{length}.{field}', '<')})",
-        f"%(recipe.length.{path})s must be less than %(recipe.maxCompletionTokens)s, and than that of each of task.mix",
-        f"recipe.length.{path}",
-        holds,
-    )
+_INTERRUPTION: Final = "self.recipe.length.interruption"
 
 
 def _reads_rewards(field: str, why: str, given: str, chosen: Callable[[RecipeSpec], object]) -> Rule:
@@ -170,34 +109,16 @@ RUN_RULES: Final = (
         "recipe.refill",
         lambda spec: spec.recipe.refill is None or spec.recipe.zero_variance_filter,
     ),
-    *(
-        _within_completions(path)
-        for path in ("interruption.minTokens", "interruption.maxTokens", "overlong.bufferTokens")
-    ),
     Rule(
-        f"!has(self.recipe.length) || !has({_PENALTY}) || !has({_PENALTY}.maxTokens) || "
-        f"{_PENALTY}.maxTokens <= self.recipe.maxCompletionTokens",
-        "%(recipe.length.penalty.maxTokens)s must be at most %(recipe.maxCompletionTokens)s: no completion is longer",
-        "recipe.length.penalty.maxTokens",
+        f"!has(self.recipe.length) || !has({_INTERRUPTION}) || !has({_INTERRUPTION}.maxTokens) || "
+        f"({_INTERRUPTION}.maxTokens < self.recipe.maxCompletionTokens && (!has(self.task.mix) || self.task.mix.all(t, "
+        f"!has(t.maxCompletionTokens) || {_INTERRUPTION}.maxTokens < t.maxCompletionTokens)))",
+        "%(recipe.length.interruption.maxTokens)s must be less than %(recipe.maxCompletionTokens)s, and than that of each of task.mix",
+        "recipe.length.interruption.maxTokens",
         lambda spec: (
-            (penalty := spec.recipe.length.penalty) is None
-            or (penalty.max_tokens or 0) <= spec.recipe.max_completion_tokens
+            (section := spec.recipe.length.interruption) is None
+            or (section.max_tokens or 0) < min(spec.completion_limits)
         ),
-    ),
-    # Two rules, because for one with a list the API server cannot determine whether an accepted run already violated it.
-    Rule(
-        f"{_NO_BUFFER} || {_PENALTY}.bufferTokens <= self.recipe.maxCompletionTokens",
-        "%(recipe.length.penalty.bufferTokens)s must be at most %(recipe.maxCompletionTokens)s where "
-        "recipe.length.penalty.maxTokens is left out: else completions without a token are penalized",
-        "recipe.length.penalty.bufferTokens",
-        lambda spec: _buffer_without_max(spec) <= spec.recipe.max_completion_tokens,
-    ),
-    Rule(
-        f"{_NO_BUFFER} || {_below_limits_of_mix(f'{_PENALTY}.bufferTokens', '<=')}",
-        "%(recipe.length.penalty.bufferTokens)s must be at most maxCompletionTokens of each of task.mix where "
-        "recipe.length.penalty.maxTokens is left out: else completions without a token are penalized",
-        "recipe.length.penalty.bufferTokens",
-        lambda spec: all(_buffer_without_max(spec) <= limit for limit in _limits_of_mix(spec)),
     ),
     Rule(
         "!has(self.trainer.microBatchTokens) || self.trainer.microBatchTokens >= self.model.contextTokens",
@@ -252,20 +173,6 @@ RUN_RULES: Final = (
         "out",
         "budget.split",
         lambda spec: spec.budget.split is None or spec.warm_start is not None,
-    ),
-    Rule(
-        _within("self.task"),
-        "%(generator.leaseSeconds)s must be more than task.verifier.timeoutSeconds: one completion that hangs "
-        "the verifier would cost its whole group the lease",
-        "generator.leaseSeconds",
-        lambda spec: spec.generator.lease_seconds > _longest(spec.task),
-    ),
-    Rule(
-        f"!has(self.task.mix) || self.task.mix.all(t, {_within('t')})",
-        "%(generator.leaseSeconds)s must be more than verifier.timeoutSeconds of each of task.mix: one completion that "
-        "hangs the verifier would cost its whole group the lease",
-        "generator.leaseSeconds",
-        lambda spec: all(spec.generator.lease_seconds > _longest(t) for t in spec.task.mix or ()),
     ),
     Rule(
         "!has(self.task.mix) || self.task.mix.all(t, !has(t.maxCompletionTokens) || "
@@ -325,17 +232,6 @@ RUN_RULES: Final = (
             spec.task.mix is None
             or spec.evaluation.forecast_set != MEAN_SET
             or {t.name for t in spec.task.mix} <= {s.held_out_of for s in spec.evaluation_sets}
-        ),
-    ),
-    Rule(
-        f"!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.task) || {_within('s.task')})",
-        "%(generator.leaseSeconds)s must be more than task.verifier.timeoutSeconds of each of evaluation.sets: one "
-        "completion that hangs the verifier would cost its whole group the lease",
-        "generator.leaseSeconds",
-        lambda spec: all(
-            spec.generator.lease_seconds > _longest(s.task)
-            for s in spec.evaluation.sets or ()
-            if s.task is not None
         ),
     ),
     Rule(

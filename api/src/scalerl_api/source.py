@@ -199,13 +199,11 @@ ShareDecimal = Annotated[
 
 
 class DatasetFilterSpec(Model):
-    """Rows that are left out; the preparation counts them by reason."""
+    """Rows that are left out, beside those with the prompt of an earlier row; the preparation counts them by reason."""
 
     where: Annotated[list[Expression], Field(max_length=32)] = []
     """Expressions that must all be true for a row, such as ``difficulty > 0.2`` or ``len(prompt) < 4000``. A row without a
     value to compare is left out."""
-    duplicates: Literal["Drop", "Keep"] = "Drop"
-    """Rows whose prompt an earlier row has."""
     max_rejected: ShareDecimal = "0.05"
     """Maximum share of rows whose reference answer, as a reply, does not score 1 by the verifier. They are left out; a run with more
     of them is refused."""
@@ -264,10 +262,8 @@ class PythonVerifier(Model):
 
 
 class CodeVerifier(Model):
-    """Programs in completions, which run in a sandbox; the prompts' answers are their tests."""
+    """Python programs in completions, which run in a sandbox; the prompts' answers are their tests."""
 
-    language: Literal["python"] = "python"
-    """Language of the programs."""
     partial: Literal["All", "Share"] = "All"
     """``All``: 1 if all tests are passed. ``Share``: the share of tests that are passed."""
     cpu_seconds: Annotated[int, Field(ge=1, le=120)] = 4
@@ -521,8 +517,6 @@ class HeldOutSpec(Model):
 
     size: Annotated[int, Field(ge=1, le=100_000)] = 1000
     """Number of held-out prompts. ScaleRL: 1,000 [P]."""
-    seed: Seed = 0
-    """Seed of the selection."""
     graphs: OpenUnitDecimal | None = None
     """With a plugin whose problems have graphs of operations (opgraph): share of the graphs that are held out. Held-out prompts have
     only these graphs, and training prompts none of them, under any names. Default: held-out prompts differ from training prompts
@@ -663,8 +657,6 @@ class EvaluationTaskSpec(ProblemSpec):
     """How the text of a problem becomes a prompt; default: ``task.prompt``; with a mix, the text alone."""
     size: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Number of problems; default: 1000, or all problems of a smaller source."""
-    seed: Seed = 0
-    """Seed of the selection."""
 
     rules = (
         *ProblemSpec.rules,

@@ -29,6 +29,7 @@ from scalerl_api.recipe import RecipeSpec
 from scalerl_api.roles import (
     DEFAULT_MICRO_BATCH_TOKENS,
     DEFAULT_PROBE_LIMITS,
+    LEASE_SECONDS,
     CoordinatorSpec,
     ExportSpec,
     GeneratorSpec,
@@ -312,6 +313,12 @@ class RunSpec(Model):
     def micro_batch_tokens(self) -> int:
         """``trainer.microBatchTokens``, or its default."""
         return self.trainer.micro_batch_tokens or max(DEFAULT_MICRO_BATCH_TOKENS, self.model.context_tokens)
+
+    @property
+    def lease_seconds(self) -> int:
+        """A group without progress for this long is reassigned: :data:`LEASE_SECONDS`, or longer than all attempts of a publish, which
+        pauses completions."""
+        return max(LEASE_SECONDS, 4 * self.weight_sync.timeout_seconds)
 
     @property
     def draft_memory_tokens(self) -> int:

@@ -172,10 +172,9 @@ def _without_effect_under_correction(recipe: RecipeSpec) -> list[str]:
         return ["ratioCap"] if float(loss.cispo.ratio_cap) >= 1 else []
     if loss.dppo is not None:
         return ["threshold", "ratioCap"]
-    clipped = loss.ppo_clip or loss.gspo
-    if clipped is None:
-        return []
-    return ["clipLow", "clipHigh", *(["dualClip"] if clipped.dual_clip is not None else [])]
+    if loss.ppo_clip is not None:
+        return ["clipLow", "clipHigh", *(["dualClip"] if loss.ppo_clip.dual_clip is not None else [])]
+    return [] if loss.gspo is None else ["clipLow", "clipHigh"]
 
 
 def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from scalerl_api.fields import AtLeast, AtMost, Model, Quantity, exactly_one
 from scalerl_api.plugins import DrafterPlugin
@@ -18,7 +18,9 @@ SPECULATION_OPTIONS: Final = (
 )
 """vLLM's options for speculative decoding, and the general option with which the history method is configured."""
 
-MIN_DEFAULT_MEMORY_TOKENS: Final = 4_000_000
+MAX_DRAFT_TOKENS: Final = 16
+"""Maximum length of a draft, which one forward pass verifies."""
+MIN_MEMORY_TOKENS: Final = 4_000_000
 MAX_MEMORY_TOKENS: Final = 2_000_000_000
 MEMORY_BYTES_PER_TOKEN: Final = 56
 """Memory per token of a past response in a generator: the token, and the index of earlier occurrences of the same text."""
@@ -28,11 +30,6 @@ class HistorySpec(Model):
     """Drafts from past responses to the same prompt (RhymeRL, arXiv 2508.18588 [S]); the distribution of the completions does
     not change."""
 
-    max_draft_tokens: Annotated[int, Field(ge=1, le=64)] = 16
-    """Maximum length of a draft, which one forward pass verifies."""
-    memory_tokens: Annotated[int, Field(ge=65_536, le=MAX_MEMORY_TOKENS)] | None = None
-    """Tokens of past and running responses that each generator keeps in memory, 56 bytes each; default: twice
-    maxConcurrentSequences times maxCompletionTokens, at least 4,000,000."""
     store_size: HistoryQuantity = "8Gi"
     """Disk on the run's volume for past responses, at 4 bytes a token; the oldest are deleted first."""
     drafter: DrafterPlugin | None = None
@@ -48,16 +45,15 @@ class SpeculationSpec(Model):
     rules = (exactly_one("history"),)
 
     def memory_tokens(self, running_tokens: int) -> int:
-        """Tokens of responses that each generator remembers: by default those that run, as many of the epoch before for the same
-        prompts, and no fewer than :data:`MIN_DEFAULT_MEMORY_TOKENS`.
+        """Tokens of responses that each generator remembers: those that run, as many of the epoch before for the same prompts, and no
+        fewer than :data:`MIN_MEMORY_TOKENS`.
 
         Args:
             running_tokens: maximum number of tokens of the completions that run.
         """
         if self.history is None:
             return 0
-        default = min(max(2 * running_tokens, MIN_DEFAULT_MEMORY_TOKENS), MAX_MEMORY_TOKENS)
-        return self.history.memory_tokens or default
+        return min(max(2 * running_tokens, MIN_MEMORY_TOKENS), MAX_MEMORY_TOKENS)
 
 
 def is_speculation_option(argument: str) -> bool:

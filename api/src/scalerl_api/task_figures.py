@@ -68,8 +68,8 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "ratio_kl": "The same on all trained tokens: how far the policy has moved since they were sampled",
     "start_kl": "KL(start ‖ now) in nats per token (k3), of the last published weights from those of the start of the run, or of the end of its "
     "warm start; of a fork, from the start of its source. Over tokens that the start sampled: up to 32 completions of the first batch, of prompts "
-    "with a gradient, shortened to some 8,192 tokens, which ride in the checkpoint. Measured with the probe of every fourth version; absent with "
-    "`weightSync.probeSequences: 0`, and after a resumption from a checkpoint without them",
+    "with a gradient, shortened to some 8,192 tokens, which ride in the checkpoint. Measured with the probe of every fourth version; absent after a "
+    "resumption from a checkpoint without them",
     "start_kl_k1": "The same by k1, the mean of log π_start - log π_now, which may be negative",
     "reference_kl": "KL estimate to the start of the run, or to another reference, in nats per token: with `recipe.kl.penalty`, which "
     "holds a second model and scores the batch with it",

@@ -39,6 +39,8 @@ class _Edge:
         return at < len(self.prompts) and self.prompts[at] == prompt
 
 
+SOLVED: Final = 0.8
+"""Recent pass rate from which a prompt counts as solved. No paper has a value."""
 REMEASURE_SHARE: Final = 0.1
 """Least share of the slots for prompts that are not at the edge. Each of these is measured again once per epoch of them, whatever
 the share; a larger one takes slots from the prompts that teach most."""
@@ -57,7 +59,7 @@ class EdgeOfCompetence(Sampler):
     """
 
     def __init__(
-        self, prompts: int, seed: int, pass_rate: float, remeasure_share: float = REMEASURE_SHARE
+        self, prompts: int, seed: int, pass_rate: float = SOLVED, remeasure_share: float = REMEASURE_SHARE
     ) -> None:
         super().__init__(prompts, seed)
         self._pass_rate, self._remeasure_share = pass_rate, remeasure_share

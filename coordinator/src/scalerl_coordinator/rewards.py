@@ -3,20 +3,24 @@
 The score is in [0, 1]. Without length control, the reward of a correct answer is 1 and of a wrong one −1 (ScaleRL [P])::
 
     r = 2 · score − 1                                                     ``none``, ``interruption``
-      + clip((maxTokens − |y|) / bufferTokens − 1, −1, 0)   if score = 1   ``penalty``: ScaleRL's alternative [P]
-      + clip((maxCompletionTokens − bufferTokens − |y|) / bufferTokens, −1, 0)     ``overlong``: DAPO's [P]
+      + clip((maxCompletionTokens − buffer − |y|) / buffer, −1, 0)   if score = 1   ``penalty``: ScaleRL's alternative [P]
+                                                                     for all        ``overlong``: DAPO's [P]
 
-Both length terms are 0 up to ``bufferTokens`` before the limit, and −1 from the limit on. Rewards are computed once, when a
-group is accepted, and journaled, so a change of ``recipe.length`` does not affect earlier groups. The curve and pass rates use
-scores, not rewards.
+The length term is 0 up to the buffer before the limit, and −1 at the limit. Rewards are computed once, when a group is accepted,
+and journaled, so a change of ``recipe.length`` does not affect earlier groups. The curve and pass rates use scores, not rewards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from scalerl_api.recipe import LengthSpec
 from scalerl_api.wire import Verdicts
+
+PENALTY_SHARE: Final = 7
+OVERLONG_SHARE: Final = 5
+"""The buffers are maxCompletionTokens divided by these: 2,048 of 14,336 in ScaleRL, 4,096 of 20,480 in DAPO [P]."""
 
 
 def rewards(
@@ -25,8 +29,8 @@ def rewards(
     """Reward of each completion of a group; ``lengths`` are in tokens.
 
     >>> from scalerl_api.recipe import LengthPenaltySpec
-    >>> penalty = LengthSpec(penalty=LengthPenaltySpec(max_tokens=14000, buffer_tokens=2000))
-    >>> rewards(Verdicts(scores=[1, 1, 1, 0]), [12000, 13000, 14000, 14000], penalty, 14336)
+    >>> penalty = LengthSpec(penalty=LengthPenaltySpec())
+    >>> rewards(Verdicts(scores=[1, 1, 1, 0]), [12288, 13312, 14336, 14336], penalty, 14336)
     [1.0, 0.5, 0.0, -1.0]
     """
     return [
@@ -37,13 +41,12 @@ def rewards(
 
 def _shaping(score: float, tokens: int, length: LengthSpec, max_completion_tokens: int) -> float:
     if length.penalty is not None and score >= 1.0:
-        limit, buffer = length.penalty.limits(max_completion_tokens)
-        return _clipped((limit - tokens) / buffer - 1.0)
+        return _from_buffer(tokens, max_completion_tokens, PENALTY_SHARE)
     if length.overlong is not None:
-        buffer = length.overlong.buffer(max_completion_tokens)
-        return _clipped((max_completion_tokens - buffer - tokens) / buffer)
+        return _from_buffer(tokens, max_completion_tokens, OVERLONG_SHARE)
     return 0.0
 
 
-def _clipped(value: float) -> float:
-    return min(0.0, max(-1.0, value))
+def _from_buffer(tokens: int, limit: int, share: int) -> float:
+    buffer = max(1, limit // share)
+    return min(0.0, max(-1.0, (limit - tokens) / buffer - 1.0))

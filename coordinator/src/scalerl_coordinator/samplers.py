@@ -23,7 +23,7 @@ from scalerl_api.recipe import CurriculumSpec
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import KnownHistory
 from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
-from scalerl_coordinator.self_evolving_curriculum import SelfEvolvingCurriculum
+from scalerl_coordinator.self_evolving_curriculum import LEARNING_RATE, SelfEvolvingCurriculum
 from scalerl_tasks import Mixture, PromptSource
 
 
@@ -114,13 +114,10 @@ def make_sampler(
         difficulty: returns the difficulty of a training prompt, by index, or None if unknown; only SEC calls it.
     """
     if spec.edge_of_competence is not None:
-        return EdgeOfCompetence(prompts, seed, float(spec.edge_of_competence.pass_rate))
+        return EdgeOfCompetence(prompts, seed)
     if spec.sec is not None:
-        sec = spec.sec
-        edges = list(map(float, sec.edges))
-        return SelfEvolvingCurriculum(
-            prompts, seed, difficulty, edges, float(sec.learning_rate), float(sec.temperature)
-        )
+        edges, temperature = list(map(float, spec.sec.edges)), float(spec.sec.temperature)
+        return SelfEvolvingCurriculum(prompts, seed, difficulty, edges, LEARNING_RATE, temperature)
     rule: Rule = Uniform()
     if spec.no_positive_resampling is not None:
         rule = NoPositiveResampling(float(spec.no_positive_resampling.pass_rate))

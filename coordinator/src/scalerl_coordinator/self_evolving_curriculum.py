@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory, Tried
 from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 _KEPT = 256
 """Maximum number of known steps whose values are cached: more than the steps of one k."""
 _UNREAD = 255
+LEARNING_RATE: Final = 0.5
+"""Weight of a step's mean absolute advantage in the value of its category, as in the authors' commands for mathematics [S]."""
 
 
 class SelfEvolvingCurriculum(Sampler):

@@ -18,6 +18,7 @@ import msgspec
 
 from scalerl_api import trace
 from scalerl_api.roles import GeneratorSpec
+from scalerl_api.speculation import MAX_DRAFT_TOKENS
 from scalerl_api.wire import VersionSpan
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
@@ -90,7 +91,7 @@ class Trace:
             max_staleness_steps=identity.max_staleness_steps,
             steps_per_batch=identity.steps_per_batch,
             concurrency=self._generator.max_concurrent_sequences,
-            max_draft_tokens=history.max_draft_tokens if history else 0,
+            max_draft_tokens=MAX_DRAFT_TOKENS if history else 0,
             schedule=settings.schedule.name,
         )
         return trace.encode(line) + b"\n"

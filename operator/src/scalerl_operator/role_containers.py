@@ -10,7 +10,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
-from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
+from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
 from scalerl_operator.workloads import (
     ADDRESS,
     BIND,
@@ -220,7 +220,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
     if generator.adaptive_concurrency:
         options += ["--stats", "--watermark", _WATERMARK]
     if generator.speculation and (history := generator.speculation.history):
-        options += ["--max-draft-tokens", str(history.max_draft_tokens)]
+        options += ["--max-draft-tokens", str(MAX_DRAFT_TOKENS)]
         options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
         if history.drafter:
             options += ["--drafter", literal(history.drafter.model_dump_json())]

@@ -251,7 +251,6 @@ def test_fields_of_a_checkpoint_cannot_change() -> None:
                 "verifier",
                 "prompt",
                 "size",
-                "seed",
             )
         ),
         *(f".spec.storage.{name}" for name in ("claimName", "storageClassName", "accessMode", "mountedBy")),

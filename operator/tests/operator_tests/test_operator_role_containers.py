@@ -39,7 +39,7 @@ def test_roles_accept_the_command_lines() -> None:
 
 def test_server_is_given_options_and_memory_for_drafts() -> None:
     generator = {"kvCache": "1Gi", "adaptiveConcurrency": True}
-    generator |= {"speculation": {"history": {"maxDraftTokens": 8, "memoryTokens": 1_000_000}}}
+    generator |= {"speculation": {"history": {}}}
     (server,) = (
         container
         for workload in plan(run_spec(generator=generator)).workloads
@@ -48,9 +48,9 @@ def test_server_is_given_options_and_memory_for_drafts() -> None:
     )
     line = " ".join(server.argv)
     assert line.endswith(
-        "--kv-cache-bytes 1073741824 --stats --watermark 0.1 --max-draft-tokens 8 --draft-memory-tokens 1000000"
+        "--kv-cache-bytes 1073741824 --stats --watermark 0.1 --max-draft-tokens 16 --draft-memory-tokens 7340032"
     )
-    assert server.resources.memory_bytes == 2**30 + 56 * 1_000_000
+    assert server.resources.memory_bytes == 2**30 + 56 * 7_340_032
 
 
 def test_plan_sets_lifetimes_replicas_and_order() -> None:

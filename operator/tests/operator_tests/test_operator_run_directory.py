@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 from small_processes import is_running, script, wait_until
 
 from operator_tests.children import run_spec
@@ -78,6 +79,21 @@ def test_resume_refuses_a_changed_spec_and_names_the_fields(tmp_path: Path) -> N
     assert "the seed cannot change" in str(problem.value)
     assert "undo the change, or start a new run with another --dir" in str(problem.value)
     assert (tmp_path / "run" / "run.yaml").read_text() == before
+
+
+def test_resume_ignores_fields_that_are_no_more(tmp_path: Path) -> None:
+    """Also of a section that a started run cannot change: an earlier release wrote all defaults into the file."""
+    RunDirectory.create(tmp_path / "run", run_spec()).release()
+    file = tmp_path / "run" / "run.yaml"
+    manifest = yaml.safe_load(file.read_text())
+    manifest["spec"]["task"]["heldOut"]["seed"] = 0
+    manifest["spec"]["generator"]["leaseSeconds"] = 1800
+    file.write_text(yaml.safe_dump(manifest))
+    RunDirectory.resume(tmp_path / "run", run_spec()).release()
+    assert "seed" not in load_run(file).to_manifest()["spec"]["task"]["heldOut"]
+    file.write_text("spec: 3\n")
+    with pytest.raises(DirectoryProblem, match="start a new run with another --dir"):
+        RunDirectory.resume(tmp_path / "run", run_spec())
 
 
 def test_resume_refuses_a_directory_without_a_run(tmp_path: Path) -> None:

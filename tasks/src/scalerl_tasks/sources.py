@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
@@ -51,6 +51,9 @@ from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 if TYPE_CHECKING:
     from scalerl_api.source import CodeVerifier, EnvironmentSpec, HeldOutSpec, VerifierSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec, TaskSpec, TrainingTask
+
+SELECTION_SEED: Final = 0
+"""Of the selection of held-out prompts and of evaluation sets, which is one for all runs of a source, so that they can be compared."""
 
 
 def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSource:
@@ -499,8 +502,8 @@ def open_task(spec: TaskSpec, directory: Path | None = None, others: Sequence[He
     check_template(spec.prompt.template)
     source = open_source(spec, directory)
     given = spec.held_out
-    held_out = choose_held_out(source, given.size, given.seed, _held_out_graphs(given))
-    train = open_train(source, held_out, given.size, given.seed, others, _overlap(source))
+    held_out = choose_held_out(source, given.size, SELECTION_SEED, _held_out_graphs(given))
+    train = open_train(source, held_out, given.size, SELECTION_SEED, others, _overlap(source))
     return Task(train, held_out, spec.prompt.template, spec.prompt.system, grading_digest(spec, directory))
 
 
@@ -538,12 +541,12 @@ def _open_mix(
             check_template(one.section.prompt.template)
             sources.append(source := open_source(one.section, directory))
             given = one.section.held_out
-            held_out.append(choose_held_out(source, given.size, given.seed, _held_out_graphs(given)))
+            held_out.append(choose_held_out(source, given.size, SELECTION_SEED, _held_out_graphs(given)))
     for at, (one, source) in enumerate(zip(mix, sources, strict=True)):
         with _section(one):
             excluded = [*held_out[:at], *held_out[at + 1 :], *others]
-            size, seed = one.section.held_out.size, one.section.held_out.seed
-            train = open_train(source, held_out[at], size, seed, excluded, _overlap(source))
+            size = one.section.held_out.size
+            train = open_train(source, held_out[at], size, SELECTION_SEED, excluded, _overlap(source))
             prompt, grading = one.section.prompt, grading_digest(one.section, directory)
             tasks.append(Task(train, held_out[at], prompt.template, prompt.system, grading))
     return tuple(tasks)
@@ -554,7 +557,7 @@ def _overlap(source: PromptSource) -> list[int]:
 
 
 def _held_out_graphs(given: HeldOutSpec) -> HeldOutGraphs | None:
-    return None if given.graphs is None else HeldOutGraphs(Fraction(given.graphs), given.seed)
+    return None if given.graphs is None else HeldOutGraphs(Fraction(given.graphs), SELECTION_SEED)
 
 
 @contextmanager
@@ -572,7 +575,7 @@ def _open_set(at: int, spec: RunSpec, directory: Path | None) -> EvaluationPromp
     prompt, field = task.prompt or spec.task.prompt, f"evaluation.sets.{at}"
     try:
         check_template(prompt.template)
-        prompts = select_prompts(open_source(task, directory), task.size, task.seed)
+        prompts = select_prompts(open_source(task, directory), task.size, SELECTION_SEED)
         grading = grading_digest(task, directory)
     except TaskError as error:
         raise EvaluationSetError(given.name, field, error) from error

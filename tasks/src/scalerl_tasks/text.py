@@ -455,7 +455,7 @@ def check_interruption(
     if ended := sorted(set(ids) & set(tokenizer.stop_token_ids)):
         raise TokenizerError(f"{field} has end tokens of the model in it: {ended}: use other words")
     if last + len(ids) >= max_completion_tokens:
-        if interruption.min_tokens is None and interruption.max_tokens is None:
+        if interruption.max_tokens is None:
             return None
         raise TokenizerError(
             f"{field}: its {len(ids)} tokens after recipe.length.interruption.maxTokens ({last}) leave no room for an "

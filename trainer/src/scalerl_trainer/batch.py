@@ -256,11 +256,9 @@ def _whole_step(
     graded_s = torch.tensor([i not in g.ungraded for _, g in kept for i in range(len(g.rewards))]).bool()
     advantage_s = torch.zeros(len(rewards))
     settings = recipe.advantage
-    count_filtered = settings.batch_deviation == "BeforeFilter"
-    filtered = sum(len(g.rewards) - len(g.ungraded) for g in groups if g.filtered) if count_filtered else 0
     if recipe.distillation is None or recipe.distillation.rewards == "Added":
         advantage_s[graded_s] = advantages(
-            reward_s[graded_s], group_s[graded_s], settings.normalization, settings.baseline, filtered
+            reward_s[graded_s], group_s[graded_s], settings.normalization, settings.baseline
         )
     weight_s = sequence_weights(
         torch.tensor(lengths, dtype=torch.long), group_s, recipe.aggregation, recipe.max_completion_tokens

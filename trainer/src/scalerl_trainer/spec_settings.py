@@ -88,7 +88,7 @@ def _loss(spec: LossSpec) -> Loss:
             float(spec.ppo_clip.clip_low), float(spec.ppo_clip.clip_high), _number(spec.ppo_clip.dual_clip)
         )
     if spec.gspo is not None:
-        return Gspo(float(spec.gspo.clip_low), float(spec.gspo.clip_high), _number(spec.gspo.dual_clip))
+        return Gspo(float(spec.gspo.clip_low), float(spec.gspo.clip_high))
     if spec.reinforce is not None:
         return Reinforce()
     if spec.dppo is not None:

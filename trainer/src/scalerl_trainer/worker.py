@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scalerl_api.fields import quantity_bytes
+from scalerl_api.roles import PROBE_SEQUENCES
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
@@ -177,8 +178,7 @@ class Worker:
         shard = self.coordinator.shard(step, self.ranks.rank, self.ranks.world, FETCH_SECONDS)
         check_logprobs(shard)
         batch = rank_batch(shard, self.spec.recipe)
-        count, context_tokens = self.spec.weight_sync.probe_sequences, self.spec.model.context_tokens
-        probes = probe_sequences(shard, count, context_tokens)
+        probes = probe_sequences(shard, PROBE_SEQUENCES, self.spec.model.context_tokens)
         return _Fetched(shard, batch, self.engine.pack(batch.batch), probes)
 
     def train(self) -> Trained:
@@ -187,9 +187,7 @@ class Worker:
         step = self._steps.take(self.version)
         shard, shard_batch = step.shard, step.batch
         fetched = time.perf_counter()
-        if (
-            self.engine.steps_done == 0 and self.spec.weight_sync.probe_sequences
-        ):  # the batch is of the weights of the start, and they still hold
+        if self.engine.steps_done == 0:  # the batch is of the weights of the start, and they still hold
             kept = start_sequences(shard, self.spec.model.context_tokens) if self.ranks.is_leader else []
             self.engine.keep_start(kept)
         updates = self.spec.recipe.proximal_updates

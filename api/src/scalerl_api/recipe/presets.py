@@ -136,8 +136,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Published]]] = {
 }
 
 DEFAULTS: Final[Mapping[str, Published]] = {
-    **_all(_CHOSEN, curriculum__edgeOfCompetence__passRate="0.8"),
-    **_all(_SEC, curriculum__sec__learningRate="0.5", curriculum__sec__temperature="0.4"),
+    **_all(_SEC, curriculum__sec__temperature="0.4"),
 }
 """Defaults with their sources, for fields that no preset sets."""
 

@@ -36,15 +36,6 @@ from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
 # --- loss --------------------------------------------------------------------------------------
 
 
-_DUAL_CLIP_OUTSIDE: Final = Rule(
-    "!has(self.dualClip) || double(string(self.dualClip)) >= "
-    "1.0 + (has(self.clipHigh) ? double(string(self.clipHigh)) : 0.0)",
-    "%(dualClip)s must be at least 1 + %(clipHigh)s",
-    "dualClip",
-    lambda loss: loss.dual_clip is None or float(loss.dual_clip) >= 1 + float(loss.clip_high),
-)
-
-
 class CispoLoss(Model):
     """Truncates the importance ratio and detaches it from the gradient, so that every token keeps a gradient."""
 
@@ -63,7 +54,15 @@ class PpoClipLoss(Model):
     """Ratio from which a token with a negative advantage has no gradient (arXiv 1912.09729); verl's default is 3 [S]. Default:
     none, as in PPO, so that the gradient of such a token grows with its ratio without bound."""
 
-    rules = (_DUAL_CLIP_OUTSIDE,)
+    rules = (
+        Rule(
+            "!has(self.dualClip) || double(string(self.dualClip)) >= "
+            "1.0 + (has(self.clipHigh) ? double(string(self.clipHigh)) : 0.0)",
+            "%(dualClip)s must be at least 1 + %(clipHigh)s",
+            "dualClip",
+            lambda loss: loss.dual_clip is None or float(loss.dual_clip) >= 1 + float(loss.clip_high),
+        ),
+    )
 
 
 class GspoLoss(Model):
@@ -73,10 +72,6 @@ class GspoLoss(Model):
     """Ratio ≥ 1 − clipLow."""
     clip_high: NonNegativeDecimal = "4e-4"
     """Ratio ≤ 1 + clipHigh."""
-    dual_clip: DualClipDecimal | None = None
-    """As in ppoClip, of the completion's ratio. Default: none, as in the paper."""
-
-    rules = (_DUAL_CLIP_OUTSIDE,)
 
 
 class ReinforceLoss(Model):
@@ -286,83 +281,30 @@ class InterruptionSpec(Model):
     """Ends reasoning with a phrase whose tokens are masked in the loss (ScaleRL [P]). Only unfinished reasoning is
     interrupted; no effect if the tokenizer cannot encode the end of reasoning."""
 
-    min_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """First possible position of the interruption, which is sampled between minTokens and maxTokens. Default: 5/7 of
-    maxCompletionTokens, the paper's 10,240 of 14,336; with maxTokens, 1/7 of maxCompletionTokens less than it."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Last possible position. Default: 6/7 of maxCompletionTokens, the paper's 12,288 of 14,336; with minTokens, 1/7 of
-    maxCompletionTokens more than it."""
+    """Last possible position of the interruption; default: 6/7 of maxCompletionTokens, the paper's 12,288 of 14,336. It is
+    sampled from there and the 1/7 of maxCompletionTokens before, in the paper 10,240 to 12,288."""
     phrase: Annotated[str, Field(min_length=1, max_length=4096)] = INTERRUPTION_PHRASE
     """The inserted phrase; it must end the reasoning."""
-
-    rules = (
-        Rule(
-            "!has(self.minTokens) || !has(self.maxTokens) || self.minTokens <= self.maxTokens",
-            "%(minTokens)s must be at most %(maxTokens)s",
-            "minTokens",
-            lambda spec: (
-                spec.min_tokens is None or spec.max_tokens is None or spec.min_tokens <= spec.max_tokens
-            ),
-        ),
-    )
 
     def range(self, max_completion_tokens: int) -> tuple[int, int]:
         """First and last position at which reasoning may be interrupted, in tokens of the completion.
 
-        >>> InterruptionSpec().range(14336), InterruptionSpec(min_tokens=2000).range(14336)
+        >>> InterruptionSpec().range(14336), InterruptionSpec(max_tokens=4048).range(14336)
         ((10240, 12288), (2000, 4048))
         """
-        width = max_completion_tokens // 7
-        last = self.max_tokens or (
-            min(max_completion_tokens - 1, self.min_tokens + width)
-            if self.min_tokens
-            else max_completion_tokens * 6 // 7
-        )
-        return self.min_tokens or max(1, last - width), max(1, last)
+        last = self.max_tokens or max(1, max_completion_tokens * 6 // 7)
+        return max(1, last - max_completion_tokens // 7), last
 
 
 class LengthPenaltySpec(Model):
-    """Penalizes long correct completions: clip((maxTokens − length) / bufferTokens − 1, −1, 0) (ScaleRL [P])."""
-
-    max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Length at which the penalty is −1. Default: maxCompletionTokens."""
-    buffer_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """The penalty starts this many tokens earlier. Default: 1/7 of maxCompletionTokens, the paper's 2,048 of
-    14,336."""
-
-    rules = (
-        Rule(
-            "!has(self.maxTokens) || !has(self.bufferTokens) || self.bufferTokens <= self.maxTokens",
-            "%(bufferTokens)s must be at most %(maxTokens)s",
-            "bufferTokens",
-            lambda spec: (
-                spec.max_tokens is None or spec.buffer_tokens is None or spec.buffer_tokens <= spec.max_tokens
-            ),
-        ),
-    )
-
-    def limits(self, max_completion_tokens: int) -> tuple[int, int]:
-        """Effective maxTokens and bufferTokens, in tokens.
-
-        >>> LengthPenaltySpec().limits(14336)
-        (14336, 2048)
-        """
-        return (
-            self.max_tokens or max_completion_tokens,
-            self.buffer_tokens or max(1, max_completion_tokens // 7),
-        )
+    """Penalizes long correct completions: clip((maxCompletionTokens − length) / buffer − 1, −1, 0), with a buffer of 1/7 of
+    maxCompletionTokens, the paper's 2,048 of 14,336 (ScaleRL [P])."""
 
 
 class OverlongSpec(Model):
-    """Penalizes all long completions: 0 up to maxCompletionTokens − bufferTokens, then linear to −1 (DAPO [P])."""
-
-    buffer_tokens: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """The penalty starts this many tokens below maxCompletionTokens. Default: 1/5 of maxCompletionTokens, the paper's
-    4,096 of 20,480."""
-
-    def buffer(self, max_completion_tokens: int) -> int:
-        """Effective bufferTokens, in tokens."""
-        return self.buffer_tokens or max(1, max_completion_tokens // 5)
+    """Penalizes all long completions: 0 up to maxCompletionTokens − buffer, then linear to −1, with a buffer of 1/5 of
+    maxCompletionTokens, the paper's 4,096 of 20,480 (DAPO [P])."""
 
 
 class LengthSpec(Model):
@@ -448,11 +390,8 @@ class DifficultyPoolsSpec(Model):
 
 
 class EdgeOfCompetenceSpec(Model):
-    """Prompts that the model solves sometimes, by its last two groups of each; the others are measured again
-    as it learns (arXiv 2512.07783 [P]; the bounds [?])."""
-
-    pass_rate: PositiveUnitDecimal = "0.8"
-    """Recent pass rate from which a prompt counts as solved. Prompts at the edge of competence are below it and above 0."""
+    """Prompts that the model solves sometimes, by its last two groups of each: with a pass rate above 0 and below .8. The others
+    are measured again as it learns (arXiv 2512.07783 [P]; the bounds [?])."""
 
 
 class SecSpec(Model):
@@ -461,8 +400,6 @@ class SecSpec(Model):
 
     edges: Annotated[list[NonNegativeDecimal], Field(min_length=1, max_length=16)]
     """Difficulties between the categories, ascending; an edge belongs to the category above it."""
-    learning_rate: PositiveUnitDecimal = "0.5"
-    """Weight of a step's mean absolute advantage in the value of its category."""
     temperature: PositiveDecimal = "0.4"
     """Temperature of the softmax over the values of the categories; lower is greedier."""
 
@@ -493,10 +430,7 @@ class CurriculumSpec(Model):
 
 class RefillSpec(Model):
     """Refills the slot of a group dropped by the zero-variance filter with another prompt (DAPO's dynamic
-    sampling): batches are full, but take longer to generate."""
-
-    max_tries: Annotated[int, Field(ge=2, le=64)] = 10
-    """Maximum number of prompts per slot, including the first. If no group has differing rewards, the slot stays
+    sampling): batches are full, but take longer to generate. After 10 prompts without differing rewards, the slot stays
     empty."""
 
 
@@ -507,12 +441,10 @@ class AdvantageSpec(Model):
     """How a reward becomes an advantage."""
 
     normalization: Literal["Batch", "Group", "None"] = "Batch"
-    """The standard deviation that advantages are divided by: of the batch, of the prompt's completions, or none."""
+    """The standard deviation that advantages are divided by: of the batch after the zero-variance filter, of the prompt's
+    completions, or none."""
     baseline: Literal["GroupMean", "LeaveOneOut"] = "GroupMean"
     """The baseline of a reward: the mean over all completions of its prompt, or over the other ones (RLOO)."""
-    batch_deviation: Literal["AfterFilter", "BeforeFilter"] = "AfterFilter"
-    """With normalization Batch: whether the standard deviation includes prompts dropped by the zero-variance
-    filter, which lower it. The paper does not say [?]."""
 
 
 class OptimizerSpec(Model):

@@ -147,7 +147,7 @@ class Counts(Struct, frozen=True, kw_only=True):
     held_out_given_up: int = 0
     """Evaluation rollouts that could not be generated; their score counts as 0."""
     timed_out_leases: int = 0
-    """Part of ``expired_leases``: the generator was healthy, but made no progress for ``leaseSeconds``."""
+    """Part of ``expired_leases``: the generator was healthy, but made no progress for ``RunSpec.lease_seconds``."""
     refilled: int = 0
     """Part of ``filtered``: the slots were reissued with another prompt, so these slots count more than once."""
 

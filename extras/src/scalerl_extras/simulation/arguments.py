@@ -71,7 +71,7 @@ def _add_speeds(command: argparse.ArgumentParser) -> None:
         "--max-draft-tokens",
         type=positive_whole,
         metavar="N",
-        help="longest draft (default: the run's maxDraftTokens, or 16 if the trace has none)",
+        help="longest draft (default: the run's, or 16 if the trace has none)",
     )
     command.add_argument(
         "--verify",

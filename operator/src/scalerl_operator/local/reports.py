@@ -24,7 +24,7 @@ _WARNINGS: Final = {
     ),
     "counts.timed_out_leases": (
         2,
-        "{count} leases timed out so far: their generators made no progress for leaseSeconds",
+        "{count} leases timed out so far: their generators made no progress",
     ),
 }
 """Failures that do not end the run, by the name of their count in the coordinator's status: a factor, and the text of an event,

@@ -17,7 +17,7 @@ import yaml
 
 from scalerl_api import process as api
 from scalerl_api.forecast import EarlierRun
-from scalerl_api.load import accepted_run, to_yaml
+from scalerl_api.load import SpecError, accepted_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.earlier_runs import select
@@ -72,7 +72,11 @@ class RunDirectory:
         Raises:
             DirectoryProblem: it has no run, is in use, or the spec has a change that a started run refuses.
         """
-        before = stored_manifest(root)
+        try:
+            # Without fields that this release does not have.
+            before = accepted_run(stored_manifest(root)).to_manifest()
+        except SpecError as error:
+            raise DirectoryProblem(f"{root}: {error}; start a new run with another --dir") from error
         changes = forbidden_changes(before, run.to_manifest())
         if changes:
             raise DirectoryProblem(

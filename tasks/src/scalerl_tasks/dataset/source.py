@@ -234,11 +234,7 @@ def _write(
             if not prompts.add(key[:8]):
                 repeated += 1
                 conflicting += not other
-                if spec.filter.duplicates == "Drop":
-                    continue
-                if mapper.texts.get("id") is None:
-                    row.id += f"-{at}-{number}"
-                    raw = table.encode(row)
+                continue
             if "id" in mapper.texts and not ids.add(hashlib.blake2b(row.id.encode(), digest_size=8).digest()):
                 what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
                 problems.add_error(_row_error(path, number, what, mapper.texts["id"], "repeated id"))
@@ -283,9 +279,8 @@ def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int)
         dropped[f"dropped by filter.where: {text}"] = mapper.dropped[at]
         if mapper.without_value[at]:
             dropped[f"dropped by filter.where, without a value: {text}"] = mapper.without_value[at]
-    verb = "dropped" if spec.filter.duplicates == "Drop" else "kept"
     if repeated:
-        dropped[f"{verb} as duplicates of an earlier prompt"] = repeated
+        dropped["dropped as duplicates of an earlier prompt"] = repeated
     if conflicting:
         dropped["of these with another answer"] = conflicting
     return dropped

@@ -54,7 +54,6 @@ def advantages(
     group_s: torch.Tensor,
     normalization: Normalization = "Batch",
     baseline: Baseline = "GroupMean",
-    dropped: int = 0,
 ) -> torch.Tensor:
     """Group-centred advantages, float32 ``[S]``.
 
@@ -71,9 +70,8 @@ def advantages(
 
     ``Batch``
         by the standard deviation of all centred rewards given (ScaleRL [P]). The centred rewards have mean zero, so
-        this is their root mean square; whether the paper divides by S or S - 1 is not known [?]. ``dropped`` is the
-        number of sequences in groups removed by the zero-variance filter; they count in the standard deviation with
-        centred rewards of 0, so they only lower it. Whether the paper counts them is not known [?].
+        this is their root mean square; whether the paper divides by S or S - 1, and whether it counts groups that the
+        zero-variance filter drops, is not known [?].
         Magistral's form, (Â - mean) / std over the minibatch, is equal, since the mean of centred rewards is 0.
     ``Group``
         by the group's own standard deviation, over its G members (GRPO: (R - mean) / std [P]).
@@ -95,8 +93,7 @@ def advantages(
     if normalization == "None" or centred_s.numel() == 0:
         return centred_s.float()
     if normalization == "Batch":
-        variance = centred_s.square().sum() / (centred_s.numel() + dropped)
-        return (centred_s / (variance.sqrt() + EPSILON)).float()
+        return (centred_s / (centred_s.square().mean().sqrt() + EPSILON)).float()
     if normalization == "Group":
         index_s, groups = group_indices(group_s)
         zeros_g = torch.zeros(groups, dtype=torch.float64)

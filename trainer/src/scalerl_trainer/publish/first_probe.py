@@ -33,7 +33,7 @@ _PARTS: Final = 4
 
 
 def first_probes(model: Path, spec: RunSpec) -> list[ProbeSequence]:
-    """Up to ``weightSync.probeSequences`` sequences of at least two tokens: the whole text, and parts of it.
+    """Sequences of at least two tokens: the whole text, and parts of it.
 
     ``model`` is the folder with the tokenizer.
     """
@@ -43,4 +43,4 @@ def first_probes(model: Path, spec: RunSpec) -> list[ProbeSequence]:
     size = -(-len(ids) // _PARTS)
     parts = [ids, *(ids[start : start + size] for start in range(0, len(ids), size))]
     sequences = [ProbeSequence(np.array(part[:most], dtype=np.int32), 1) for part in parts]
-    return [s for s in sequences if len(s.token_ids) > 1][: spec.weight_sync.probe_sequences]
+    return [s for s in sequences if len(s.token_ids) > 1]

@@ -65,7 +65,7 @@ def check_dual_clip(loss: str, high: float, dual: float | None) -> None:
 
 
 def clipped_surrogate(
-    ratio_n: torch.Tensor, advantages_n: torch.Tensor, low: float, high: float, dual: float | None
+    ratio_n: torch.Tensor, advantages_n: torch.Tensor, low: float, high: float, dual: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """PPO's surrogate min(r A, clip(r, 1 - low, 1 + high) A), and bool ``[N]``: which tokens it leaves without a gradient.
 

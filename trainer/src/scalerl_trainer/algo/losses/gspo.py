@@ -25,7 +25,6 @@ from scalerl_trainer.algo.losses.base import (
     LossOutput,
     TokenBatch,
     check_clip,
-    check_dual_clip,
     clipped_surrogate,
     sequence_sums,
     weighted,
@@ -39,12 +38,9 @@ class Gspo:
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    dual_clip: float | None = None
-    """As ``PpoClip.dual_clip``, of s; None, the paper's form, for no bound."""
 
     def __post_init__(self) -> None:
         check_clip("GSPO", self.clip_low, self.clip_high)
-        check_dual_clip("GSPO", self.clip_high, self.dual_clip)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, and the number of tokens without a gradient because of the clip (``clipped``).
@@ -62,6 +58,6 @@ class Gspo:
         # for each token, and the clip range is 3e-4 wide.
         ratio_n = (mean_n + (tokens.logprobs_n - own_n)).clamp(max=LOG_RATIO_LIMIT).exp()
         objective_n, clipped_n = clipped_surrogate(
-            ratio_n, tokens.advantages_n, self.clip_low, self.clip_high, self.dual_clip
+            ratio_n, tokens.advantages_n, self.clip_low, self.clip_high
         )
         return LossOutput(weighted(objective_n, tokens), {"clipped": clipped_n.sum()})
