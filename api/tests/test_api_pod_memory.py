@@ -76,14 +76,14 @@ def test_estimates_are_above_measured_ones_by_half_at_most(
 def test_ranks_with_devices_need_copies_of_their_state_on_the_host() -> None:
     """Of the weights, which are read tensor by tensor, a few tensors."""
     devices = spec(trainer={"devices": 8, "replicas": 2, "zeroStage": 3}, generator={"devices": 4})
-    weights, tensor = 2 * QWEN3_30B.parameters, 4 * QWEN3_30B.largest_tensor
+    weights, tensor = 2 * QWEN3_30B.parameters, 4 * QWEN3_30B.largest_parameter
     copy = 12 * QWEN3_30B.parameters / 16
     rank = container_bytes("trainer", QWEN3_30B, devices)
     libraries = LIBRARY_BYTES["trainer"] + ACCELERATOR_LIBRARY_BYTES["trainer"]
     assert rank == pytest.approx(libraries + 1.1 * (copy + 3 * tensor + 2 * 16 * MIB), abs=2)
     assert rank < libraries + weights
     server = container_bytes("server", QWEN3_30B, devices)
-    assert weights > server > 4 * ACCELERATOR_LIBRARY_BYTES["server"] + tensor
+    assert weights > server > 4 * ACCELERATOR_LIBRARY_BYTES["server"] + 4 * QWEN3_30B.largest_tensor
 
 
 def test_preparation_does_not_grow_with_a_given_model() -> None:

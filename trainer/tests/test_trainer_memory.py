@@ -12,6 +12,7 @@ import pytest
 from free_port import free_port
 
 from scalerl_api.memory import ModelSize, rank_memory
+from scalerl_api.source import ScratchExperts
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models.scratch import write_scratch
 
@@ -57,12 +58,66 @@ def test_requests_are_above_what_containers_use() -> None:
         assert 0 < found[container] < estimate, container
 
 
+MIXTURES = {
+    "Mixtral 8x7B": (
+        "mixtral",
+        {"num_local_experts": 8, "num_key_value_heads": 8},
+    ),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_layers_of_experts_are_estimated_as_on_the_meta_device(name: str) -> None:
+    """ZeRO-3 gathers layers, and a publish whole parameters; a config's intermediate size is of one expert, or of none."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, settings = MIXTURES[name]
+    config = AutoConfig.for_model(kind, **settings)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # The files have the experts one by one, so their largest tensor is the embedding.
+    size = ModelSize.of_config(config.to_dict(), count, config.vocab_size * config.hidden_size)
+    assert size is not None
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert size.layer == pytest.approx(layer, rel=1e-3)
+    largest = max(parameter.numel() for parameter in model.parameters())
+    assert largest <= size.largest_parameter < 1.05 * largest
+    # Gathered at stage 3: two layers, and the embeddings.
+    outside = 2 * config.vocab_size * config.hidden_size
+    plan = rank_memory(size, dtype="bfloat16", zero_stage=3, world=16, micro_batch_tokens=64)
+    assert plan.parameters == pytest.approx(2 * (count / 16 + 2 * layer + outside), rel=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")]
+    ("stage", "dtype", "experts"),
+    [
+        (0, "float32", None),
+        (1, "bfloat16", None),
+        (2, "bfloat16", None),
+        (3, "bfloat16", None),
+        (3, "bfloat16", ScratchExperts(count=4)),
+    ],
 )
 def test_plan_is_within_a_tenth_of_the_engines_tensors(
-    tmp_path: Path, processes: Any, stage: int, dtype: Any
+    tmp_path: Path, processes: Any, stage: int, dtype: Any, experts: ScratchExperts | None
 ) -> None:
     """The plan is that of the model on the meta device; the tensors are those of two ranks, between backward pass and update."""
     from scalerl_trainer.models.checkpoint_names import skeleton
@@ -70,7 +125,12 @@ def test_plan_is_within_a_tenth_of_the_engines_tensors(
     folder, bucket = tmp_path / "model", 20_000
     folder.mkdir()
     sizes = ScratchModel(
-        layers=8, hidden_size=320, attention_heads=4, intermediate_size=1024, vocabulary_size=300
+        layers=8,
+        hidden_size=320,
+        attention_heads=4,
+        intermediate_size=1024,
+        vocabulary_size=300,
+        experts=experts,
     )
     write_scratch(folder, sizes, ["0123456789"], seed=0, dtype="bfloat16", context_tokens=64)
     port, pipes = free_port(), []

@@ -60,13 +60,15 @@ class ModelSize:
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
-        """Size of a Llama without grouped-query attention whose tokenizer reaches the maximum vocabulary.
+        """Size of a Llama without grouped-query attention, or of a Mixtral, whose tokenizer reaches the maximum vocabulary.
 
         >>> ModelSize.of_scratch(ScratchModel(layers=4, hidden_size=128, vocabulary_size=128)).parameters
         869504
         """
         h = model.hidden_size
-        layer = 4 * h * h + 3 * h * model.intermediate_size + 2 * h
+        experts = 1 if model.experts is None else model.experts.count
+        router = 0 if model.experts is None else experts * h
+        layer = 4 * h * h + experts * 3 * h * model.intermediate_size + router + 2 * h
         embeddings = model.vocabulary_size * h * (1 if model.tied_embeddings else 2)
         return cls(
             parameters=model.layers * layer + embeddings + h,
@@ -98,6 +100,30 @@ class ModelSize:
         each = each if isinstance(each, int) else hidden // heads
         keys = each * (groups if isinstance(groups, int) else heads)
         return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys)
+
+    @property
+    def _dense_layer(self) -> int:
+        """Parameters of a layer of a Llama, without the norms."""
+        attention = max(4 * self.hidden_size, 2 * (self.query_size + self.key_size))
+        return self.hidden_size * (attention + 3 * self.intermediate_size)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer. With experts the mean, since the other sizes are of one of them, or of another layer."""
+        outside = 2 * self.vocabulary_size * self.hidden_size
+        return max(self._dense_layer, (self.parameters - outside) // max(1, self.layers))
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter: of experts, all of a layer in one, whose first two matrices are two thirds of them.
+
+        >>> mixtral = ModelSize(46_702_792_704, 4096, 32, 14336, 32000, largest_tensor=4096 * 32000, query_size=4096, key_size=1024)
+        >>> experts = 8 * 2 * 14336 * 4096
+        >>> experts <= mixtral.largest_parameter < 1.04 * experts
+        True
+        """
+        experts = 2 * self.layer // 3 if self.layer > self._dense_layer else 0
+        return max(self.largest_tensor, experts)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of adapters of all linear layers of a Llama; an estimate for other architectures, and where sizes of heads are
@@ -216,8 +242,7 @@ def rank_memory(
     parameters = stored * each
     if zero_stage == 3 and world > 1:
         # Parameters gathered for use: at most two layers and the embeddings, never more than the model.
-        layer = 4 * hidden**2 + 3 * hidden * size.intermediate_size
-        parameters += min(count, 2 * layer + 2 * output) * each
+        parameters += min(count, 2 * size.layer + 2 * output) * each
     gradients = share(2) * 4
     if dtype == "float32" and zero_stage == 1:
         gradients += share(1) * 4  # the reduced partition, beside the whole gradients
@@ -237,7 +262,7 @@ def rank_memory(
         zero_stage, 0
     )
     # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
-    largest = max(output, size.largest_tensor)
+    largest = max(output, size.largest_parameter)
     publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
     buckets = max(bucket, update - activations - head) + publish
     parts = RankMemory(parameters, gradients, optimizer, activations, head, buckets, stored * each * frozen)

@@ -93,5 +93,7 @@ def _trainer(size: ModelSize, spec: RunSpec) -> int:
     if not spec.trainer.devices:
         return trainer_rank_bytes(size, spec)
     return (
-        checkpoint_copy(size, spec) + 12 * size.largest_tensor + 2 * quantity_bytes(spec.weight_sync.bucket)
+        checkpoint_copy(size, spec)
+        + 12 * size.largest_parameter
+        + 2 * quantity_bytes(spec.weight_sync.bucket)
     )

@@ -43,8 +43,26 @@ class HubModel(Model):
     """Branch, tag or commit; use a commit for reproducibility."""
 
 
+class ScratchExperts(Model):
+    """Experts in place of each feed-forward layer."""
+
+    count: Annotated[int, Field(ge=2, le=64)] = 4
+    """Experts of a layer."""
+    per_token: Annotated[int, Field(ge=1, le=64)] = 2
+    """Experts that the router chooses for a token."""
+
+    rules = (
+        Rule(
+            "self.perToken <= self.count",
+            "perToken must be at most count",
+            "perToken",
+            lambda experts: experts.per_token <= experts.count,
+        ),
+    )
+
+
 class ScratchModel(Model):
-    """A randomly initialized Llama with a tokenizer trained on the text of the task, for tests and teaching."""
+    """A randomly initialized Llama, or with experts Mixtral, with a tokenizer trained on the text of the task, for tests and teaching."""
 
     layers: Annotated[int, Field(ge=1, le=64)] = 4
     """Transformer blocks."""
@@ -53,7 +71,9 @@ class ScratchModel(Model):
     attention_heads: Annotated[int, Field(ge=1, le=128)] = 4
     """Attention heads per block, without grouped queries."""
     intermediate_size: Annotated[int, Field(ge=16, le=65536)] = 384
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer, or of each expert."""
+    experts: ScratchExperts | None = None
+    """Makes the model a mixture of experts."""
     vocabulary_size: Annotated[int, Field(ge=64, le=65536)] = 512
     """Maximum size; the tokenizer is smaller if the text has no more merges."""
     tied_embeddings: bool = True

@@ -56,6 +56,11 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "checkpoint_seconds": "Seconds in which a checkpoint delayed the trainer",
     "export_seconds": "Seconds in which an export delayed it",
     "entropy": "Mean entropy of the policy over the trained tokens, in nats",
+    "router_entropy": "With experts, the entropy of the routers' softmax, in nats: mean over trained tokens and layers. Even: log of the number "
+    "of experts",
+    "expert_load_max": "With experts, the trained tokens of the busiest one of any layer, in units of the mean over its layer: 1 if even, at most "
+    "experts / experts per token; minus 1 it is MaxVio of arXiv 2408.15664",
+    "expert_load_min": "The same of the least busy one: 0 for one without a token",
     "grad_norm": "Norm of the gradient before clipping; of an update that was not applied (`applied` is 0) the one that was not",
     **{
         f"grad_norm_{kind}": f"Norm of its part for {text}; of applied updates"

@@ -90,7 +90,10 @@ def optional_sections(model: type[BaseModel]) -> Iterator[str]:
 def test_spec_hash_sees_sections_that_are_given_empty() -> None:
     """An empty podTemplate changes nothing, and the model, its adapters and the warm start are immutable; any other section does
     something by being there."""
-    assert set(optional_sections(RunSpec)) - {"pod_template", "scratch", "lora", "warm_start"} <= _SWITCHES
+    assert (
+        set(optional_sections(RunSpec)) - {"pod_template", "scratch", "experts", "lora", "warm_start"}
+        <= _SWITCHES
+    )
 
 
 def test_pods_and_jobs_carry_the_spec_hash() -> None:

@@ -903,7 +903,9 @@ def _stats(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:
         stats |= by_position(RATIO, step_stats.ratios_by_position)
     if step_stats.fresh_ratios_by_position:
         stats |= by_position(SAMPLED, step_stats.fresh_ratios_by_position)
-    stats |= {f"grad_norm_{kind}": norm for kind, norm in step_stats.gradient_norms.items()}
+    stats |= {
+        f"grad_norm_{kind}": norm for kind, norm in step_stats.gradient_norms.items()
+    } | step_stats.routing
     return stats | {
         name if name in (REFERENCE_KL, TEACHER_KL) else f"ratio_{name}_fraction": value
         for name, value in step_stats.loss_means.items()

@@ -46,6 +46,7 @@ from scalerl_trainer.models.checkpoint_names import CheckpointNames
 from scalerl_trainer.models.lora import PEFT, AdapterNames, Adapters, is_adapter, peft_name
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
+from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
 from scalerl_trainer.ranks import RankLost
@@ -77,7 +78,7 @@ class _Accumulated:
 
     sums: torch.Tensor
     """``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of fresh tokens,
-    and the L own sums of the loss."""
+    and the L own sums of the loss; after them those of :class:`.routing.Routing`."""
     differences_n: torch.Tensor
     """log π_train − log π_gen, float32 ``[N]`` on the device, in flat order."""
     names: list[str] = field(default_factory=list)
@@ -128,6 +129,7 @@ class Engine:
         cast_parameters(causal_lm, getattr(torch, settings.dtype))
         policy = Policy(causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes)
         self._policy = policy
+        self._routing = Routing(causal_lm)
         self._reference: FrozenModule | None = None
         self._proximal: FrozenModule | None = None
         self._proximal_updates: int | None = None
@@ -357,7 +359,7 @@ class Engine:
             skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
         computed_at = time.perf_counter()
         update_waited = self._wait_to_update()
-        total = rows.sum(0)
+        total, routing = rows.sum(0), 2 + _TABLES + len(done.names)
         sampled = batch.generator_logprobs_n is not None
         known = bool(counts[:, 6].any())
         gradient_norm, gradient_norms = math.nan, dict[str, float]()
@@ -396,8 +398,9 @@ class Engine:
             fresh_ratios_by_position=fresh if known else (),
             loss_means={
                 name: float(value) / trainable
-                for name, value in zip(done.names, total[2 + _TABLES :], strict=True)
+                for name, value in zip(done.names, total[2 + _TABLES : routing], strict=True)
             },
+            routing=self._routing.figures(total[routing:], trainable),
             seconds={
                 "pack": packed_at - begin,
                 "compute": computed_at - packed_at - waited,
@@ -638,7 +641,8 @@ class Engine:
         for micro, real in self._micro_batches(packed, count):
             reference_m = self._reference_logprobs(micro)
             proximal_m = self._frozen_logprobs(proximal, micro)
-            logprobs_m, entropies_m = self._forward(micro)
+            with self._routing.counted(micro.predict_at_m if real else None):
+                logprobs_m, entropies_m = self._forward(micro)
             tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
             if masked_n is not None and real:
                 masked_m = masked_n[micro.flat_m].to(self.device)
@@ -668,6 +672,7 @@ class Engine:
                 done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
         if done is None:
             raise EngineError("a batch with trainable tokens has no micro-batch")
+        done.sums = torch.cat([done.sums, self._routing.take(self.device)])
         if self.settings.gradient_guard is not None:
             done.ordinary, done.outliers_n = ordinary, outliers_n
         return done

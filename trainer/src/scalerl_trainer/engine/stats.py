@@ -96,6 +96,8 @@ class StepStats:
     generator log-probabilities."""
     loss_means: dict[str, float] = field(default_factory=dict)
     """The loss's own statistics, as means over trainable tokens."""
+    routing: dict[str, float] = field(default_factory=dict)
+    """Figures of :meth:`.routing.Routing.figures`; empty for a model without experts."""
     seconds: dict[str, float] = field(default_factory=dict)
     """This rank's durations: ``pack``, ``compute`` (forward and backward), ``wait`` (for what reads the weights on another
     thread), ``update`` (the rest of the gradient reduction and the optimizer), ``total``."""

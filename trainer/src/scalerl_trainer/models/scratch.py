@@ -1,6 +1,6 @@
-"""Writes a randomly initialised Llama, without torch and transformers, which take 10 s to import.
+"""Writes a randomly initialised Llama or Mixtral, without torch and transformers, which take 10 s to import.
 
-The files are those of ``LlamaForCausalLM.save_pretrained``. The weights are normally distributed, the norms' weights are
+The files are those of ``LlamaForCausalLM.save_pretrained``, or of ``MixtralForCausalLM`` for a model with experts. The weights are normally distributed, the norms' weights are
 one, and the tokenizer is a byte-level BPE with one token per digit (arithmetic on merged digits is needlessly hard).
 """
 
@@ -54,7 +54,7 @@ def write_scratch(
     )
     special = {"eos_token_id": tokenizer.token_to_id(EOS), "pad_token_id": tokenizer.token_to_id(PAD)}
     _write_json(directory / "generation_config.json", special)
-    config = llama_config(model, vocabulary, dtype, context_tokens) | special
+    config = scratch_config(model, vocabulary, dtype, context_tokens) | special
     _write_json(directory / "config.json", config)
     write_safetensors(directory / "model.safetensors", model, vocabulary, seed, dtype)
 
@@ -99,7 +99,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
 def llama_config(
     model: ScratchModel, vocabulary: int, dtype: Dtype, context_tokens: int
 ) -> dict[str, object]:
-    """``config.json`` of a :class:`ScratchModel`."""
+    """``config.json`` of a :class:`ScratchModel` without experts."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -123,6 +123,22 @@ def llama_config(
     }
 
 
+def scratch_config(
+    model: ScratchModel, vocabulary: int, dtype: Dtype, context_tokens: int
+) -> dict[str, object]:
+    """``config.json`` of a :class:`ScratchModel`."""
+    config = llama_config(model, vocabulary, dtype, context_tokens)
+    if model.experts is None:
+        return config
+    return config | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": model.experts.count,
+        "num_experts_per_tok": model.experts.per_token,
+        "sliding_window": None,
+    }
+
+
 def initial_weights(model: ScratchModel, vocabulary: int, seed: int) -> Iterator[tuple[str, Array]]:
     """Names and initial values of all parameters, float32; each depends only on ``seed``, its name and its shape."""
     deviation = np.float32(model.initializer_range)
@@ -142,9 +158,17 @@ def parameter_shapes(model: ScratchModel, vocabulary: int) -> Iterator[tuple[str
         prefix = f"model.layers.{layer}"
         for part in "qkvo":
             yield f"{prefix}.self_attn.{part}_proj.weight", (hidden, hidden)
-        yield f"{prefix}.mlp.gate_proj.weight", (wide, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (wide, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, wide)
+        if model.experts is None:
+            yield f"{prefix}.mlp.gate_proj.weight", (wide, hidden)
+            yield f"{prefix}.mlp.up_proj.weight", (wide, hidden)
+            yield f"{prefix}.mlp.down_proj.weight", (hidden, wide)
+        else:
+            yield f"{prefix}.block_sparse_moe.gate.weight", (model.experts.count, hidden)
+            for expert in range(model.experts.count):
+                each = f"{prefix}.block_sparse_moe.experts.{expert}"
+                yield f"{each}.w1.weight", (wide, hidden)
+                yield f"{each}.w2.weight", (hidden, wide)
+                yield f"{each}.w3.weight", (wide, hidden)
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
