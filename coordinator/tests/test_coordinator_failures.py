@@ -14,6 +14,7 @@ from coordinator_client import Client, ErrorAnswer, make_group
 from coordinator_disks import FullDisk, ReadOnlyDisk
 
 from scalerl_api import endpoints, wire
+from scalerl_api.roles import LEASE_SECONDS
 from scalerl_coordinator import core as core_module
 from scalerl_coordinator import server as server_module
 from scalerl_coordinator.frames import CorruptJournal
@@ -186,7 +187,7 @@ async def test_heartbeat_keeps_leases_of_unsent_answer(local, visitor):
         await asyncio.sleep(0.2)
     leases = (await asking).leases
     assert len(leases) == 15
-    assert all(lease.remaining_seconds < 26 for lease in leases)  # leased for 30, and 12 · 0.5 s late
+    assert all(lease.remaining_seconds < LEASE_SECONDS - 4 for lease in leases)  # 12 · 0.5 s late
     reply = await visitor.push(member, [make_group(lease) for lease in leases])
     assert set(reply.results) == {"accepted"}
 

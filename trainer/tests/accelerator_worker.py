@@ -153,6 +153,10 @@ class PlainEngine:
         self.optimizer.zero_grad()
         return self.optimizer.gradient_norm
 
+    def gradient_norms(self, norm: float) -> dict[str, float]:
+        del norm
+        return {}
+
     @contextmanager
     def gathered(self, parameters: Any) -> Iterator[None]:
         del parameters

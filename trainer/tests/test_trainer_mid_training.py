@@ -304,7 +304,7 @@ def test_examples_of_a_mix_have_its_proportions(tmp_path: Path) -> None:
         [ids for ids, _ in (pairs[i] for i in range(80))]
     )
     assert abs(sum("say" in text for text in texts) - 20) < 2
-    assert len(held_out_examples(mixed, paths.base_model)) == 4
+    assert len(held_out_examples(mixed, paths.base_model)) == 2 + 3
     assert solved_pairs(mixed, paths.base_model).digest == pairs.digest
 
 

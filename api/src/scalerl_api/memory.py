@@ -109,9 +109,13 @@ class ModelSize:
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer. With experts the mean, since the other sizes are of one of them, or of another layer."""
+        """Parameters of a layer. With experts the mean, since the other sizes are of one of them, or of another layer.
+
+        Layers a quarter larger than a dense one have experts: norms and biases take less, a second expert more.
+        """
         outside = 2 * self.vocabulary_size * self.hidden_size
-        return max(self._dense_layer, (self.parameters - outside) // max(1, self.layers))
+        mean = (self.parameters - outside) // max(1, self.layers)
+        return mean if 4 * mean > 5 * self._dense_layer else self._dense_layer
 
     @property
     def largest_parameter(self) -> int:
@@ -121,6 +125,8 @@ class ModelSize:
         >>> experts = 8 * 2 * 14336 * 4096
         >>> experts <= mixtral.largest_parameter < 1.04 * experts
         True
+        >>> ModelSize(13_015_864_320, 5120, 40, 13824, 32000, largest_tensor=5120 * 32000, query_size=5120, key_size=5120).largest_parameter
+        163840000
         """
         experts = 2 * self.layer // 3 if self.layer > self._dense_layer else 0
         return max(self.largest_tensor, experts)

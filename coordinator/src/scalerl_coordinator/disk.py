@@ -1,6 +1,6 @@
 """The run's volume: the system calls that can fail for lack of space, files that are replaced whole, and files of lines.
 
-Why there is no database: ``docs/adr/0030-files-not-a-database.md``. Blocking I/O; functions and methods raise OSError.
+Why there is no database: ``docs/adr/0032-files-not-a-database.md``. Blocking I/O; functions and methods raise OSError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Disk:
             rest = rest[self.write(fd, rest) :]
 
     def write_synced(self, path: Path, data: Buffer, mode: int = 0o666) -> None:
-        """Write a new file, or one that replaces ``path`` in place, to disk."""
+        """Write a file that nothing reads yet, to disk."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             self.write_all(fd, data)
@@ -84,7 +84,10 @@ def size_of_whole_lines(fd: int) -> int:
 
 
 class LineFile:
-    """An optional file of lines that is appended to, by one thread. It leaves the reserve of the volume, and is not synced."""
+    """An optional file of lines that is appended to, by one thread. It leaves the reserve of the volume, and is not synced.
+
+    A coordinator that was replaced may append late, within another's line: readers leave out lines that are none.
+    """
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path = path
@@ -109,7 +112,7 @@ class LineFile:
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             if not whole:
-                os.ftruncate(fd, size_of_whole_lines(fd))
+                self._disk.truncate(fd, size_of_whole_lines(fd))
             self._disk.write_all(fd, lines)
         finally:
             os.close(fd)

@@ -269,7 +269,7 @@ class _RunCollector(Collector):
             (
                 "timed_out_leases",
                 counts.timed_out_leases,
-                "Training leases without progress for 30 minutes.",
+                "Training leases without progress for the time of a lease.",
             ),
             (
                 "refilled_rollouts",

@@ -396,8 +396,9 @@ def imported(given: PythonFunction, field: str = "verifier.python") -> Any:
     except ModuleNotFoundError as error:
         where = given.path or f"module {given.module}"
         raise VerifierError(
-            f"{where} cannot be imported: there is no module {error.name!r}{_place(error, given.path)}; install it where completions "
-            "are graded: in this environment, on a cluster in images.generator and images.trainer; or move the function to a file without it"
+            f"{where} cannot be imported: there is no module {error.name!r}{_place(error, given.path)}; if only a trainer in "
+            'that file needs it, move the function to a file of its own, or what trains below if __name__ == "__main__":; else install it '
+            "where completions are graded: in this environment, on a cluster in images.generator and images.trainer"
         ) from None
     except BaseException as error:
         advice = f"; install its package and give {field}.module" if "relative import" in str(error) else ""

@@ -110,7 +110,7 @@ class DeepSpeedEngine:
             config=config,
             dist_init_required=False,
         )
-        self._norms = GradientNorms(optimizer, self._held_by_kind(), shared=self._stage == 0)
+        self._norms = GradientNorms(optimizer, self._held_by_kind(), shared=self._stage == 0, device=device)
         # Otherwise its collectives, such as those of a publish under ZeRO-3, would have torch's default timeout: ten minutes
         # over NCCL.
         limit_as_default(self.engine.seq_data_parallel_group, device)

@@ -48,12 +48,12 @@ class GradientNorms:
         parts: Iterable[tuple[str, torch.Tensor, slice]],
         *,
         shared: bool,
+        device: torch.device,
     ) -> None:
         self._shared = shared
         self._parts: dict[torch.Tensor, list[tuple[int, slice]]] = {}
         for kind, flat, elements in parts:
             self._parts.setdefault(flat, []).append((_KINDS.index(kind), elements))
-        device = next((flat.device for flat in self._parts), torch.device("cpu"))
         self._squares = torch.zeros(len(_KINDS), dtype=torch.float64, device=device)
         # DeepSpeed steps its optimizer once for each group of parameters, and frees a group's gradient after its step.
         optimizer.register_step_pre_hook(self._measure)
@@ -66,10 +66,12 @@ class GradientNorms:
     def _measure(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for flat in group["params"]:
-                if flat.grad is not None:
+                parts = self._parts.get(flat)
+                if flat.grad is not None and parts:
                     gradient = flat.grad.view(-1)
-                    for kind, elements in self._parts.get(flat, ()):
-                        self._squares[kind] += torch.linalg.vector_norm(gradient[elements]).double() ** 2
+                    norms = torch.stack(torch._foreach_norm([gradient[elements] for _, elements in parts]))
+                    kinds = torch.tensor([kind for kind, _ in parts], device=norms.device)
+                    self._squares.index_add_(0, kinds, norms.double() ** 2)
 
     def by_kind(self, norm: float) -> dict[str, float]:
         """Norms of the step's gradient before clipping, by kind; kinds without a gradient are left out. A collective, but for ``shared``.

@@ -155,7 +155,9 @@ class _ChunkedLogprob(torch.autograd.Function):
             grad_hidden_md[part] = (delta_cv @ matrix_vd).to(hidden_md.dtype)
             if grad_weight_vd is not None and delta_cv.dtype == torch.float32:
                 grad_weight_vd.addmm_(delta_cv.t(), states_cd.float())
-            elif grad_weight_vd is not None:
+            elif (
+                grad_weight_vd is not None
+            ):  # a product in bfloat16 cannot be added to float32 by the same call
                 grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
         grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
         grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)

@@ -28,7 +28,16 @@ class Routing:
     def __init__(self, causal_lm: Any) -> None:
         recorder = (getattr(causal_lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
         kind = getattr(recorder, "target_class", None)
-        routers = [] if kind is None else [m for m in causal_lm.base_model.modules() if isinstance(m, kind)]
+        part = getattr(recorder, "layer_name", None) or ""
+        # A model whose routers are recorded in another way has no figures.
+        routers = [
+            module
+            for name, module in causal_lm.base_model.named_modules()
+            if kind is not None
+            and isinstance(module, kind)
+            and part in name
+            and hasattr(module, "num_experts")
+        ]
         self._index = getattr(recorder, "index", 0)
         self._at_m: torch.Tensor | None = None
         self._load: dict[int, torch.Tensor] = {}
@@ -41,10 +50,13 @@ class Routing:
     def _hook(self, layer: int) -> Any:
         @torch.no_grad()
         def count(_: nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> None:
-            if self._at_m is None:
+            # Some families return scores alone, or those of each sequence apart: they have no figures.
+            if self._at_m is None or not isinstance(output, tuple):
                 return
+            chosen_xk = next((each for each in output if not each.is_floating_point()), None)
             logits_xe = output[self._index]
-            chosen_xk = next(each for each in output if not each.is_floating_point())
+            if chosen_xk is None or logits_xe.ndim != 2:
+                return
             self._at_m = at_m = self._at_m.to(logits_xe.device)
             log_me = logits_xe.index_select(0, at_m).float().log_softmax(-1)
             entropy = -(log_me.exp() * log_me).sum(dtype=torch.float64)
@@ -79,9 +91,10 @@ class Routing:
         The entropy is the mean over tokens and layers. Loads are in units of the mean over a layer's experts: 1 for all of them
         if they are even; the largest and the smallest of any layer. The largest minus 1 is MaxVio of arXiv 2408.15664.
         """
-        if not self._layers:
-            return {}
         table = sums.view(self._layers, 1 + self._experts)
+        table = table[table[:, 1:].sum(1) > 0]
+        if not len(table):
+            return {}
         load_le = table[:, 1:] / table[:, 1:].mean(1, keepdim=True).clamp_min(1e-9)
         return {
             ROUTER_ENTROPY: float(table[:, 0].mean()) / tokens,
