@@ -334,7 +334,7 @@ def test_removed_fields_that_chose_other_data_are_named() -> None:
         ("spec.task.heldOut.seed", "is 7", what),
         ("spec.evaluation.sets.0.task.seed", "is 1", what),
     ]
-    mix = [{"name": "a", "task": {"heldOut": {"seed": 3}, "dataset": {"filter": {"duplicates": "Keep"}}}}]
+    mix = [{"name": "a", "heldOut": {"seed": 3}, "dataset": {"filter": {"duplicates": "Keep"}}}]
     own = {"dataset": {"filter": {"duplicates": "Keep"}}}
     assert len(lost_data_fields({"task": {"mix": mix}, "warmStart": own})) == 3
     same: Any = {
@@ -348,6 +348,14 @@ def test_removed_fields_that_chose_other_data_are_named() -> None:
         "evaluation": {"sets": [{"task": {"seed": 0}}]},
     }
     assert lost_data_fields(same) == []
+
+
+def test_a_typo_of_an_environment_beside_a_verifier_is_named() -> None:
+    environment: dict[str, Any] = {"name": "tool", "parameters": {"tools": ["calculator"]}}
+    (found,) = problems(with_field("spec.task.environment", environment))
+    assert "environment.name is 'tool': did you mean 'tools'?" in found
+    (found,) = problems(with_field("spec.task.environment", {"name": "nim"}))
+    assert "did you mean" not in found
 
 
 def test_written_values_parse_alike_in_every_reader() -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import completed
+from scalerl_api.source import USE_VERIFIER
 from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
 
 
@@ -345,9 +346,19 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
             hint = (
                 f"got {given!r}"
                 if isinstance(given, str | int | float | bool) and repr(given) not in message
-                else ""
+                else _meant_environment(message, given)
             )
             yield SpecProblem(where, message, hint)
+
+
+def _meant_environment(message: str, given: Any) -> str:
+    """Of a task with a verifier and an environment: the name of one that uses a verifier, if its own is close to it."""
+    environment = given.get("environment") if isinstance(given, dict) else None
+    name = environment.get("name") if isinstance(environment, dict) else None
+    if not message.startswith("give exactly one of verifier") or not isinstance(name, str):
+        return ""
+    close = difflib.get_close_matches(name, set(USE_VERIFIER) - {name}, n=1)
+    return f"environment.name is {name!r}: did you mean {close[0]!r}?" if close else ""
 
 
 def _field_names(model: type[BaseModel], location: list[str]) -> list[str]:

@@ -81,9 +81,7 @@ def _with_paths(base: Path, value: Any) -> Any:
     """Parameters in which each ``path`` is absolute."""
     if isinstance(value, dict):
         return {
-            name: _absolute(base, one)
-            if name == "path" and isinstance(one, str)
-            else _with_paths(base, one)
+            name: _absolute(base, one) if name == "path" and isinstance(one, str) else _with_paths(base, one)
             for name, one in value.items()
         }
     return [_with_paths(base, one) for one in value] if isinstance(value, list) else value

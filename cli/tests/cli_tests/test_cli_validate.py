@@ -407,7 +407,9 @@ def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.C
     assert lines[-1] == "3 of 4 files cannot be used"
 
 
-def test_files_of_tools_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_tools_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tools = ["calculator", {"search": {"path": "passages.jsonl", "results": 2}}]
     environment = {"name": "tools", "parameters": {"tools": tools}}
     (run := tmp_path / "run").mkdir()
@@ -421,7 +423,8 @@ def test_files_of_tools_are_found_from_another_folder(tmp_path: Path, monkeypatc
     own = {"python": {"path": "own.py", "className": "A"}, "parameters": {"path": "a"}}
     (run / "run.yaml").write_text(changed(spec__task__environment=own, spec__task__verifier=REMOVE))
     spec = load(Path("run/run.yaml")).spec
-    assert spec.task.environment is not None and spec.task.environment.parameters == {"path": "a"}
+    assert spec.task.environment is not None
+    assert spec.task.environment.parameters == {"path": "a"}
 
 
 def test_suspended_run_is_fine_but_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

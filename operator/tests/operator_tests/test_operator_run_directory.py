@@ -204,7 +204,9 @@ def test_resume_names_a_removed_field_that_chose_other_data(tmp_path: Path) -> N
         manifest["spec"]["task"]["heldOut"]["seed"] = seed
         file.write_text(yaml.safe_dump(manifest))
         if refused:
-            with pytest.raises(DirectoryProblem, match=r"spec\.task\.heldOut\.seed: is 7, .*finish it with the release"):
+            with pytest.raises(
+                DirectoryProblem, match=r"spec\.task\.heldOut\.seed: is 7, .*finish it with the release"
+            ):
                 RunDirectory.resume(tmp_path / "run", run_spec())
         else:
             RunDirectory.resume(tmp_path / "run", run_spec()).release()
