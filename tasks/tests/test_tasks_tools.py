@@ -284,6 +284,15 @@ def test_the_digest_has_what_tools_read(tmp_path: Path) -> None:
     assert grading_digest(section, tmp_path) != first
 
 
+def test_a_sandbox_that_cannot_start_is_of_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scalerl_tasks.sandbox.launcher.COMMAND", "")
+    tools = Tools(tools=["python"])
+    with pytest.raises(
+        VerifierError, match=r"^environment\.parameters\.tools: the tool python: the sandbox cannot"
+    ):
+        tools.open()
+
+
 # --- calls in replies -------------------------------------------------------------------------------
 
 LLAMA3 = ToolsConfig.read(["calculator", "python"], "Llama3")

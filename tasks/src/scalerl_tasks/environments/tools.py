@@ -85,7 +85,7 @@ class Tools:
         for at, tool in enumerate(self._config.tools):
             if tool.kind == "python":
                 limits = Limits(tool.options.get("seconds", 4), self._memory_bytes)
-                self._sandboxes[at] = Sandbox.start(limits, what=_TOOL_PYTHON)
+                self._sandboxes[at] = Sandbox.start(limits, user=_TOOL_PYTHON)
 
     def close(self) -> None:
         """End the sandboxes."""

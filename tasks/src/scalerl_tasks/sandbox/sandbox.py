@@ -177,18 +177,18 @@ class Sandbox:
         self._ended: dict[int, tuple[bytes, int]] = {}
 
     @classmethod
-    def start(cls, limits: Limits, *, namespaces: bool = True, what: str = "verifier.code") -> Sandbox:
+    def start(cls, limits: Limits, *, namespaces: bool = True, user: str = "verifier.code") -> Sandbox:
         """Start a launcher.
 
         Args:
             limits: of each program.
             namespaces: whether to use namespaces, if the kernel allows them.
-            what: runs the programs, for messages.
+            user: runs the programs, for messages.
 
         Raises:
             VerifierError: programs cannot be run here; the message names what is missing.
         """
-        check_kernel(what)
+        check_kernel(user)
         paths = sysconfig.get_paths()
         runtime = dict.fromkeys(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
         text = ",".join(str(getattr(limits, field.name)) for field in fields(limits))
@@ -206,7 +206,7 @@ class Sandbox:
         if what != launcher.READY:
             sandbox.close()
             text = packet[launcher.REPLY.size :].decode("utf-8", "replace") or "its process ended"
-            raise VerifierError(f"{what}: the sandbox cannot be set up: {text}")
+            raise VerifierError(f"{user}: the sandbox cannot be set up: {text}")
         sandbox.namespaces = bool(layers)
         return sandbox
 
