@@ -355,7 +355,7 @@ def _meant_environment(message: str, given: Any) -> str:
     """Of a task with a verifier and an environment: the name of one that uses a verifier, if its own is close to it."""
     environment = given.get("environment") if isinstance(given, dict) else None
     name = environment.get("name") if isinstance(environment, dict) else None
-    if not message.startswith("give exactly one of verifier") or not isinstance(name, str):
+    if not message.startswith(("give exactly one of verifier", "give verifier")) or not isinstance(name, str):
         return ""
     close = difflib.get_close_matches(name, set(USE_VERIFIER) - {name}, n=1)
     return f"environment.name is {name!r}: did you mean {close[0]!r}?" if close else ""
