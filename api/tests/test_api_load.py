@@ -9,7 +9,15 @@ import yaml
 from annotated_types import Le
 
 from scalerl_api import load
-from scalerl_api.load import SpecError, accepted_run, load_accepted_run, parse_run, run_from_object, to_yaml
+from scalerl_api.load import (
+    SpecError,
+    accepted_run,
+    load_accepted_run,
+    lost_data_fields,
+    parse_run,
+    run_from_object,
+    to_yaml,
+)
 from scalerl_api.roles import LEASE_SECONDS
 from scalerl_api.source import EnvironmentSpec, VerifierSpec
 from scalerl_api.spec import ScaleRLRun
@@ -316,6 +324,38 @@ def test_accepted_spec_with_removed_fields_is_read_without_them() -> None:
             section = section[int(part)] if part.isdecimal() else section[part]
         del section[last]
     assert spec == run_from_object(obj).spec
+
+
+def test_removed_fields_that_chose_other_data_are_named() -> None:
+    found = [(one.where, one.message.split(",")[0], one.hint) for one in lost_data_fields(REMOVED)]
+    what = "finish it with the release that began it, or start a new run"
+    assert found == [
+        ("spec.task.dataset.filter.duplicates", "is 'Keep'", what),
+        ("spec.task.heldOut.seed", "is 7", what),
+        ("spec.evaluation.sets.0.task.seed", "is 1", what),
+    ]
+    mix = [{"name": "a", "heldOut": {"seed": 3}, "dataset": {"filter": {"duplicates": "Keep"}}}]
+    own = {"dataset": {"filter": {"duplicates": "Keep"}}}
+    assert len(lost_data_fields({"task": {"mix": mix}, "warmStart": own})) == 3
+    same: Any = {
+        "seed": 5,
+        "task": {
+            "heldOut": {"seed": 0},
+            "dataset": {"filter": {"duplicates": "Drop"}},
+            "reasoningGym": {"seed": 9},
+            "environment": {"parameters": {"heldOut": {"seed": 4}}},
+        },
+        "evaluation": {"sets": [{"task": {"seed": 0}}]},
+    }
+    assert lost_data_fields(same) == []
+
+
+def test_a_typo_of_an_environment_beside_a_verifier_is_named() -> None:
+    environment: dict[str, Any] = {"name": "tool", "parameters": {"tools": ["calculator"]}}
+    (found,) = problems(with_field("spec.task.environment", environment))
+    assert "environment.name is 'tool': did you mean 'tools'?" in found
+    (found,) = problems(with_field("spec.task.environment", {"name": "nim"}))
+    assert "did you mean" not in found
 
 
 def test_written_values_parse_alike_in_every_reader() -> None:

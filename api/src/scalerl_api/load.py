@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import completed
+from scalerl_api.source import USE_VERIFIER
 from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
 
 
@@ -238,8 +239,48 @@ def accepted_run(obj: Mapping[str, Any]) -> ScaleRLRun:
         return run
 
 
+def lost_data_fields(spec: Mapping[str, Any]) -> list[SpecProblem]:
+    """Fields of a stored spec that this release does not have and whose values chose other data: with them, the run cannot continue.
+
+    Values that are now constants are no problem; other removed fields change no data, and :func:`accepted_run` drops them.
+    """
+    return [
+        SpecProblem(
+            path,
+            f"is {value!r}, and this release has only {_LOST[lost[0]]!r}, with which the run would have other prompts",
+            "finish it with the release that began it, or start a new run",
+        )
+        for path, value in _values(spec, "spec")
+        if (lost := _LOST_FIELD.search(path)) and value != _LOST[lost[0]]
+    ]
+
+
+_LOST: Mapping[str, object] = {
+    ".heldOut.seed": 0,
+    ".task.seed": 0,
+    ".dataset.filter.duplicates": "Drop",
+}
+_LOST_FIELD = re.compile("|".join(f"{re.escape(path)}$" for path in _LOST))
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and value of each field, but for the free ones of ``parameters``."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            if name != "parameters":
+                yield from _values(one, f"{path}.{name}")
+    elif isinstance(value, list):
+        for at, one in enumerate(value):
+            yield from _values(one, f"{path}.{at}")
+    elif value is not None:
+        yield path, value
+
+
 def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
-    """The model with the values of ``given``, even if they violate a rule; unknown fields are dropped."""
+    """The model with the values of ``given``, even if they violate a rule; unknown fields are dropped.
+
+    What continues a run asks :func:`lost_data_fields` first.
+    """
     values: dict[str, Any] = {}
     if model is RecipeSpec:
         given = completed(given)
@@ -305,9 +346,19 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
             hint = (
                 f"got {given!r}"
                 if isinstance(given, str | int | float | bool) and repr(given) not in message
-                else ""
+                else _meant_environment(message, given)
             )
             yield SpecProblem(where, message, hint)
+
+
+def _meant_environment(message: str, given: Any) -> str:
+    """Of a task with a verifier and an environment: the name of one that uses a verifier, if its own is close to it."""
+    environment = given.get("environment") if isinstance(given, dict) else None
+    name = environment.get("name") if isinstance(environment, dict) else None
+    if not message.startswith(("give exactly one of verifier", "give verifier")) or not isinstance(name, str):
+        return ""
+    close = difflib.get_close_matches(name, set(USE_VERIFIER) - {name}, n=1)
+    return f"environment.name is {name!r}: did you mean {close[0]!r}?" if close else ""
 
 
 def _field_names(model: type[BaseModel], location: list[str]) -> list[str]:

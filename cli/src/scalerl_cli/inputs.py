@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from scalerl_api import plugins
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
-from scalerl_api.source import ProblemSpec, PromptSpec
+from scalerl_api.source import EnvironmentSpec, ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
@@ -66,6 +66,8 @@ def _placed(base: Path, section: Section) -> Section:
             new = _absolute(base, value)
         elif name == "files" and value is not None:
             new = [_absolute(base, one) for one in value]
+        elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.name == "tools":
+            new = _with_paths(base, value)
         elif isinstance(value, BaseModel):
             new = _placed(base, value)
         elif isinstance(value, list):
@@ -73,6 +75,16 @@ def _placed(base: Path, section: Section) -> Section:
         if new != value:
             changed[name] = new
     return section.model_copy(update=changed) if changed else section
+
+
+def _with_paths(base: Path, value: Any) -> Any:
+    """Parameters in which each ``path`` is absolute."""
+    if isinstance(value, dict):
+        return {
+            name: _absolute(base, one) if name == "path" and isinstance(one, str) else _with_paths(base, one)
+            for name, one in value.items()
+        }
+    return [_with_paths(base, one) for one in value] if isinstance(value, list) else value
 
 
 def _absolute(base: Path, path: str) -> str:

@@ -407,6 +407,26 @@ def test_all_problems_of_all_files_are_reported(tmp_path: Path, capsys: pytest.C
     assert lines[-1] == "3 of 4 files cannot be used"
 
 
+def test_files_of_tools_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = ["calculator", {"search": {"path": "passages.jsonl", "results": 2}}]
+    environment = {"name": "tools", "parameters": {"tools": tools}}
+    (run := tmp_path / "run").mkdir()
+    (run / "passages.jsonl").write_text('{"text": "a"}\n')
+    (run / "run.yaml").write_text(changed(spec__task__environment=environment))
+    monkeypatch.chdir(tmp_path)
+    spec = load(Path("run/run.yaml")).spec
+    assert spec.task.environment is not None
+    assert list(spec.task.environment.tool_files.values()) == [str(run / "passages.jsonl")]
+    assert main(["validate", "run/run.yaml"]) == 0
+    own = {"python": {"path": "own.py", "className": "A"}, "parameters": {"path": "a"}}
+    (run / "run.yaml").write_text(changed(spec__task__environment=own, spec__task__verifier=REMOVE))
+    spec = load(Path("run/run.yaml")).spec
+    assert spec.task.environment is not None
+    assert spec.task.environment.parameters == {"path": "a"}
+
+
 def test_suspended_run_is_fine_but_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(changed(spec__suspend=True))

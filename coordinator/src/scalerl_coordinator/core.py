@@ -470,5 +470,6 @@ def check_identity(state: CoordinatorState, settings: Settings) -> None:
         raise Refusal(
             "identity",
             f"the journal belongs to a run with other settings ({differences}); "
-            f"restore them, or start in an empty directory",
+            f"restore them, or start in an empty directory; if an upgrade removed one (CHANGELOG.md), finish the run with the release "
+            f"that began it",
         )

@@ -9,6 +9,7 @@ from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
+from scalerl_api.source import EnvironmentSpec
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
 from scalerl_operator.workloads import (
@@ -94,18 +95,19 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
             grader = one, task.reasoning_gym if one.name == "reasoning-gym" else None
             if grader not in graders and one.http is None:
                 graders.append(grader)
-    environments = {
-        own.model_dump_json(): own
-        for task in spec.tasks
-        if (own := task.stepping_environment) and own.url is None
-    }
+    environments: list[tuple[EnvironmentSpec, list[VerifierSpec], str]] = []
+    for task in spec.tasks:
+        if (own := task.stepping_environment) is not None and own.url is None:
+            key = own, list(task.scoring), task.combine  # one beside a verifier is started for each scoring
+            if key not in environments:
+                environments.append(key)
     return sum(
         (quantity_bytes(verifier.memory) + (quantity_bytes(verifier.code.memory) if verifier.code else 0))
         * verifier.workers
         for verifier, _ in graders
     ) + sum(
         quantity_bytes(own.memory) * own.workers * (2 if own.name == "tools" else 1)  # and that of a program
-        for own in environments.values()
+        for own, _, _ in environments
     )
 
 

@@ -77,6 +77,30 @@ def test_resources_follow_the_spec() -> None:
     assert made.devices() == 8
 
 
+def test_tools_of_equal_environments_are_started_for_each_scoring() -> None:
+    def memory_bytes(*verifiers: str) -> int:
+        environment = {"name": "tools", "parameters": {"tools": ["python"]}}
+        mix = [
+            {
+                "name": f"t{at}",
+                "weight": "0.5",
+                "reasoningGym": {"name": "chain_sum", "size": 500},
+                "verifier": {"name": name, "memory": "256Mi"},
+                "heldOut": {"size": 4},
+                "environment": environment,
+            }
+            for at, name in enumerate(verifiers)
+        ]
+        run = run_spec(task={"mix": mix})
+        _, actor = plan(run).workload(Role.GENERATOR).containers
+        assert actor.resources.memory_bytes is not None
+        return actor.resources.memory_bytes
+
+    once = memory_bytes("exact", "exact")
+    assert memory_bytes("exact", "number") == 2 * once
+    assert once == (256 << 20) + (2 << 30)
+
+
 @pytest.mark.parametrize(
     ("trainer", "ranks", "per_node", "devices"),
     [

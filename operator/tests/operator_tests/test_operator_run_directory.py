@@ -194,3 +194,19 @@ def test_resume_lets_the_old_run_end_in_order(tmp_path: Path) -> None:
         directory = RunDirectory.resume(root, run_spec())
         assert (root / "left-in-order").exists()
         directory.release()
+
+
+def test_resume_names_a_removed_field_that_chose_other_data(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "run", run_spec()).release()
+    file = tmp_path / "run" / "run.yaml"
+    manifest = yaml.safe_load(file.read_text())
+    for seed, refused in ((7, True), (0, False)):
+        manifest["spec"]["task"]["heldOut"]["seed"] = seed
+        file.write_text(yaml.safe_dump(manifest))
+        if refused:
+            with pytest.raises(
+                DirectoryProblem, match=r"spec\.task\.heldOut\.seed: is 7, .*finish it with the release"
+            ):
+                RunDirectory.resume(tmp_path / "run", run_spec())
+        else:
+            RunDirectory.resume(tmp_path / "run", run_spec()).release()

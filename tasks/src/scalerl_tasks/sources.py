@@ -319,6 +319,9 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         if (named := spec.environment.installed) is not None:
             kept["code"] = code_digest(module=entry_of(Kind.ENVIRONMENT, named.name).module)
         if files := spec.environment.tool_files:
+            for tool in kept["parameters"]["tools"]:  # the content counts, not its place
+                if isinstance(tool, dict) and isinstance(tool.get("search"), dict):
+                    tool["search"] = tool["search"] | {"path": ""}
             kept["files"] = [
                 _file_digest((directory or Path()) / path, field) for field, path in files.items()
             ]

@@ -183,6 +183,7 @@ def _section_problems(
         except VerifierError as error:
             name = "name" if group_problem(section) else "parameters"
             yield TaskProblem(f"{field}.environment.{name}", str(error))
+            return
         scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
             source = open_dataset(section.dataset, directory, progress)
@@ -313,6 +314,8 @@ def _source_problem(where: str, task: ProblemSpec, error: Exception) -> TaskProb
             field = ".heldOut.size"
         case TemplateError():
             field = ".prompt.template"
+        case VerifierError() if str(error).startswith("environment.parameters"):
+            field = ".environment.parameters"
         case VerifierError():
             field = _verifier_field(task)
         case SourceError() if task.reasoning_gym is not None:

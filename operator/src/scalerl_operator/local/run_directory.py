@@ -17,7 +17,7 @@ import yaml
 
 from scalerl_api import process as api
 from scalerl_api.forecast import EarlierRun
-from scalerl_api.load import SpecError, accepted_run, to_yaml
+from scalerl_api.load import SpecError, accepted_run, lost_data_fields, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.earlier_runs import select
@@ -70,13 +70,17 @@ class RunDirectory:
         """Locks the directory of a run that has ended or was killed, once the processes of a killed run have ended.
 
         Raises:
-            DirectoryProblem: it has no run, is in use, or the spec has a change that a started run refuses.
+            DirectoryProblem: it has no run, is in use, the spec has a change that a started run refuses, or the stored one a field of an
+                earlier release that chose other data.
         """
         try:
             # Without fields that this release does not have.
-            before = accepted_run(stored_manifest(root)).to_manifest()
+            stored = stored_manifest(root)
+            before = accepted_run(stored).to_manifest()
         except SpecError as error:
             raise DirectoryProblem(f"{root}: {error}; start a new run with another --dir") from error
+        if lost := lost_data_fields(stored["spec"]):
+            raise DirectoryProblem(f"{root}: cannot resume:\n  " + "\n  ".join(map(str, lost)))
         changes = forbidden_changes(before, run.to_manifest())
         if changes:
             raise DirectoryProblem(

@@ -6,6 +6,7 @@ import heapq
 import json
 import math
 import re
+import time
 from array import array
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Final
 
 from scalerl_tasks.errors import VerifierError
 
-MAX_FILE_BYTES: Final = 256 << 20
+MAX_FILE_BYTES: Final = 32 << 20
+"""The index takes about seven times as much memory in each process."""
+MAX_WORDS: Final = 32
+"""Of a query; its rarest are used."""
 _K1, _B = 1.2, 0.75  # Robertson and Zaragoza 2009, section 3.5: k1 from 1.2 to 2, b from 0.5 to 0.8
 _WORD = re.compile(r"\w+")
 
@@ -67,11 +71,25 @@ class Passages:
         self.texts.append(whole)
         return words.total()
 
-    def search(self, query: str, results: int) -> list[str]:
-        """The passages that fit best, at most ``results``; those with equal weights in the order of the file."""
+    def search(self, query: str, results: int, deadline: float = math.inf) -> list[str]:
+        """The passages that fit best, at most ``results``; those with equal weights in the order of the file. Of a query of more than
+        :data:`MAX_WORDS` words that passages have, the rarest are used.
+
+        Args:
+            query: words.
+            results: how many.
+            deadline: on the monotonic clock.
+
+        Raises:
+            ValueError: it took longer.
+        """
         weights: dict[int, float] = {}
-        for word in dict.fromkeys(_words(query)):
-            passages, counts = self._postings.get(word, (array("l"), array("d")))
+        known = [word for word in dict.fromkeys(_words(query)) if word in self._postings]
+        rarest = set(heapq.nsmallest(MAX_WORDS, known, key=lambda word: len(self._postings[word][0])))
+        for word in filter(rarest.__contains__, known):
+            if time.monotonic() > deadline:
+                raise ValueError("the search took too long: search for fewer or rarer words")
+            passages, counts = self._postings[word]
             found = len(passages)
             rarity = math.log(1 + (len(self.texts) - found + 0.5) / (found + 0.5))
             for passage, count in zip(passages, counts, strict=True):

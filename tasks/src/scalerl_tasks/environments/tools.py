@@ -13,7 +13,7 @@ from scalerl_tasks.environments.protocol import Message, Step
 from scalerl_tasks.environments.tool_calls import Call, Malformed, ToolConfig, ToolsConfig
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox.confinement import Limits
-from scalerl_tasks.sandbox.sandbox import Sandbox, check_kernel
+from scalerl_tasks.sandbox.sandbox import TOOK_TOO_LONG, Sandbox, check_kernel
 
 ROLE: Final = "tool"
 PARTS: Final = ("calls", "malformed")
@@ -37,6 +37,7 @@ try:
 except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
 """
+_TOOL_PYTHON: Final = "environment.parameters.tools: the tool python"
 _Run = Callable[[str, float], str]
 """A tool: its argument and a time on the monotonic clock at which it has to end, to what it returns.
 
@@ -71,8 +72,8 @@ class Tools:
                 return lambda text, _: calculate(text)
             case "search":
                 passages, results = Passages(tool.options["path"]), tool.options.get("results", 3)
-                return lambda text, _: "\n\n".join(passages.search(text, results)) or "nothing found"
-        check_kernel("the tool python", ", or leave the tool out")
+                return lambda text, end: "\n\n".join(passages.search(text, results, end)) or "nothing found"
+        check_kernel(_TOOL_PYTHON, ", or leave the tool out")
         return lambda text, deadline: self._python(at, text, deadline)
 
     def open(self) -> None:
@@ -84,7 +85,7 @@ class Tools:
         for at, tool in enumerate(self._config.tools):
             if tool.kind == "python":
                 limits = Limits(tool.options.get("seconds", 4), self._memory_bytes)
-                self._sandboxes[at] = Sandbox.start(limits)
+                self._sandboxes[at] = Sandbox.start(limits, user=_TOOL_PYTHON)
 
     def close(self) -> None:
         """End the sandboxes."""
@@ -121,6 +122,8 @@ class Tools:
         result = sandbox.run(_PROGRAM.format(source=source), "", seconds)
         if result.problem:
             has = f"{sandbox.limits.cpu_seconds} s of processor time and {sandbox.limits.memory_bytes >> 20:,} MiB"
+            if result.problem == TOOK_TOO_LONG:
+                has = f"{seconds:.3g} s"
             return f"{result.output}\nerror: the program {result.problem} (it has {has})".lstrip()
         return result.output.removesuffix("\n") or "(the program printed nothing)"
 

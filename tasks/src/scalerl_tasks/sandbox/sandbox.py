@@ -31,8 +31,10 @@ _REPLY_SECONDS = 10.0
 _WALL_PER_CPU = 3
 """Wall-clock seconds of a test, in its CPU seconds: other processes use the cores too."""
 
+TOOK_TOO_LONG = "took too long"
+"""Why a program failed that reached its wall-clock limit."""
 _ENDINGS = {
-    launcher.TIMED_OUT: "took too long",
+    launcher.TIMED_OUT: TOOK_TOO_LONG,
     launcher.TOO_MANY_THREADS: "had too many threads",
     launcher.TOO_MANY_FILES: "wrote too many files",
 }
@@ -142,7 +144,7 @@ class Process:
                     problem = f"wrote more than {limit:,} bytes"
                     break
         except TimeoutError:
-            problem = "took too long"
+            problem = TOOK_TOO_LONG
         except OSError:
             pass
         return found[:limit].decode("utf-8", "replace"), self.end(problem)
@@ -175,17 +177,18 @@ class Sandbox:
         self._ended: dict[int, tuple[bytes, int]] = {}
 
     @classmethod
-    def start(cls, limits: Limits, *, namespaces: bool = True) -> Sandbox:
+    def start(cls, limits: Limits, *, namespaces: bool = True, user: str = "verifier.code") -> Sandbox:
         """Start a launcher.
 
         Args:
             limits: of each program.
             namespaces: whether to use namespaces, if the kernel allows them.
+            user: runs the programs, for messages.
 
         Raises:
             VerifierError: programs cannot be run here; the message names what is missing.
         """
-        check_kernel()
+        check_kernel(user)
         paths = sysconfig.get_paths()
         runtime = dict.fromkeys(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
         text = ",".join(str(getattr(limits, field.name)) for field in fields(limits))
@@ -203,7 +206,7 @@ class Sandbox:
         if what != launcher.READY:
             sandbox.close()
             text = packet[launcher.REPLY.size :].decode("utf-8", "replace") or "its process ended"
-            raise VerifierError(f"verifier.code: the sandbox cannot be set up: {text}")
+            raise VerifierError(f"{user}: the sandbox cannot be set up: {text}")
         sandbox.namespaces = bool(layers)
         return sandbox
 
