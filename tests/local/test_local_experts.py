@@ -36,7 +36,8 @@ def test_run_of_a_mixture_of_experts(stage: int, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(STEPS))
     # Trainer and vLLM compute the same with each version that was published in flight.
     probes = [row["probe_max_difference"] for row in rows if "probe_max_difference" in row]
-    assert len(probes) >= 3
+    # A probe that the next publish overtakes, or the kill, has no figure.
+    assert len(probes) >= 2
     # Of two experts that are equal but for rounding, the two may choose different ones: of a token in some hundred thousand.
     assert sorted(probes)[-2] <= EXACT
     for row in rows:
