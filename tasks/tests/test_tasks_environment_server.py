@@ -18,7 +18,7 @@ from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
-from scalerl_tasks.sources import _environment_server
+from scalerl_tasks.sources import _environment_server, grading_digest
 
 PROMPT = Prompt("row-7", "Say it.", "4", metadata={"level": 3})
 
@@ -139,6 +139,32 @@ async def test_server_whose_sessions_others_hold_is_waited_for():
         assert await waiting == [said(0.1, "b")]
 
 
+async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypatch):
+    monkeypatch.setattr(module, "_FULL_SECONDS", 1.0)
+    async with (
+        serving() as (server, url),
+        ServerGrader(options(url, sessions=8)) as first,
+        ServerGrader(options(url, sessions=8)) as second,
+    ):
+        server.capacity = 4
+        server.on_step = lambda socket: asyncio.sleep(0.002)
+
+        async def work(number: int) -> None:
+            for at in range(10_000):
+                assert await steps(first, [f"{number}.{at}"], [f"{number}.{at}", "xy"])
+
+        busy = [asyncio.create_task(work(number)) for number in range(8)]
+        while server.most_sessions < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            for at in range(20):
+                assert await steps(second, *([f"{at}.{n}"] for n in range(8)))
+        assert not any(one.done() for one in busy)
+        assert first.counts.errors == second.counts.errors == 0
+        for one in busy:
+            one.cancel()
+
+
 async def test_rewards_are_of_the_last_step_or_their_sum():
     rewards: list[float | None] = [0.25, None, -0.75]
 
@@ -152,7 +178,7 @@ async def test_rewards_are_of_the_last_step_or_their_sum():
     async with serving() as (server, url):
         server.environment = Paid
         bounds = {"range": (-1.0, 1.0)}
-        for total, expected in ((False, [0.25, 0.0, -0.75]), (True, [0.25, 0.25, -0.5])):
+        for total, expected in ((False, [0.25, -1.0, -0.75]), (True, [0.25, 0.25, -0.5])):
             async with ServerGrader(options(url, total=total, **bounds)) as grader:
                 found = [(await steps(grader, ["a"] * turns))[0] for turns in (1, 2, 3)]
                 assert [one.verdict and one.verdict.parts["reward"] for one in found] == expected
@@ -163,6 +189,37 @@ async def test_rewards_are_of_the_last_step_or_their_sum():
             assert one.error == (
                 f"the environment server {url} gave -0.75, which is not in [0, 1] (parameters.range) (prompt row-7)"
             )
+
+
+async def test_episode_without_a_reward_has_the_lowest():
+    class Unpaid(Echo):
+        def step(self, action):
+            return observed({"echoed_message": "on"})
+
+    async with serving() as (server, url):
+        server.environment = Unpaid
+        for total in (False, True):
+            async with ServerGrader(options(url, total=total, range=(-1.0, 1.0))) as grader:
+                (found,) = await steps(grader, ["a", "b"])
+                assert found.score == 0.0
+
+
+async def test_tasks_with_equal_ids_have_their_own_episodes():
+    class Told(Echo):
+        def step(self, action):
+            text = "|".join(str(self.arguments[name]) for name in ("prompt", "answer", "level"))
+            return observed({"echoed_message": text}, 0.5)
+
+    prompts = [
+        Prompt("row-1", text, answer, metadata={"level": level})
+        for text, answer, level in (("p", "a", 1), ("q", "a", 1), ("p", "b", 1), ("p", "a", 2))
+    ]
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.environment = Told
+        for replies in (["x"], ["x", "y"]):
+            for prompt in prompts:
+                text = f"{prompt.text}|{prompt.answer}|{prompt.metadata['level']}"
+                assert await steps(grader, replies, prompt=prompt) == [said(0.5, text)]
 
 
 @pytest.mark.parametrize("kind", ["one field", "json"])
@@ -347,6 +404,135 @@ async def test_episode_that_fails_is_the_only_one_without_a_verdict(answer, says
         assert (grader.problem, grader.counts.errors) == ("", 1)
 
 
+DEEP = '{"message": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+async def test_deep_json_of_a_reply_is_no_action():
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.schema["action"]["required"] = []
+        server.schema["action"]["properties"]["other"] = {"type": "string"}
+        deep, right = await steps(grader, [DEEP], ['{"message": "ab"}'])
+        assert deep == said(0.0, "Reply with one JSON object with the fields message, other.")
+        assert right == said(0.2, "ab")
+
+
+async def test_deep_json_of_a_server_ends_the_episode_alone():
+    async def answer(socket: web.WebSocketResponse) -> None:
+        await socket.send_str('{"type": "observation", "data": {"observation": ' + DEEP + "}}")
+
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        await steps(grader, ["a"])
+        server.on_step = answer
+        (deep,) = await steps(grader, ["b"])
+        assert "nested too deeply (prompt row-7)" in (deep.error or "")
+
+
+async def test_lone_surrogates_end_the_episode_alone():
+    async with serving() as (_, url), ServerGrader(options(url)) as grader:
+        for prompt in (Prompt("a", "\ud800", ""), Prompt("b", "", "", metadata={"x": ["\ud800"]})):
+            (found,) = await steps(grader, ["a"], prompt=prompt)
+            assert "cannot be written as JSON" in (found.error or "")
+        assert await steps(grader, ["\ud800"]) == [said(0.1, "?")]
+        assert grader.problem == ""
+
+
+async def test_server_that_is_not_repeatable_is_no_outage():
+    class Random(Echo):
+        def step(self, action):
+            if action["message"] == "bad":
+                raise ValueError
+            return observed({"echoed_message": f"{random.random()}"}, 0.5)
+
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.environment = Random
+        await steps(grader, ["a"])
+        async with asyncio.timeout(5):
+            (bad,) = await steps(grader, ["bad"])
+        assert "failed in a step; see its log" in (bad.error or "")
+
+
+async def test_episode_on_which_the_environment_raises_is_tried_twice():
+    tries = 0
+
+    class Raises(Echo):
+        def step(self, action):
+            nonlocal tries
+            if action["message"] == "bad":
+                tries += 1
+                raise ValueError
+            return super().step(action)
+
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.environment = Raises
+        await steps(grader, ["a"])
+        (bad,) = await steps(grader, ["bad"])
+        assert "failed in a step" in (bad.error or "")
+        assert tries == 2
+
+
+async def test_failures_beside_answered_episodes_are_not_probed(monkeypatch):
+    class Raises(Echo):
+        def step(self, action):
+            if action["message"].startswith("bad"):
+                raise ValueError
+            return super().step(action)
+
+    probes, works = 0, ServerGrader._works
+
+    async def counted(self: ServerGrader) -> bool:
+        nonlocal probes
+        probes += 1
+        await steps(self, [f"other {probes}"])  # answered while the other failures wait for the lock
+        return await works(self)
+
+    monkeypatch.setattr(ServerGrader, "_works", counted)
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.environment = Raises
+        server.on_step = lambda socket: asyncio.sleep(0.05)
+        await steps(grader, ["a"])
+        found = await steps(grader, *([f"bad {n}"] for n in range(20)))
+        assert all(one.error for one in found)
+        assert probes <= 4, "one for each round of tries"
+
+
+async def test_message_that_answers_nothing_ends_the_session():
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        assert await steps(grader, ["ab"]) == [said(0.2, "ab")]
+        (socket,) = server.sessions
+        await socket.send_str('{"type": "observation", "data": {"observation": {"echoed_message": "no"}}}')
+        await asyncio.sleep(0.05)
+        assert await steps(grader, ["ab", "abc"]) == [said(0.3, "abc")]
+        assert (server.opened, server.resets) == (2, 2)
+
+
+async def test_parameters_that_do_not_fit_end_the_run():
+    async with serving() as (server, url):
+        for given, says in (
+            (
+                {"message": "echoed_mesage"},
+                "did you mean 'echoed_message'?; correct environment.parameters.message",
+            ),
+            (
+                {"action": "move"},
+                "has no field 'move'; correct environment.parameters.action (known: message)",
+            ),
+        ):
+            async with ServerGrader(options(url, **given)) as grader:
+                with pytest.raises(VerifierError, match=re.escape(says)):
+                    await steps(grader, ["a"], ["b"])
+                assert grader.problem == ""
+        async with ServerGrader(options(url, message="echoed_message")) as grader:
+            await steps(grader, ["a"])
+            del server.schema["observation"]["properties"]["echoed_message"]
+            await server.close_sessions()
+            waiting = asyncio.create_task(steps(grader, ["a", "b"]))
+            while not grader.problem:
+                assert not waiting.done(), "another version is waited for"
+                await asyncio.sleep(0.01)
+            server.schema = OpenEnvServer().schema
+            assert await waiting == [said(0.1, "b")]
+
+
 async def test_episode_that_ends_at_its_reset_has_no_verdict():
     ended = observed({"echoed_message": ""}, 0.0, True)
     async with serving() as (server, url), ServerGrader(options(url)) as grader:
@@ -397,12 +583,12 @@ async def test_no_step_counts_twice_when_connections_are_cut():
                 await asyncio.sleep(draw.random() * 0.01)
 
         async def cut(socket: web.WebSocketResponse) -> None:
-            if draw.random() < 1 / 100:
+            if draw.random() < 1 / 200:
                 await server.close_sessions()
 
         server.on_step = cut
         await asyncio.gather(*(episode(number) for number in range(60)))
-        assert server.opened > 30
+        assert server.opened > 24
         assert grader.counts.graded == 480
         assert grader.counts.errors == 0
 
@@ -422,6 +608,16 @@ def test_parameters_of_the_spec():
         "http://game:8000", 7, "move", "board", True, (-1.0, 0.5), 3
     )
     assert isinstance(open_grading_pool(section()), ServerGrader)
+
+
+def test_sessions_are_a_limit_in_the_digest():
+    plain = grading_digest(section(range=["-1", "1"]))
+    assert grading_digest(section(range=["-1", "1"], sessions=3)) == plain
+    assert grading_digest(section(range=["-1", "0"], sessions=3)) != plain
+    without = TaskSpec.model_validate(
+        {"jsonl": {"path": "a.jsonl"}, "environment": {"url": "http://game:8000"}}
+    )
+    assert grading_digest(section(sessions=3)) == grading_digest(without)
 
 
 @pytest.mark.parametrize(

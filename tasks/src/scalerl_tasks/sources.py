@@ -312,6 +312,10 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         kept = spec.environment.model_dump(
             mode="json", exclude={"turn_timeout_seconds", "memory", "workers"}, exclude_defaults=True
         )
+        if spec.environment.url is not None and "sessions" in kept.get("parameters", {}):  # a limit
+            del kept["parameters"]["sessions"]
+            if not kept["parameters"]:
+                del kept["parameters"]
         if (own_class := spec.environment.python) is not None:
             kept["python"] |= {"path": "", "module": ""}
             path = None if own_class.path is None else (directory or Path()) / own_class.path

@@ -22,7 +22,7 @@ import msgspec
 from scalerl_api.http_client import Unanswered, exchange
 from scalerl_processes.waiting import cancel
 from scalerl_tasks.answer_extraction import after_thought
-from scalerl_tasks.errors import VerifierError
+from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import SCORE_RANGE
 
@@ -34,6 +34,7 @@ TOKEN: Final = "ENVIRONMENT_TOKEN"
 DEFAULT_SESSIONS: Final = 64
 _MAX_ANSWER_BYTES: Final = 4 << 20
 _OF_THE_SERVER: Final = {"FACTORY_ERROR": "cannot make an environment", "SESSION_ERROR": "ended a session"}
+_OF_A_REQUEST: Final = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 _MAX_ERRORS: Final = 4
 
 
@@ -73,8 +74,16 @@ class Lost(Down):
     """The server closed the session."""
 
 
+class Raised(Down):
+    """The environment raised an exception."""
+
+
 class Failed(VerifierError):
     """The episode has no result, also when it is played again."""
+
+
+class Unfit(VerifierError):
+    """``environment.parameters`` do not fit the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,8 @@ class Schema:
     """The field that the model reads; None: the whole observation, as JSON."""
     fields: Sequence[str]
     """Fields of an action."""
+    problem: str = ""
+    """Why the parameters do not fit; empty if they do."""
 
     @classmethod
     def of(cls, content: bytes, server: EnvironmentServer) -> Schema:
@@ -95,7 +106,7 @@ class Schema:
         only field of the observation that is a text.
 
         Raises:
-            Down: it is no schema, or has no such fields.
+            Down: it is no schema.
         """
         try:
             found = msgspec.json.decode(content, type=dict[str, dict[str, Any]])
@@ -108,11 +119,11 @@ class Schema:
         for name in ("metadata", "reward", "done"):
             seen.pop(name, None)
         fields.pop("metadata", None)
-        for field, known in ((server.action, fields), (server.message, seen)):
-            if field is not None and field not in known:
-                raise Down(
-                    f"{server.where} has no field {field!r} (environment.parameters; known: {', '.join(known)})"
-                )
+        problems = [
+            f"{server.where} has no field {field!r}{did_you_mean(field, known)}; correct environment.parameters.{name} (known: {', '.join(known)})"
+            for name, field, known in (("action", server.action, fields), ("message", server.message, seen))
+            if field is not None and field not in known
+        ]
         candidates = required if len(required) == 1 else list(fields)
         texts = [name for name, value in seen.items() if dict(value).get("type") == "string"]
         return cls(
@@ -120,17 +131,18 @@ class Schema:
             server.action or (candidates[0] if len(candidates) == 1 else None),
             server.message or (texts[0] if len(texts) == 1 else None),
             tuple(fields),
+            "; ".join(problems),
         )
 
     def action_of(self, reply: str) -> dict[str, Any] | None:
         """The action of a reply, without its thought; None if the reply is not the JSON object that it has to be."""
-        text = after_thought(reply).strip()
+        text = after_thought(reply).strip().encode("utf-8", "replace").decode()
         if self.action is not None:
             return {self.action: text}
         text = text.removeprefix("```json").removeprefix("```").removesuffix("```")
         try:
-            return msgspec.json.decode(text.encode("utf-8", "replace"), type=dict[str, Any])
-        except msgspec.MsgspecError:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError):
             return None
 
     def message_of(self, observation: Mapping[str, Any]) -> str:
@@ -138,7 +150,26 @@ class Schema:
         kept: Any = {name: value for name, value in observation.items() if name != "metadata"}
         if self.message is not None:
             kept = kept.get(self.message)
-        return kept if isinstance(kept, str) else msgspec.json.encode(kept).decode()
+        return kept if isinstance(kept, str) else encoded(kept)
+
+
+def reset_arguments(prompt: Prompt) -> dict[str, Any]:
+    """The arguments of the reset for a prompt: its metadata, with the prompt, the answer, and a seed of its id."""
+    seed = int.from_bytes(hashlib.sha256(prompt.id.encode("utf-8", "surrogatepass")).digest()[:4]) >> 1
+    given = {"prompt": prompt.text, "answer": prompt.answer, "seed": seed, "episode_id": prompt.id}
+    return {**given, **prompt.metadata}
+
+
+def encoded(data: Any) -> str:
+    """``data`` as JSON; what JSON has no type for becomes text.
+
+    Raises:
+        Failed: a text has a lone surrogate, or the data are nested too deeply.
+    """
+    try:
+        return msgspec.json.encode(data, enc_hook=str).decode()
+    except (UnicodeError, RecursionError, TypeError, ValueError, OverflowError) as error:
+        raise Failed(f"the data of the episode cannot be written as JSON: {error}") from None
 
 
 async def read_schema(http: aiohttp.ClientSession, server: EnvironmentServer) -> Schema:
@@ -248,16 +279,13 @@ class Session:
     async def reset(self, prompt: Prompt) -> None:
         """Begin the episode of a prompt.
 
-        Its metadata are the arguments of the reset, with the prompt, the answer, and a seed of its id; a server ignores those that
-        its environment does not have.
+        A server ignores those of the :func:`reset_arguments` that its environment does not have.
 
         Raises:
             Down, Failed
         """
-        seed = int.from_bytes(hashlib.sha256(prompt.id.encode("utf-8", "surrogatepass")).digest()[:4]) >> 1
-        given = {"prompt": prompt.text, "answer": prompt.answer, "seed": seed, "episode_id": prompt.id}
         self.rewards = []
-        data = await self._ask("reset", {**given, **prompt.metadata})
+        data = await self._ask("reset", reset_arguments(prompt))
         if data.code:
             raise Failed(f"{self._server.where} refused the arguments of its reset: {_errors(data)}")
         if data.done:
@@ -284,11 +312,15 @@ class Session:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> _Data:
         """The data of an observation, or of a refusal of ``data``, with its ``code``."""
         where, seconds = self._server.where, self._server.timeout_seconds
-        body = msgspec.json.encode({"type": kind, "data": data}, enc_hook=str).decode()
+        body = encoded({"type": kind, "data": data})
+        unasked = not self._answers.empty()
         try:
             async with asyncio.timeout(seconds):
-                with contextlib.suppress(ConnectionError, RuntimeError):  # what was answered before says why
-                    await self._socket.send_str(body)
+                if not unasked:
+                    with contextlib.suppress(
+                        ConnectionError, RuntimeError
+                    ):  # what was answered before says why
+                        await self._socket.send_str(body)
                 content = await self._answers.get()
         except TimeoutError:
             raise Down(
@@ -296,22 +328,40 @@ class Session:
             ) from None
         if isinstance(content, Exception):
             raise content
-        try:
-            answer = msgspec.json.decode(content, type=_Answer)
-        except (msgspec.MsgspecError, UnicodeError):
-            raise Down(f"{where} answered a {kind} with something else than OpenEnv's messages") from None
+        answer = self._decoded(kind, content)
+        # Without a request, a server says why it ends the session; anything else would shift all later answers.
+        if unasked and (answer.type != "error" or answer.data.code in _OF_A_REQUEST):
+            raise Lost(f"{where} sent a message that answers nothing")
         if answer.type == "observation" and answer.data.observation is not None:
             answer.data.code = ""
             return answer.data
         if answer.type != "error":
             raise Down(f"{where} answered a {kind} with something else than an observation")
-        code = answer.data.code
+        return self._refused(kind, answer.data)
+
+    def _decoded(self, kind: str, content: str) -> _Answer:
+        try:
+            return msgspec.json.decode(content, type=_Answer)
+        except (msgspec.MsgspecError, UnicodeError):
+            raise Down(
+                f"{self._server.where} answered a {kind} with something else than OpenEnv's messages"
+            ) from None
+        except RecursionError:
+            raise Failed(
+                f"{self._server.where} answered a {kind} with JSON that is nested too deeply"
+            ) from None
+
+    def _refused(self, kind: str, data: _Data) -> _Data:
+        """The data of an error that is one of the request."""
+        where, code = self._server.where, data.code
         if code == "CAPACITY_REACHED":
             raise Full(
                 f"{where} has no free session; raise its max_concurrent_envs, or lower parameters.sessions"
             )
         if code == "VALIDATION_ERROR":
-            return answer.data
+            return data
+        if code == "EXECUTION_ERROR":
+            raise Raised(f"{where} failed in a {kind}; see its log")
         raise Down(f"{where} {_OF_THE_SERVER.get(code, f'failed in a {kind}')}; see its log")
 
     async def _read(self) -> None:

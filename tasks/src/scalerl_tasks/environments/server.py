@@ -9,11 +9,13 @@ state of the server                                   effect
 a session is lost                                     its episode is played again
 no connection, no answer in time, an error, an        its episodes wait, with back-off, as long as it takes;
 answer that is not OpenEnv's, other schema            :attr:`ServerGrader.problem` says why
-one episode fails alone :data:`_RETRIES` times,       it has no verdict
-while one that was answered before is answered again
+one episode fails alone :data:`_RETRIES` times        it has no verdict
+(:data:`_RAISES` if the environment raises), while
+another one is answered
 another answer to the same replies, a reward out of   the same, at once
 its range, a message that is too long
-a reply that is no valid action                       a message that says so, and the lowest reward
+a reply that is no valid action                       a message that says so, and the lowest reward, or the sum so far
+a field of the parameters is not in its schema        :class:`~.openenv.Unfit`, which ends the run
 ====================================================  ============================================================
 """
 
@@ -40,9 +42,13 @@ from scalerl_tasks.environments.openenv import (
     Full,
     Lost,
     Observed,
+    Raised,
     Schema,
     Session,
+    Unfit,
+    encoded,
     read_schema,
+    reset_arguments,
 )
 from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_messages, read_replies
 from scalerl_tasks.errors import GradingError, VerifierError
@@ -56,11 +62,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("scalerl_tasks.environments.server")
 
 _RETRIES: Final = 5
+_RAISES: Final = 2
 _FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
 _WAITING_SECONDS = 1.0
 _FULL_SECONDS = 30.0
-"""A server without free sessions is asked for another one after this time."""
-_ENDED_SECONDS, _IDLE_SECONDS = 30.0, 600.0
+"""A server that refused a session is asked for more after this time, by a generator that has one."""
+_NONE_SECONDS = 5.0
+"""Longest back-off of a generator that has no session: shorter than the time for which others give one back."""
+_ENDED_SECONDS, _IDLE_SECONDS = 5.0, 60.0
 """Idle sessions are closed after these times: without an episode, and with one."""
 _MAX_KNOWN: Final = 1 << 16
 
@@ -83,7 +92,7 @@ class ServerGrader:
         self._answered: tuple[Prompt, Sequence[str]] | None = None
         """An episode that had an answer, to ask whether the server works."""
         self._recovering, self._recovered = asyncio.Lock(), asyncio.Event()
-        self._recoveries, self._delay = 0, _FIRST_BACK_OFF_SECONDS
+        self._recoveries, self._answers, self._delay = 0, 0, _FIRST_BACK_OFF_SECONDS
 
     async def __aenter__(self) -> Self:
         import aiohttp
@@ -112,6 +121,9 @@ class ServerGrader:
     ) -> list[Graded]:
         """The step after the last reply of each episode. Waits while the server is down, and calls ``on_graded`` every second
         meanwhile, so that the lease is kept.
+
+        Raises:
+            Unfit
         """
         async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
             return list(await asyncio.gather(*(self._step(prompt, read_replies(one)) for one in completions)))
@@ -128,17 +140,20 @@ class ServerGrader:
         while True:
             try:
                 graded = await self._played(prompt, replies)
+            except Unfit:
+                raise
             except VerifierError as error:
                 return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
             except Down as error:
                 if await self._is_down(error):
                     continue
                 failures += 1
-                if failures >= _RETRIES:
+                if failures >= (_RAISES if isinstance(error, Raised) else _RETRIES):
                     return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
                 await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**failures)
             else:
                 self._up()
+                self._answers += 1
                 self._answered = prompt, replies[:1]
                 return self._counted(graded)
 
@@ -151,7 +166,7 @@ class ServerGrader:
         """The step after the last reply, in a session that has the earlier ones, or is given them.
 
         Raises:
-            Down, Failed
+            Down, Failed, Unfit
         """
         keys = _keys(prompt, replies)
         while True:
@@ -195,6 +210,8 @@ class ServerGrader:
                     f"{self._server.where} has other actions or observations than before: another version? Start the one that the "
                     "run began with"
                 )
+            if schema.problem:
+                raise Unfit(schema.problem)
             self._schema = self._schema or schema
             return await Session.open(self._http, self._server, schema), False
         except BaseException:
@@ -215,17 +232,19 @@ class ServerGrader:
 
     def _graded(self, observed: Observed, session: Session) -> Graded:
         low, high = self._server.range
-        reward = sum(session.rewards) if self._server.total else observed.reward
-        if observed.done and (reward is None or not session.rewards):
+        reward = observed.reward
+        if self._server.total:
+            reward = sum(session.rewards) if session.rewards else None
+        if observed.done and reward is None:
             raise Failed(
                 f"{self._server.where} ended an episode without a reward, or with one that is no number"
             )
         if observed.invalid and not self._server.total:
             reward = low
-        if reward is None or (
-            self._server.total and not observed.done
-        ):  # a sum may leave the range on the way
-            reward = min(max(reward or 0.0, low), high)
+        if reward is None:  # the lowest, so that it does not pay to let the turns run out
+            reward = low
+        if self._server.total and not observed.done:  # a sum may leave the range on the way
+            reward = min(max(reward, low), high)
         step = Step([observed.message], observed.done, reward)
         try:
             found = checked_step(step, self._server.where, self.part_names, self._server.range)
@@ -239,29 +258,35 @@ class ServerGrader:
     # --- health ---------------------------------------------------------------------------------
 
     async def _is_down(self, error: Down) -> bool:
-        """Whether the server also fails for an episode that it has answered before; waits if so."""
-        recoveries = self._recoveries
+        """Whether the server also fails for other episodes; waits if so. One without free sessions does."""
+        recoveries, answers = self._recoveries, self._answers
         async with self._recovering:  # one try at a time
             if self._recoveries != recoveries:
                 return True
-            if await self._works():
+            is_full = isinstance(error, Full)
+            # What raises has no part in other sessions, so that their answers tell that the server works.
+            answered = isinstance(error, Raised) and self._answers != answers
+            if not is_full and (answered or await self._works()):
                 self._up()
                 return False
             if not self.problem:
                 log.warning("%s; episodes wait", error)
                 self._recovered.clear()
             self.problem = str(error)
-            await pause(self._delay, until=self._recovered)
+            await pause(min(self._delay, _NONE_SECONDS) if is_full else self._delay, until=self._recovered)
             self._delay = min(_MAX_BACK_OFF_SECONDS, 2 * self._delay)
             return True
 
     async def _works(self) -> bool:
+        """Whether it answers an episode that it has answered before; another answer than before is one."""
         if self._answered is None:
             return False
         try:
             await self._played(*self._answered)
-        except (Down, VerifierError):
+        except Down:
             return False
+        except VerifierError:
+            pass
         return True
 
     def _up(self) -> None:
@@ -273,8 +298,14 @@ class ServerGrader:
 
 
 def _keys(prompt: Prompt, replies: Sequence[str]) -> list[bytes]:
-    """A key of the episode before its first reply, and after each, shape ``[replies + 1]``."""
-    keys = [hashlib.blake2b(prompt.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()]
+    """A key of the episode before its first reply, and after each, shape ``[replies + 1]``.
+
+    Tasks and sets with one environment share a grader, and ids are unique within a source only: keys are of all that a reset sends.
+
+    Raises:
+        Failed
+    """
+    keys = [hashlib.blake2b(encoded(reset_arguments(prompt)).encode(), digest_size=16).digest()]
     for reply in replies:
         text = reply.encode("utf-8", "surrogatepass")
         keys.append(hashlib.blake2b(text, key=keys[-1], digest_size=16).digest())
@@ -282,7 +313,10 @@ def _keys(prompt: Prompt, replies: Sequence[str]) -> list[bytes]:
 
 
 class _Sessions:
-    """The sessions of a grader, no more than the server has."""
+    """The sessions of a grader, no more than the server has.
+
+    A grader that is refused one has one less for a while, so that another, which has none, gets one.
+    """
 
     def __init__(self, server: EnvironmentServer) -> None:
         self._most = server.sessions
@@ -317,8 +351,11 @@ class _Sessions:
         """Keep a session for the next step."""
         async with self._changed:
             self._busy -= 1
-            seconds = _IDLE_SECONDS if session.key else _ENDED_SECONDS
-            self._idle[session] = asyncio.get_running_loop().call_later(seconds, self._end, session)
+            if self._busy + len(self._idle) < self._limit:
+                seconds = _IDLE_SECONDS if session.key else _ENDED_SECONDS
+                self._idle[session] = asyncio.get_running_loop().call_later(seconds, self._end, session)
+            else:
+                self._close(session)
             self._changed.notify()
 
     async def drop(self, session: Session | None) -> None:
@@ -334,7 +371,9 @@ class _Sessions:
         await self.drop(session)
         others = self._busy + len(self._idle)
         if others:
-            self._limit, self._limited = others, time.monotonic() + _FULL_SECONDS
+            self._limit, self._limited = max(others - 1, 1), time.monotonic() + _FULL_SECONDS
+            while self._idle and self._busy + len(self._idle) > self._limit:
+                self._end(next((one for one in self._idle if not one.key), next(iter(self._idle))))
         return others > 0
 
     async def aclose(self) -> None:
