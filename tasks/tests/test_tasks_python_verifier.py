@@ -243,7 +243,10 @@ def test_group_function_of_a_wrong_result(parameters, says):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import nopackage_at_all\n", "there is no module 'nopackage_at_all' (bad.py, line 1); if only a trainer"),
+        (
+            "import nopackage_at_all\n",
+            "there is no module 'nopackage_at_all' (bad.py, line 1); if only a trainer",
+        ),
         ("def score(:\n", "cannot be imported: SyntaxError"),
         ("raise SystemExit(1)\n", "cannot be imported: SystemExit: 1 (bad.py, line 1)"),
         ("\n1 / 0\n", "ZeroDivisionError: division by zero (bad.py, line 2)"),
