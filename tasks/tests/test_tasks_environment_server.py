@@ -296,7 +296,7 @@ FAULTS = {
         lambda server: setattr(server, "token", "other"),
         "status 401; its token is the variable ENVIRONMENT_TOKEN",
     ),
-    "hangs": (_step(_hang), "did not answer a step within 0.2 s (environment.turnTimeoutSeconds)"),
+    "hangs": (_step(_hang), "did not answer a step within 1 s (environment.turnTimeoutSeconds)"),
     "closes": (_step(_close), "closed a session"),
     "garbage": (_step(_garbage), "answered a step with something else than OpenEnv's messages"),
     "nan": (_step(_nan), "answered a step with something else than OpenEnv's messages"),
@@ -314,15 +314,15 @@ async def test_server_that_fails_makes_episodes_wait(fault, caplog):
         nonlocal calls
         calls += 1
 
-    async with serving() as (server, url), ServerGrader(options(url, timeout_seconds=0.2)) as grader:
+    async with serving() as (server, url), ServerGrader(options(url, timeout_seconds=1.0)) as grader:
         assert await steps(grader, ["a"], ["b"]) == [said(0.1, "a"), said(0.1, "b")]
         break_it(server)
         await server.close_sessions()
         waiting = asyncio.create_task(steps(grader, ["a", "cc"], ["b", "ddd"], on_graded=waits))
-        while not (grader.problem and calls > 20):
+        # A busy machine may miss another limit first.
+        while not (says in grader.problem and calls > 20):
             assert not waiting.done(), waiting.result()
             await asyncio.sleep(0.01)
-        assert says in grader.problem
         assert says in caplog.text
         assert "secret" not in grader.problem + caplog.text
         assert "Traceback" not in caplog.text
