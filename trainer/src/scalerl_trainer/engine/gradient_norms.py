@@ -68,7 +68,7 @@ class GradientNorms:
             for flat in group["params"]:
                 parts = self._parts.get(flat)
                 if flat.grad is not None and parts:
-                    gradient = flat.grad.view(-1)
+                    gradient = flat.grad.flatten()
                     norms = torch.stack(torch._foreach_norm([gradient[elements] for _, elements in parts]))
                     kinds = torch.tensor([kind for kind, _ in parts], device=norms.device)
                     self._squares.index_add_(0, kinds, norms.double() ** 2)
