@@ -219,7 +219,7 @@ class ServerGrader:
             raise
 
     def _same(self, key: bytes, observed: Observed) -> None:
-        """Check that the same replies are answered in the same way, as far as remembered."""
+        """Check that the same replies are answered as before; of older answers than the last ``_MAX_KNOWN`` that is not known."""
         digest = hashlib.blake2b(repr(observed).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         if self._known.setdefault(key, digest) != digest:
             raise Failed(
@@ -239,9 +239,8 @@ class ServerGrader:
             raise Failed(
                 f"{self._server.where} ended an episode without a reward, or with one that is no number"
             )
-        if observed.invalid and not self._server.total:
-            reward = low
-        if reward is None:  # the lowest, so that it does not pay to let the turns run out
+        # The lowest without a reward, so that it does not pay to let the turns run out.
+        if reward is None or (observed.invalid and not self._server.total):
             reward = low
         if self._server.total and not observed.done:  # a sum may leave the range on the way
             reward = min(max(reward, low), high)
