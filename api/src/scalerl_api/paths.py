@@ -66,6 +66,11 @@ class RunPaths:
         return self.checkpoints / "hf"
 
     @property
+    def weights(self) -> Path:
+        """Published weights with ``weightSync.backend: Files``, one folder per attempt of the trainer, which writes them."""
+        return self.root / "weights"
+
+    @property
     def journal(self) -> Path:
         """Directory of the coordinator's journal."""
         return self.root / "coordinator"

@@ -194,12 +194,13 @@ verifier or environment, so that one completion that hangs it does not cost its 
 
 
 class WeightSyncSpec(Model):
-    """Transfer of new weights to the generators: one broadcast per bucket over a separate process group."""
+    """Transfer of new weights to the generators: one broadcast per bucket over a separate process group, or files."""
 
-    backend: Literal["Auto", "Gloo", "NCCL"] = "Auto"
-    """``Auto``: NCCL if both sides have accelerators, otherwise gloo."""
+    backend: Literal["Auto", "Gloo", "NCCL", "Files"] = "Auto"
+    """``Auto``: NCCL if both sides have accelerators, otherwise gloo. ``Files``: through the run's volume, mostly as differences from
+    the version before; without connections between trainer and generators for it, with a copy of the weights in the memory of each."""
     bucket: PositiveQuantity = "16Mi"
-    """Bytes per broadcast; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
+    """Bytes per broadcast, or of a part of a file; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
     """Timeout of a publish, which is then repeated without the lost generators."""
     probe_limit: PositiveDecimal | None = None

@@ -134,6 +134,12 @@ RUN_RULES: Final = (
         lambda spec: spec.weight_sync.backend != "NCCL" or spec.generator.devices * spec.trainer.devices > 0,
     ),
     Rule(
+        "self.weightSync.backend != 'Files' || self.storage.mountedBy != 'Coordinator'",
+        "weightSync.backend Files needs a volume that trainer and generators mount; leave out storage.mountedBy Coordinator",
+        "weightSync.backend",
+        lambda spec: spec.weight_sync.backend != "Files" or spec.storage.mounted_by != "Coordinator",
+    ),
+    Rule(
         "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",
         "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: choose "
         "stage 1 or more, or model.dtype: float32",

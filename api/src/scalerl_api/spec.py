@@ -330,8 +330,10 @@ class RunSpec(Model):
         return generator.speculation.memory_tokens(running)
 
     @property
-    def weight_backend(self) -> Literal["gloo", "nccl"]:
-        """Process-group backend of weight updates, from ``weightSync.backend`` and the run's devices."""
+    def weight_backend(self) -> Literal["gloo", "nccl", "files"]:
+        """Process-group backend of weight updates, from ``weightSync.backend`` and the run's devices; or files, without a group."""
+        if self.weight_sync.backend == "Files":
+            return "files"
         if self.weight_sync.backend == "Auto":
             return "nccl" if self.generator.devices and self.trainer.devices else "gloo"
         return "nccl" if self.weight_sync.backend == "NCCL" else "gloo"

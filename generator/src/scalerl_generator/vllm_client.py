@@ -24,6 +24,7 @@ from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     CachePressure,
+    FetchReport,
     Part,
     PublishReport,
     Sampled,
@@ -37,6 +38,7 @@ from scalerl_generator.vllm_replies import (
     read_draft_report,
     read_draft_tally,
     read_error,
+    read_fetch,
     read_join_problem,
     read_prompt_logprobs,
     read_report,
@@ -311,14 +313,37 @@ class VllmClient:
             if problem is not None:
                 return
 
-    async def update_weights(self, receive: WeightReceive) -> PublishReport:
-        """Receive one version over the group. Call between :meth:`pause` and :meth:`resume`.
+    async def fetch(self, receive: WeightReceive) -> FetchReport:
+        """Read one version from files into the server's memory. The server generates meanwhile.
+
+        Raises:
+            ServerRefused: it was not read within ``receive.timeout_seconds``, which continues, or cannot be.
+        """
+        path, deadline = "/collective_rpc", time.monotonic() + receive.timeout_seconds
+        encoded = base64.b64encode(msgspec.msgpack.encode(receive)).decode()
+        await self._call("POST", path, {"method": "scalerl_fetch", "args": [encoded]}, _CONTROL_SECONDS)
+        poll = {"method": "scalerl_fetched", "args": [str(receive.version)]}
+        interval = _FIRST_JOIN_POLL_SECONDS
+        while True:
+            await asyncio.sleep(interval)
+            interval = min(2 * interval, _LAST_JOIN_POLL_SECONDS)
+            report = read_fetch(await self._call("POST", path, poll, _CONTROL_SECONDS))
+            if report.problem == "":
+                return report
+            if report.problem is None and time.monotonic() > deadline:
+                slow = f"version {receive.version} is not read after {receive.timeout_seconds:g} s; the server continues to read it"
+                raise ServerRefused(path, 500, slow)
+            if report.problem:
+                raise ServerRefused(path, 500, report.problem)
+
+    async def update_weights(self, receive: WeightReceive, path: str = "") -> PublishReport:
+        """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched. Call between :meth:`pause` and :meth:`resume`.
 
         Raises:
             UpdateFailed: the version is not installed. The server has left the group and can join another.
             ServerDown, BadReply: the server does not answer or answers wrongly; which weights it holds is unknown.
         """
-        info = msgspec.to_builtins(receive)
+        info = msgspec.to_builtins(receive) | {"path": path}
         seconds = receive.timeout_seconds + _MARGIN_SECONDS
         try:
             if (await self.publish_report()).active:  # a client that died left it open
@@ -335,19 +360,20 @@ class VllmClient:
             raise UpdateFailed(report.error, partial=report.state == "partial")
         return await self.publish_report()
 
-    async def receive(self, receive: WeightReceive) -> WeightReceived:
-        """Pause, receive one version over the group, resume. Returns the duration of each phase.
+    async def receive(self, receive: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
+        """Pause, receive one version over the group, or load one that was fetched, resume. Returns the duration of each phase.
 
         After a failure, the server is resumed only if its old weights are complete.
 
         Raises:
             UpdateFailed, ServerDown, BadReply: as :meth:`update_weights`.
         """
+        fetched = fetched or FetchReport()
         started = time.perf_counter()
         await self.pause()
         paused = time.perf_counter()
         try:
-            report = await self.update_weights(receive)
+            report = await self.update_weights(receive, fetched.path)
         except UpdateFailed as error:
             if not error.partial:
                 await self.resume()
@@ -357,7 +383,7 @@ class VllmClient:
         return WeightReceived(
             version=receive.version,
             pause_seconds=paused - started,
-            transfer_seconds=report.transfer_seconds,
+            transfer_seconds=fetched.seconds + report.transfer_seconds,
             load_seconds=report.verify_seconds + report.load_seconds + report.finish_seconds,
             resume_seconds=time.perf_counter() - updated,
         )

@@ -119,6 +119,17 @@ class PublishReport(msgspec.Struct, frozen=True):
     active: bool = False
 
 
+class FetchReport(msgspec.Struct, frozen=True):
+    """State of the fetch of a version from files by one worker (:class:`~.weight_files.WeightFetcher`)."""
+
+    problem: str | None = None
+    """Why it failed; empty if the version is in memory, None while it is read."""
+    path: str = ""
+    """Where the other workers map it."""
+    seconds: float = 0.0
+    bytes: int = 0
+
+
 class _SpanReply(msgspec.Struct):
     version: str
     start: int
@@ -166,6 +177,10 @@ class _JoinReply(msgspec.Struct):
     results: list[str | None]
 
 
+class _FetchReply(msgspec.Struct):
+    results: list[FetchReport]
+
+
 class _DraftReply(msgspec.Struct):
     results: list[DraftReport]
 
@@ -209,6 +224,7 @@ _COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
 _RPC = msgspec.json.Decoder(_RpcReply)
 _JOIN = msgspec.json.Decoder(_JoinReply)
+_FETCH = msgspec.json.Decoder(_FetchReply)
 _DRAFTS = msgspec.json.Decoder(_DraftReply)
 _METRIC = re.compile(
     r"^vllm:(kv_cache_usage_perc|request_success_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
@@ -350,6 +366,18 @@ def read_join_problem(content: bytes) -> str | None:
     """
     problems = _decoded(_JOIN, content).results
     return next(filter(None, problems), None if None in problems else "")
+
+
+def read_fetch(content: bytes) -> FetchReport:
+    """Report of the first worker, which fetches for all.
+
+    Raises:
+        BadReply
+    """
+    reports = _decoded(_FETCH, content).results
+    if not reports:
+        raise BadReply("the answer has no worker's report")
+    return reports[0]
 
 
 def read_cache_pressure(content: bytes) -> CachePressure:

@@ -1,4 +1,4 @@
-"""The weight-transfer engine ``scalerl`` of a vLLM worker, over gloo or NCCL.
+"""The weight-transfer engine ``scalerl`` of a vLLM worker, over gloo or NCCL, or through files.
 
 vLLM loads this module in every process of the server through its ``vllm.general_plugins`` entry point
 (:func:`register`). :mod:`.vllm_client` makes all requests of the protocol:
@@ -11,6 +11,9 @@ vLLM loads this module in every process of the server through its ``vllm.general
 3. If a receive fails (timeout, lost peer, damaged bucket), the worker leaves the group and reports the error. The model
    then has its old weights if no bucket was loaded (``whole``), else a mixture of versions (``partial``) until an update
    succeeds. In both cases the engine can join a new group and start again.
+
+With ``weightSync.backend: Files``, ``fetch`` comes in the place of ``init``: :mod:`.weight_files` reads and verifies the version in a
+thread, and the update loads it from memory. Such a failure leaves the old weights.
 
 A failed join or receive is reported, not raised: if several tensor-parallel workers raise an exception, vLLM (0.32) reads
 only the first worker's response, and takes the other responses for those to its next calls.
@@ -45,8 +48,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from scalerl_api.paths import RunPaths
+from scalerl_api.process import DIR
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
-from scalerl_api.wire import TensorSpec
+from scalerl_api.wire import TensorSpec, WeightReceive
 from scalerl_generator import vllm_failures
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
@@ -54,6 +59,8 @@ from scalerl_generator.merged_adapters import merged_weights
 from scalerl_generator.sampling_seed import seed_generators
 from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
+from scalerl_generator.vllm_replies import FetchReport
+from scalerl_generator.weight_files import SharedBuckets, WeightFetcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,6 +117,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     bucket_bytes: int = 1 << 30
     timeout_seconds: float = 60.0
     adapter_scale: float = 0.0
+    files: dict[str, Any] | None = None
+    path: str = ""
+    """With ``files``, of the memory that has the version (:class:`~.weight_files.SharedBuckets`)."""
     abort: bool = False
 
 
@@ -280,6 +290,18 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._tied = _tied_layers(model)
         _repack_experts_after_updates(model)
         self.report = PublishReport()
+        self.fetcher = WeightFetcher(RunPaths(Path(os.environ.get(DIR, ""))).weights)
+        self._mapped: SharedBuckets | None = None
+        """The memory of the server's first worker, in the others."""
+
+    def fetch(self, request: WeightReceive) -> None:
+        """Start to read a version from files, on the first worker; the server generates meanwhile."""
+        if self.parallel_config.rank == 0:
+            self.fetcher.start(request)
+
+    def fetched(self, version: int) -> FetchReport:
+        """State of the fetch of ``version``."""
+        return self.fetcher.report(version) if self.parallel_config.rank == 0 else FetchReport(problem="")
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
         """Start to join a group, after leaving the current one, which may still be opening; does not wait for it."""
@@ -318,32 +340,23 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
     def _receive(self, info: UpdateInfo, report: PublishReport) -> None:
         if info.abort:
             raise RuntimeError("aborted by the client")
-        if self._group is None:
-            raise RuntimeError("not in a process group: join one with init first")
-        if self._group.epoch != info.epoch:
-            raise RuntimeError(
-                f"in the group of epoch {self._group.epoch}: join the group of the update first"
-            )
-        if problem := self._group.problem():
-            raise RuntimeError(problem)
-        if problem is None:
-            raise RuntimeError(f"the group of epoch {info.epoch} is still opening")
         buckets = lay_out(msgspec.convert(info.tensors, list[TensorSpec]), info.bucket_bytes)
+        buffers = self._broadcasts(info, buckets) if info.files is None else self._fetched(info, buckets)
         loaded: set[str] = set()
         adapters: dict[str, torch.Tensor] = {}
-        deadline = time.monotonic() + info.timeout_seconds
         for bucket in buckets:
             t0 = time.perf_counter()
-            buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8, device=self.device)
-            self._group.broadcast(buffer, max(deadline - time.monotonic(), _MIN_BROADCAST_SECONDS))
+            buffer = next(buffers)
             t1 = time.perf_counter()
             payload, trailer = buffer[: bucket.payload_bytes], buffer[bucket.payload_bytes :]
             words = trailer.view(torch.int64).tolist()
-            check_trailer(words, info.version, bucket.index, checksum_u8(payload))
+            # What was fetched is verified before the update.
+            checksum = words[-1] if info.files is not None else checksum_u8(payload)
+            check_trailer(words, info.version, bucket.index, checksum)
             t2 = time.perf_counter()
-            # vLLM's loaders keep these views until their layer is complete, so every bucket needs a new buffer.
+            # vLLM's loaders keep these views until their layer is complete, so every bucket needs a buffer of its own.
             if info.adapter_scale:
-                adapters.update(_views(payload, bucket))
+                adapters.update((name, tensor.to(self.device)) for name, tensor in _views(payload, bucket))
             else:
                 report.state = "partial"
                 loaded |= self._load(_views(payload, bucket))
@@ -361,6 +374,35 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             report.load_seconds += time.perf_counter() - t0
         if missing := sorted(self._parameter_names - loaded):
             raise RuntimeError(f"the manifest left {len(missing)} parameter(s) unset: {_listed(missing)}")
+
+    def _broadcasts(self, info: UpdateInfo, buckets: tuple[Bucket, ...]) -> Iterator[torch.Tensor]:
+        """Receive the buckets of ``info`` over the group."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("not in a process group: join one with init first")
+        if group.epoch != info.epoch:
+            raise RuntimeError(f"in the group of epoch {group.epoch}: join the group of the update first")
+        if problem := group.problem():
+            raise RuntimeError(problem)
+        if problem is None:
+            raise RuntimeError(f"the group of epoch {info.epoch} is still opening")
+        deadline = time.monotonic() + info.timeout_seconds
+        for bucket in buckets:
+            buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8, device=self.device)
+            group.broadcast(buffer, max(deadline - time.monotonic(), _MIN_BROADCAST_SECONDS))
+            yield buffer
+
+    def _fetched(self, info: UpdateInfo, buckets: tuple[Bucket, ...]) -> Iterator[torch.Tensor]:
+        """The buckets in memory, on the host."""
+        reader = self.fetcher.reader
+        own = reader.copy
+        if own is not None and own.path == info.path:
+            if reader.version != info.version:
+                raise RuntimeError(f"the copy in memory has version {reader.version}")
+            return iter(own.of_bucket)
+        if self._mapped is None or self._mapped.path != info.path or self._mapped.buckets != buckets:
+            self._mapped = SharedBuckets(buckets, info.path)
+        return iter(self._mapped.of_bucket)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load tensors; returns the names of the model's parameters that they set, in whole or in part.
@@ -496,6 +538,17 @@ class WorkerExtension:
     def scalerl_join_problem(self, epoch: str) -> str | None:
         """Why the worker is not in the group of ``epoch``; empty if it is, None while the group opens."""
         return self.weight_transfer_engine.join_problem(int(epoch))
+
+    def scalerl_fetch(self, encoded: str) -> None:
+        """Start to read a version from files; ``encoded`` is base64 of :class:`scalerl_api.wire.WeightReceive`."""
+        self.weight_transfer_engine.fetch(
+            msgspec.msgpack.decode(base64.b64decode(encoded), type=WeightReceive)
+        )
+
+    def scalerl_fetched(self, version: str) -> dict[str, Any]:
+        """:class:`~.vllm_replies.FetchReport` of ``version``, as a dict."""
+        report: dict[str, Any] = msgspec.to_builtins(self.weight_transfer_engine.fetched(int(version)))
+        return report
 
     def scalerl_seed(self, seed: str) -> None:
         """Seed this worker's random numbers for this start; ``seed`` is in hex. Equal for all tensor-parallel workers."""

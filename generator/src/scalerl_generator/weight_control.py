@@ -21,7 +21,7 @@ from scalerl_api.wire import Ack, GroupJoin, Probe, Probed, WeightReceive, Weigh
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import UpdateFailed, VllmError
+from scalerl_generator.vllm_replies import FetchReport, UpdateFailed, VllmError
 
 logger = logging.getLogger("scalerl.actor.control")
 
@@ -91,10 +91,13 @@ class WeightControl:
         """Make the server receive one version. Its requests in flight are paused meanwhile and keep their KV cache.
 
         Raises:
-            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch`` or ``update-failed``.
+            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed`` or ``update-failed``.
         """
         async with self._exclusive(request.timeout_seconds):
-            if self._epoch != request.epoch:
+            fetched = None
+            if request.files is not None:
+                fetched = await self._fetch(request)
+            elif self._epoch != request.epoch:
                 raise ControlProblem(
                     409,
                     "wrong-epoch",
@@ -102,12 +105,21 @@ class WeightControl:
                 )
             self._state.begin_update()
             self._busy.pause()
-            return await self._receive(request)
+            return await self._receive(request, fetched)
 
-    async def _receive(self, request: WeightReceive) -> WeightReceived:
+    async def _fetch(self, request: WeightReceive) -> FetchReport:
+        """Make the server read the version's files, while it generates."""
+        try:
+            return await self._server.fetch(request)
+        except VllmError as error:
+            logger.error("version %d not read: %s", request.version, error)
+            self._metrics.update_failures.inc()
+            raise ControlProblem(502, "fetch-failed", f"version {request.version}: {error}") from error
+
+    async def _receive(self, request: WeightReceive, fetched: FetchReport | None) -> WeightReceived:
         started = time.monotonic()
         try:
-            received = await self._server.receive(request)
+            received = await self._server.receive(request, fetched)
         except BaseException as error:  # the update must end after any exception, a cancellation included
             old_weights_whole = isinstance(error, UpdateFailed) and not error.partial
             self._epoch = None

@@ -52,6 +52,7 @@ from scalerl_trainer.export import exports_adapter
 from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.models.lora import PEFT, PUBLISHED, AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.probe import ProbeSequence, probe
 from scalerl_trainer.publish.publisher import Publisher, Weights
 from scalerl_trainer.tensor_files import TensorInfo
@@ -114,7 +115,7 @@ class Leader:
     def __init__(
         self,
         worker: Worker,
-        publisher: Publisher,
+        publisher: Publisher | FilePublisher,
         control: ActorControl,
         exporter: Exporter,
         load_run: Callable[[], ScaleRLRun],
@@ -442,10 +443,13 @@ class Leader:
     ) -> _Published:
         """Publish, probe and commit. On the publish thread; ``reading`` is done once the weights may change."""
         worker = self._worker
-        outcome = self._publisher.publish(version, self._weights(), members)
-        if worker.engine.device.type == "cuda":  # copies may be queued on this thread's stream
-            torch.cuda.current_stream(worker.engine.device).synchronize()
-        reading.set_result(None)
+
+        def have_read() -> None:
+            if worker.engine.device.type == "cuda":  # copies may be queued on this thread's stream
+                torch.cuda.current_stream(worker.engine.device).synchronize()
+            reading.set_result(None)
+
+        outcome = self._publisher.publish(version, self._weights(), members, have_read)
         stats = dict(outcome.stats)
         probed = probing([m for m in members if m.member_id in outcome.updated])
         stats |= probed.stats
@@ -462,7 +466,7 @@ class Leader:
         )
         worker.metrics.show(stats)
         unusable = len(failed) + len(probed.refused)
-        worker.metrics.publishes.labels("failed" if unusable else "ok").inc()
+        worker.metrics.publishes.labels("failed" if unusable or outcome.error else "ok").inc()
         worker.metrics.publish_members_failed.inc(unusable)
         worker.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
         worker.metrics.publish_seconds.observe(stats["publish_seconds"])

@@ -35,6 +35,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ from functools import partial
 import torch
 
 from scalerl_api.attempts import Attempt
+from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import (
@@ -56,6 +58,7 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
+from scalerl_api.spec import RunSpec
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
 from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
@@ -72,7 +75,7 @@ from scalerl_trainer.errors import (
 )
 from scalerl_trainer.export import copy_run_file
 from scalerl_trainer.exporter import Exporter
-from scalerl_trainer.fence import Fence
+from scalerl_trainer.fence import FOLDER, Fence
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
@@ -81,8 +84,10 @@ from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import Publisher
+from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import (
@@ -207,14 +212,14 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         return
     worker.probes = first_probes(environment.paths.base_model, spec)
     control = ActorControl(environment.token)
-    settings = publish_settings(spec, environment.trainer_host, device)
     snapshot = checkpointer.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
     exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)
+    publisher = _publisher(spec, paths, fence, environment.trainer_host, device, control)
     leader = Leader(
         worker,
-        Publisher(settings, control),
+        publisher,
         control,
         exporter,
         environment.load_run,
@@ -224,7 +229,32 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     if version is not None:
         remove_mid_training()
     leader.lead(snapshot, remove_mid_training if trained_supervised else None)
+    if isinstance(publisher, FilePublisher):
+        publisher.close()
     volume.close()
+
+
+def _publisher(
+    spec: RunSpec,
+    paths: RunPaths,
+    fence: Fence | None,
+    host: str,
+    device: torch.device,
+    control: ActorControl,
+) -> Publisher | FilePublisher:
+    """The publisher of ``weightSync.backend``."""
+    if spec.weight_backend != "files":
+        shutil.rmtree(paths.weights, ignore_errors=True)  # of an attempt with another backend
+        return Publisher(publish_settings(spec, host, device), control)
+    assert fence is not None
+    folder = paths.weights / fence.folder.name.removeprefix(FOLDER)
+    bucket_bytes = quantity_bytes(spec.weight_sync.bucket)
+    return FilePublisher(
+        WeightWriter(folder, bucket_bytes, begin_attempt(folder, fence)),
+        control,
+        bucket_bytes=bucket_bytes,
+        timeout_seconds=float(spec.weight_sync.timeout_seconds),
+    )
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

@@ -104,8 +104,9 @@ def _number(value: str | None) -> float | None:
 
 
 def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:
-    """Settings of the publisher. ``host``: address of this process for the actors."""
+    """Settings of a publisher with a process group. ``host``: address of this process for the actors."""
     backend = spec.weight_backend
+    assert backend != "files"
     return PublishSettings(
         host=host,
         backend=backend,

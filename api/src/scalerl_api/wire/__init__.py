@@ -58,6 +58,7 @@ from scalerl_api.wire.control import (
     Probe,
     Probed,
     TensorSpec,
+    WeightFiles,
     WeightReceive,
     WeightReceived,
 )
@@ -196,6 +197,7 @@ __all__ = [
     "Uploads",
     "Verdicts",
     "VersionSpan",
+    "WeightFiles",
     "WeightReceive",
     "WeightReceived",
     "prompt_digest",

@@ -31,8 +31,20 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     shape: list[int]
 
 
+class WeightFiles(Struct, frozen=True, kw_only=True):
+    """Where a version is read from (:mod:`scalerl_api.weight_files`)."""
+
+    folder: str
+    """Name of a folder below ``weights`` in the run's directory."""
+    base: int
+    """The version of the base."""
+    versions: list[int]
+    """Versions that were written, ascending, up to the one to receive: each but the first has a delta from the one before."""
+
+
 class WeightReceive(Struct, frozen=True, kw_only=True):
-    """``POST /v1/weights/receive``: pause generation, receive weight version ``version`` over the group, resume."""
+    """``POST /v1/weights/receive``: pause generation, receive weight version ``version`` over the group, resume. With ``files``, read
+    it before the pause."""
 
     epoch: int
     version: int
@@ -42,6 +54,8 @@ class WeightReceive(Struct, frozen=True, kw_only=True):
     adapter_scale: float = 0.0
     """If not 0, the tensors are adapters A and B of the base model's weights W, named ``<W>/lora_A`` and ``<W>/lora_B``, and the
     version's weights are ``W + adapter_scale · B A``."""
+    files: WeightFiles | None = None
+    """Without a process group; ``epoch`` then has no meaning."""
 
 
 class WeightReceived(Struct, frozen=True, kw_only=True):

@@ -1,12 +1,14 @@
 """Publishes weights to the generators, whose generations in flight pause and resume.
 
-    ``publisher``      the protocol: join, receive, retry
-    ``rounds``         its state machine
-    ``buckets``        tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
-    ``sender_group``   the sender's side of a process group besides the default one
-    ``actor_control``  concurrent requests to actors, each with a deadline
-    ``probe``          the mismatch between trainer and generators at one version
-    ``first_probe``    its sequences before the first batch
+    ``publisher``       the protocol: join, receive, retry
+    ``rounds``          its state machine
+    ``file_publisher``  the protocol with files in the place of a group
+    ``weight_writer``   versions into files: bases and deltas
+    ``buckets``         tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
+    ``sender_group``    the sender's side of a process group besides the default one
+    ``actor_control``   concurrent requests to actors, each with a deadline
+    ``probe``           the mismatch between trainer and generators at one version
+    ``first_probe``     its sequences before the first batch
 
 No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM.
 

@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass
-class _PhaseSeconds:
+class PhaseSeconds:
     """Duration of the sender's phases in one attempt, in seconds."""
 
     open: float = 0.0
@@ -104,8 +104,17 @@ class Publisher:
         self._close_group()
         self._control.close()
 
-    def publish(self, version: int, weights: Weights, members: list[wire.Member]) -> Outcome:
+    def publish(
+        self,
+        version: int,
+        weights: Weights,
+        members: list[wire.Member],
+        have_read: Callable[[], None] = lambda: None,
+    ) -> Outcome:
         """Publish ``version`` to ``members``.
+
+        Args:
+            have_read: called once the weights may change, after the last attempt.
 
         Raises:
             SourceError: the stream of weights differs from its manifest.
@@ -115,11 +124,11 @@ class Publisher:
         buckets = lay_out(weights.manifest, self._settings.bucket_bytes)
         updated: dict[str, wire.WeightReceived] = {}
         by_id = {member.member_id: member for member in members}
-        rounds, clock, last_error = Rounds(tuple(by_id)), _PhaseSeconds(), ""
+        rounds, clock, last_error = Rounds(tuple(by_id)), PhaseSeconds(), ""
         while groups := rounds.groups():
             answers: dict[str, Answer] = {}
             for group in groups:
-                clock = _PhaseSeconds()
+                clock = PhaseSeconds()
                 if time.monotonic() < deadline:
                     group_members = [by_id[member] for member in group]
                     answers |= self._attempt(version, weights, buckets, group_members, deadline, clock)
@@ -129,13 +138,14 @@ class Publisher:
             for member_id, answer in answers.items():
                 name = by_id[member_id].name
                 if answer.body is not None:
-                    updated[member_id] = _received(answer.body)
+                    updated[member_id] = decode_received(answer.body)
                 elif member_id in rounds.waiting:
                     log.warning("cannot publish version %d to %s, retrying: %s", version, name, answer.error)
                 else:
                     log.error("gave up publishing version %d to %s: %s", version, name, answer.error)
                     last_error = last_error or answer.error
-        stats = _stats(list(updated.values()), clock, time.perf_counter() - started)
+        have_read()
+        stats = stats_of(list(updated.values()), clock, time.perf_counter() - started)
         stats |= {
             "publish_rounds": float(rounds.count),
             "publish_members": float(len(updated)),
@@ -151,7 +161,7 @@ class Publisher:
         buckets: tuple[Bucket, ...],
         members: list[wire.Member],
         deadline: float,
-        clock: _PhaseSeconds,
+        clock: PhaseSeconds,
     ) -> dict[str, Answer]:
         """Make one attempt; returns the members' answers. Raises only :class:`SourceError`."""
         failed_join = self._join(members, deadline, clock)
@@ -165,7 +175,7 @@ class Publisher:
                 pass
 
     def _join(
-        self, members: list[wire.Member], deadline: float, clock: _PhaseSeconds
+        self, members: list[wire.Member], deadline: float, clock: PhaseSeconds
     ) -> dict[str, Answer] | None:
         """Open the group of ``members`` unless it is open. Returns None, or the members' answers if that failed."""
         member_ids = [m.member_id for m in members]
@@ -231,7 +241,7 @@ class Publisher:
         stream: NamedTensors,
         members: list[wire.Member],
         deadline: float,
-        clock: _PhaseSeconds,
+        clock: PhaseSeconds,
     ) -> dict[str, Answer]:
         """Request the members to receive, and broadcast all buckets; returns the members' answers."""
         group = self._group
@@ -273,7 +283,7 @@ class Publisher:
         stream: NamedTensors,
         group: SenderGroup,
         calls: Calls,
-        clock: _PhaseSeconds,
+        clock: PhaseSeconds,
     ) -> str | None:
         """Broadcast all buckets; returns None or an error message.
 
@@ -291,7 +301,7 @@ class Publisher:
             return str(error)
         return None
 
-    def _fill(self, bucket: Bucket, version: int, stream: NamedTensors, clock: _PhaseSeconds) -> torch.Tensor:
+    def _fill(self, bucket: Bucket, version: int, stream: NamedTensors, clock: PhaseSeconds) -> torch.Tensor:
         started = time.perf_counter()
         filled = fill(bucket, version, stream, self._buffers[bucket.index % 2])
         clock.gather += time.perf_counter() - started
@@ -336,12 +346,12 @@ def _failed_join(answer: Answer, reason: str, is_cause: bool) -> Answer:
     return Answer(error=reason, cleared=True) if answer.ok else answer
 
 
-def _received(body: bytes) -> wire.WeightReceived:
+def decode_received(body: bytes) -> wire.WeightReceived:
     return msgspec.msgpack.decode(body, type=wire.WeightReceived)
 
 
-def _stats(
-    received: list[wire.WeightReceived], clock: _PhaseSeconds, total_seconds: float
+def stats_of(
+    received: list[wire.WeightReceived], clock: PhaseSeconds, total_seconds: float
 ) -> dict[str, float]:
     """Durations of the last attempt's phases, in seconds, for metrics.jsonl.
 

@@ -1,0 +1,125 @@
+"""Publishes versions through files (:mod:`.weight_writer`): no process group, and no member waits for another one.
+
+The weights may change once the version is written, before members have read it. A version that is sent again, to a member that
+joins, is not written again.
+
+If the files cannot be written, nothing is sent and no member has failed: they generate with their versions until those are too old, and
+the next version, or the next attempt at this one, is written once there is space.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from scalerl_api import endpoints, wire
+from scalerl_trainer.errors import first_line
+from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.publisher import (
+    MAX_TIMEOUTS,
+    Outcome,
+    PhaseSeconds,
+    Weights,
+    decode_received,
+    stats_of,
+)
+from scalerl_trainer.publish.weight_writer import WeightWriter, Written
+
+log = logging.getLogger(__name__)
+
+WRITE_RETRY_SECONDS = 5.0
+"""Before the second and last attempt of a publish to write its version."""
+
+
+class FilePublisher:
+    """Executes the publishes of a run on rank 0."""
+
+    def __init__(
+        self,
+        writer: WeightWriter,
+        control: ActorControl,
+        *,
+        bucket_bytes: int,
+        timeout_seconds: float,
+    ) -> None:
+        self._writer = writer
+        self._control = control
+        self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
+
+    @property
+    def max_seconds(self) -> float:
+        """Limit of a publish, in seconds."""
+        return MAX_TIMEOUTS * self._timeout_seconds
+
+    def close(self) -> None:
+        """Delete the files, at the end of the run."""
+        self._writer.remove()
+
+    def publish(
+        self,
+        version: int,
+        weights: Weights,
+        members: list[wire.Member],
+        have_read: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Publish ``version`` to ``members``.
+
+        Args:
+            have_read: called once the weights may change.
+
+        Raises:
+            SourceError: the stream of weights differs from its manifest.
+        """
+        started = time.perf_counter()
+        if not members:
+            have_read()
+            return Outcome(version, [], [], "", stats_of([], PhaseSeconds(), 0.0))
+        written = self._write(version, weights)
+        have_read()
+        clock = PhaseSeconds(gather=time.perf_counter() - started)
+        if isinstance(written, str):
+            stats = stats_of([], clock, time.perf_counter() - started)
+            return Outcome(version, [], [], written, stats)
+        message = wire.WeightReceive(
+            epoch=0,
+            version=version,
+            tensors=weights.manifest,
+            bucket_bytes=self._bucket_bytes,
+            timeout_seconds=self._timeout_seconds,
+            adapter_scale=weights.adapter_scale,
+            files=written.files,
+        )
+        messages = {member.member_id: message for member in members}
+        answers = self._control.start(
+            members, endpoints.WEIGHTS_RECEIVE, messages, self._timeout_seconds
+        ).wait()
+        names = {member.member_id: member.name for member in members}
+        failed = {m: answer.error for m, answer in answers.items() if not answer.ok}
+        for member_id, error in failed.items():
+            log.error("gave up publishing version %d to %s: %s", version, names[member_id], error)
+        received = {m: decode_received(a.body) for m, a in answers.items() if a.body is not None}
+        stats = stats_of(list(received.values()), clock, time.perf_counter() - started)
+        stats |= {
+            "publish_rounds": 1.0,
+            "publish_members": float(len(received)),
+            "publish_failed_members": float(len(failed)),
+            "publish_bytes": float(written.bytes),
+        }
+        return Outcome(version, list(received), list(failed), next(iter(failed.values()), ""), stats)
+
+    def _write(self, version: int, weights: Weights) -> Written | str:
+        """Write a version; returns the problem if it cannot be written."""
+        for attempt in (1, 2):
+            try:
+                return self._writer.write(version, weights.manifest, weights.stream)
+            except OSError as error:
+                problem = (
+                    f"version {version} cannot be written to {self._writer.folder}: {first_line(error)}. Free space on the volume of "
+                    "the run; generators keep their weights meanwhile"
+                )
+                log.error("%s", problem)
+            if attempt == 1:
+                time.sleep(WRITE_RETRY_SECONDS)
+        return problem

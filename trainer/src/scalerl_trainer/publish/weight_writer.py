@@ -1,0 +1,232 @@
+"""Writes published weights to files (:mod:`scalerl_api.weight_files`), from which generators read them.
+
+Each version is a delta from the one before. A base is written beside it (:data:`BASE_EVERY`); then the last base and the deltas before
+it are deleted. So the files take at most three times the bytes of a version, while a base is written, and a generator that was sent no
+version for a while reads the deltas that it lacks, or the base.
+
+The writer keeps a copy of the last version in host memory. An attempt of the trainer has a folder of its own, with the name of its
+:mod:`~scalerl_trainer.fence`; it deletes those of earlier ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scalerl_api import wire
+from scalerl_api.weight_files import (
+    COUNTS,
+    FAR,
+    LENGTH,
+    Header,
+    base_name,
+    delta_name,
+    encode_end,
+    layout_digest,
+)
+from scalerl_api.weight_layout import Bucket, lay_out
+from scalerl_trainer.fence import Fence
+from scalerl_trainer.publish.buckets import NamedTensors, fill
+
+log = logging.getLogger(__name__)
+
+BASE_EVERY = 32
+"""Deltas from one base to the next. A generator that joins reads the base and these, so they are fewer if they have half its bytes."""
+_LEVEL = 1
+"""Of zlib: higher ones take longer, and gaps have hardly anything to compress."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A version in files."""
+
+    files: wire.WeightFiles
+    bytes: int
+    """Of the delta, or of the base without one: what a generator reads that has the version before."""
+
+
+_Buckets = Iterator[tuple[bytes | torch.Tensor, bool]]
+"""Content of each bucket, and whether it is the whole bucket and not its changes."""
+
+
+def encode_changes(old_u16: NDArray[np.uint16], new_u16: NDArray[np.uint16]) -> bytes:
+    """The changes of a payload, without the trailer."""
+    changed = np.flatnonzero(old_u16 != new_u16)
+    gaps = np.diff(changed, prepend=-1) - 1
+    far = gaps // FAR
+    encoded = np.full(int(far.sum()) + len(changed), FAR, np.uint8)
+    encoded[np.cumsum(far + 1) - 1] = gaps % FAR
+    differences = new_u16[changed] - old_u16[changed]
+    positions, low, high = (
+        zlib.compress(part.astype(np.uint8).tobytes(), _LEVEL)
+        for part in (encoded, differences & 0xFF, differences >> 8)
+    )
+    counts = COUNTS.pack(len(changed), len(encoded), len(positions))
+    return b"".join((counts, positions, LENGTH.pack(len(low)), low, high))
+
+
+class WeightWriter:
+    """Writes the versions of one attempt of the trainer.
+
+    Args:
+        folder: the attempt's own, which must not exist.
+        begin: called before the folder is made; deletes those of earlier attempts, or raises if a later one has begun.
+    """
+
+    def __init__(self, folder: Path, bucket_bytes: int, begin: Callable[[], None]) -> None:
+        self.folder = folder
+        self._bucket_bytes = bucket_bytes
+        self._begin: Callable[[], None] | None = begin
+        self._layout = ""
+        self._buckets: tuple[Bucket, ...] = ()
+        self._last_u8: list[torch.Tensor] = []
+        """The buckets of the last version, if there may be a delta from it."""
+        self._base = -1
+        self._versions: list[int] = []
+        """Those that can be read (:class:`scalerl_api.wire.WeightFiles`); empty after a failed write, whose successor is a base."""
+        self._base_bytes = self._delta_bytes = 0
+        """Of the base, and of the deltas since."""
+        self._last_bytes = 0
+
+    def write(
+        self, version: int, manifest: list[wire.TensorSpec], stream: Callable[[], NamedTensors]
+    ) -> Written:
+        """Write a version, unless it was the last one written. The stream is read to its end.
+
+        Raises:
+            OSError: the folder cannot be written. What is there stays, and the next write begins with a base.
+            SourceError: the stream differs from the manifest.
+        """
+        if not self._versions or self._versions[-1] != version:
+            self._start()
+            tensors = stream()
+            try:
+                self._last_bytes = self._write(version, manifest, tensors)
+            finally:
+                for _ in tensors:  # the other ranks take part in the collective to its end
+                    pass
+        files = wire.WeightFiles(folder=self.folder.name, base=self._base, versions=self._versions)
+        return Written(files, self._last_bytes)
+
+    def remove(self) -> None:
+        """Delete the folder, at the end of the run."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        if self._begin is not None:
+            self._begin()
+            self.folder.mkdir(parents=True)
+            self._begin = None
+
+    def _write(self, version: int, manifest: list[wire.TensorSpec], tensors: NamedTensors) -> int:
+        layout = layout_digest(manifest, self._bucket_bytes)
+        earlier, self._versions = (
+            self._versions,
+            [],
+        )  # of a failed write, the last version in memory is of no file
+        if not earlier or layout != self._layout or not self._last_u8:
+            self._layout, self._buckets = layout, lay_out(manifest, self._bucket_bytes)
+            self._last_u8 = []
+            # Most bits of a float32 change with every update.
+            keep = {tensor.dtype for tensor in manifest} <= {"bfloat16", "float16"}
+            return self._write_base(version, [version], self._filled(version, tensors, keep=keep))
+        size = self._write_file(delta_name(version), version, earlier[-1], self._changes(version, tensors))
+        self._delta_bytes += size
+        versions = [*earlier, version]
+        since = versions[versions.index(self._base) :]
+        self._versions = versions
+        if len(since) > BASE_EVERY or 2 * self._delta_bytes > self._base_bytes:
+            try:
+                self._write_base(version, since, ((last, True) for last in self._last_u8))
+            except OSError as error:
+                log.warning("no base of version %d, whose delta is written, deltas go on: %s", version, error)
+        return size
+
+    def _write_base(self, version: int, versions: list[int], buckets: _Buckets) -> int:
+        size = self._write_file(base_name(version), version, None, buckets)
+        self._base, self._base_bytes, self._delta_bytes = version, size, 0
+        self._versions = versions
+        kept = {base_name(version), *map(delta_name, versions[1:])}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                with contextlib.suppress(OSError):  # another base is due in time
+                    path.unlink()
+        return size
+
+    def _filled(self, version: int, tensors: NamedTensors, *, keep: bool) -> _Buckets:
+        scratch = self._scratch()
+        for bucket in self._buckets:
+            filled = fill(bucket, version, tensors, scratch)
+            if keep:
+                self._last_u8.append(filled.clone())
+            yield filled, True
+
+    def _changes(self, version: int, tensors: NamedTensors) -> _Buckets:
+        scratch = self._scratch()
+        for bucket, last in zip(self._buckets, self._last_u8, strict=True):
+            new, end = fill(bucket, version, tensors, scratch), bucket.payload_bytes
+            changes = encode_changes(_words(last[:end]), _words(new[:end]))
+            last.copy_(new)
+            if len(changes) < end:
+                yield bytes(new[end:].numpy()) + changes, False
+            else:
+                yield new, True
+
+    def _scratch(self) -> torch.Tensor:
+        return torch.empty(max(bucket.total_bytes for bucket in self._buckets), dtype=torch.uint8)
+
+    def _write_file(self, name: str, version: int, previous: int | None, buckets: _Buckets) -> int:
+        """Write a file, which has its name once it is complete; returns its size."""
+        staged = self.folder / f".{name}"
+        sizes: list[int] = []
+        whole: list[bool] = []
+        try:
+            with staged.open("wb") as file:
+                for bucket, is_whole in buckets:
+                    content = bucket if isinstance(bucket, bytes) else bucket.numpy().data
+                    file.write(content)
+                    sizes.append(len(content))
+                    whole.append(is_whole)
+                file.write(
+                    encode_end(Header(self.folder.name, version, previous, self._layout, sizes, whole))
+                )
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+        except OSError:
+            with contextlib.suppress(OSError):
+                staged.unlink()
+            raise
+        staged.rename(self.folder / name)
+        return size
+
+
+def _words(payload_u8: torch.Tensor) -> NDArray[np.uint16]:
+    words: NDArray[np.uint16] = payload_u8.numpy().view(np.uint16)
+    return words
+
+
+def begin_attempt(folder: Path, fence: Fence) -> Callable[[], None]:
+    """What :class:`WeightWriter` calls first: deletes the folders of earlier attempts beside ``folder``.
+
+    They are listed before the check, so none is of a later attempt: that one had begun before it made its folder.
+    """
+
+    def begin() -> None:
+        others = [path for path in folder.parent.glob("*") if path != folder]
+        fence.check()
+        for path in others:
+            log.info("removing the weights that an earlier attempt published: %s", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+    return begin
