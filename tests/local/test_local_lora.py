@@ -20,6 +20,7 @@ def test_run_that_publishes_adapters(stage: int, tmp_path: Path) -> None:
         warmStart__learningRate="3e-3",
         trainer__zeroStage=stage,
         trainer__lora={"rank": 8, "alpha": 16, "publish": "Adapter", "export": "Adapter"},
+        weightSync__backend="Files" if stage == 1 else "Auto",
         checkpoint__everySteps=3,
         budget__maxSteps=STEPS,
     )

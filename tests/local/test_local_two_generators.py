@@ -34,6 +34,8 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         generator__kvCache="64Mi",
         generator__speculation={"history": {}},
         trainer__replicas=1,
+        model__dtype="bfloat16",
+        weightSync__backend="Files",
         evaluation__everySteps=10_000,
         checkpoint__everySteps=1000,
         schedule={"byLength": {}},

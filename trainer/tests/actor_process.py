@@ -2,7 +2,7 @@
 
 Run as a process of its own (it is killed and frozen on purpose), with ``ACTOR`` set to a dict:
 ``directory`` where it says its port (``port``) and leaves each version it took (``v<version>.pt``),
-``token``, and ``faults``: a list of dicts ``{"at": "join" | "allreduce" | "receive", "how": "kill" | "freeze" |
+``token``, ``weights`` (for files: their folder), and ``faults``: a list of dicts ``{"at": "join" | "allreduce" | "receive", "how": "kill" | "freeze" |
 "refuse" | "not-ready" | "shoot" | "wait" | a number, "version": int | None, "bucket": int, "times": int}``; "shoot" kills the process
 whose id is in the file ``victim`` and continues, "wait" does after ``seconds``. At "probe", a number is the log-probability of every token (else -5.5).
 """
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from scalerl_api import endpoints, wire
 from scalerl_api.weight_layout import check_trailer, checksum, lay_out, tensor_bytes
+from scalerl_generator.weight_files import WeightReader
 
 
 class Refused(Exception):
@@ -33,8 +34,11 @@ class Refused(Exception):
 
 
 class Actor:
-    def __init__(self, directory: Path, faults: list[dict[str, Any]], check: bool = True) -> None:
+    def __init__(
+        self, directory: Path, faults: list[dict[str, Any]], check: bool = True, weights: Path | None = None
+    ) -> None:
         self.directory, self.faults, self.check = directory, faults, check
+        self.reader = None if weights is None else WeightReader(weights)
         self.pg: Any = None
         self.store: Any = None
         self.epoch = -1
@@ -82,6 +86,8 @@ class Actor:
         return wire.Ack()
 
     def receive(self, message: wire.WeightReceive) -> wire.Struct:
+        if message.files is not None:
+            return self.read(message)
         if message.epoch != self.epoch or self.pg is None:
             raise Refused("wrong-epoch", f"in {self.epoch}, not {message.epoch}")
         options = dist.BroadcastOptions()
@@ -121,6 +127,27 @@ class Actor:
             resume_seconds=0.0,
         )
 
+    def read(self, message: wire.WeightReceive) -> wire.Struct:
+        """Of ``weightSync.backend: Files``."""
+        self.fault("receive", message.version)
+        assert self.reader is not None
+        assert message.files is not None
+        self.reader.read(message.version, message.tensors, message.bucket_bytes, message.files)
+        assert self.reader.copy is not None
+        taken = {}
+        for bucket, memory in zip(self.reader.copy.buckets, self.reader.copy.of_bucket, strict=True):
+            for slot in bucket.slots:
+                flat = memory[slot.offset : slot.offset + tensor_bytes(slot.tensor)].clone()
+                taken[slot.tensor.name] = flat.view(getattr(torch, slot.tensor.dtype)).view(slot.tensor.shape)
+        torch.save(taken, self.directory / f"v{message.version}.pt")
+        return wire.WeightReceived(
+            version=message.version,
+            pause_seconds=0.0,
+            transfer_seconds=0.0,
+            load_seconds=0.0,
+            resume_seconds=0.0,
+        )
+
     def probe(self, message: wire.Probe) -> wire.Struct:
         self.logprob = -5.5
         self.fault("probe", message.version)
@@ -129,8 +156,14 @@ class Actor:
         return wire.Probed(version=message.version, logprobs=answers)
 
 
-def serve(directory: Path, token: str, faults: list[dict[str, Any]], check: bool = True) -> None:
-    actor = Actor(directory, faults, check)
+def serve(
+    directory: Path,
+    token: str,
+    faults: list[dict[str, Any]],
+    check: bool = True,
+    weights: Path | None = None,
+) -> None:
+    actor = Actor(directory, faults, check, weights)
     routes = {
         endpoints.WEIGHTS_JOIN: (wire.GroupJoin, actor.join),
         endpoints.WEIGHTS_RECEIVE: (wire.WeightReceive, actor.receive),

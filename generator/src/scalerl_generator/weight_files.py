@@ -13,6 +13,7 @@ import itertools
 import logging
 import mmap
 import os
+import struct
 import threading
 import time
 import zlib
@@ -89,7 +90,7 @@ def apply_changes(words_u16: NDArray[np.uint16], changes: bytes | memoryview) ->
         encoded = _inflate(changes[COUNTS.size : positions_end], gaps)
         low = _inflate(changes[positions_end + LENGTH.size : low_end], changed)
         high = _inflate(changes[low_end:], changed)
-    except (ValueError, zlib.error, OverflowError) as error:
+    except (struct.error, zlib.error, OverflowError, ValueError) as error:
         raise WeightFileError(f"the changes of a bucket cannot be read: {error}") from error
     positions = np.cumsum(np.where(encoded == FAR, FAR, encoded.astype(np.int64) + 1)) - 1
     positions = positions[encoded != FAR]
@@ -194,7 +195,7 @@ class WeightReader:
         ):
             payload_u8, trailer_u8 = memory_u8[: bucket.payload_bytes], memory_u8[bucket.payload_bytes :]
             if whole:
-                if size != bucket.total_bytes or file.readinto(memory_u8.numpy()) != size:
+                if size != bucket.total_bytes or file.readinto(memory_u8.numpy().data) != size:
                     raise WeightFileError(f"bucket {bucket.index} is cut off")
             else:
                 content = memoryview(file.read(size))

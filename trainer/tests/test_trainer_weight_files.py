@@ -1,0 +1,424 @@
+"""Weights through files: what the writer wrote, the generators' reader reads bit by bit, or refuses."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl_api import wire
+from scalerl_api.attempts import Attempt
+from scalerl_api.weight_files import WeightFileError, base_name, delta_name
+from scalerl_generator.weight_files import WeightReader, apply_changes
+from scalerl_trainer.checkpoint import Disk
+from scalerl_trainer.errors import AttemptSuperseded
+from scalerl_trainer.fence import Fence
+from scalerl_trainer.publish import file_publisher, weight_writer
+from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.buckets import tensor_spec
+from scalerl_trainer.publish.errors import SourceError
+from scalerl_trainer.publish.file_publisher import FilePublisher
+from scalerl_trainer.publish.publisher import Weights
+from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt, encode_changes
+
+BUCKET_BYTES = 3000
+SHAPES = {"embed": (67, 40), "layer.0.w": (33, 9), "layer.0.norm": (9,), "scale": (), "head": (50, 70)}
+
+
+class Training:
+    """Weights whose versions differ in about one element of a hundred."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.tensors = {n: torch.randn(s, generator=self._generator).to(dtype) for n, s in SHAPES.items()}
+        self.manifest = [tensor_spec(n, t) for n, t in self.tensors.items()]
+
+    def update(self, share: float = 0.01) -> None:
+        for tensor in self.tensors.values():
+            changed = torch.rand(tensor.shape, generator=self._generator) < share
+            tensor += changed * torch.randn(tensor.shape, generator=self._generator) * tensor.abs() * 2**-7
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+    def write(self, writer: WeightWriter, version: int) -> wire.WeightFiles:
+        return writer.write(version, self.manifest, self.stream).files
+
+    def read(self, reader: WeightReader, version: int, files: wire.WeightFiles) -> int:
+        """Read a version, which must be the present weights; returns the bytes read."""
+        size = reader.read(version, self.manifest, BUCKET_BYTES, files)
+        self.assert_copied(reader)
+        return size
+
+    def assert_copied(self, reader: WeightReader) -> None:
+        assert reader.copy is not None
+        found = {}
+        for bucket, memory in zip(reader.copy.buckets, reader.copy.of_bucket, strict=True):
+            for slot in bucket.slots:
+                own = self.tensors[slot.tensor.name]
+                found[slot.tensor.name] = (
+                    memory[slot.offset : slot.offset + own.nbytes].view(own.dtype).view(own.shape)
+                )
+        assert found.keys() == self.tensors.keys()
+        for name, tensor in self.tensors.items():
+            assert torch.equal(
+                found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+            ), name
+
+
+def make_writer(root: Path, name: str = "0.1-a") -> WeightWriter:
+    return WeightWriter(root / name, BUCKET_BYTES, lambda: None)
+
+
+# --- changes ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    words=st.integers(0, 3000),
+    share=st.sampled_from([0.0, 1e-3, 0.02, 0.5, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_changes_are_exact(words: int, share: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    old = random.integers(0, 1 << 16, words, dtype=np.uint16)
+    new = np.where(random.random(words) < share, random.integers(0, 1 << 16, words, dtype=np.uint16), old)
+    found = old.copy()
+    apply_changes(found, encode_changes(old, new))
+    assert np.array_equal(found, new)
+
+
+@pytest.mark.parametrize("changed", [[0], [253], [254], [255], [256], [510], [511], [0, 255, 510, 2999], []])
+def test_changes_at_the_limits_of_a_gap(changed: list[int]) -> None:
+    old = np.zeros(3000, np.uint16)
+    new = old.copy()
+    new[changed] = 0x8001
+    found = old.copy()
+    apply_changes(found, encode_changes(old, new))
+    assert np.flatnonzero(found).tolist() == changed
+    assert np.array_equal(found, new)
+
+
+@settings(deadline=None)
+@given(garbage=st.binary(max_size=200), at=st.integers(0, 150), cut=st.integers(0, 200))
+def test_changes_of_garbage_are_refused(garbage: bytes, at: int, cut: int) -> None:
+    """A WeightFileError, or a result, which the checksum in the trailer then refuses; nothing else."""
+    old = np.arange(500, dtype=np.uint16)
+    good = encode_changes(old, old[::-1].copy())
+    for data in (garbage, good[:at] + garbage + good[at:], good[:cut]):
+        try:
+            apply_changes(old.copy(), data)
+        except WeightFileError:
+            continue
+
+
+# --- chains ----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_readers_that_miss_versions_are_exact(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("weights")
+    training, writer = Training(), make_writer(root)
+    readers = [WeightReader(root) for _ in range(3)]
+    version = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weight_writer, "BASE_EVERY", 4)
+        for _ in range(25):
+            version += data.draw(st.integers(1, 3), label="versions that are not published")
+            training.update(data.draw(st.sampled_from([0.0, 0.01, 0.01, 1.0]), label="share of changes"))
+            files = training.write(writer, version)
+            assert training.write(writer, version) == files, "sent again"
+            for reader in readers:
+                if data.draw(st.integers(0, 3), label="reads") == 0:
+                    training.read(reader, version, files)
+            names = {path.name for path in writer.folder.iterdir()}
+            deltas = set(map(delta_name, files.versions[1:]))
+            assert names - {delta_name(files.versions[0])} == {base_name(files.base)} | deltas, "and no more"
+            assert len(deltas) <= 2 * 4
+            whole = sum(t.nbytes for t in training.tensors.values())
+            assert sum(path.stat().st_size for path in writer.folder.iterdir()) < 3.2 * whole + 6000
+    training.read(WeightReader(root), version, files)
+
+
+def test_a_delta_has_few_bytes_and_is_all_that_is_read(tmp_path: Path) -> None:
+    training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
+    whole = training.read(reader, 0, training.write(writer, 0))
+    sizes = []
+    for version in range(1, 100):
+        training.update(0.005)
+        written = writer.write(version, training.manifest, training.stream)
+        sizes.append(training.read(reader, version, written.files))
+        assert sizes[-1] == written.bytes
+    assert max(sizes) < whole / 4, "also beside a base"
+    late = WeightReader(tmp_path)
+    assert training.read(late, 99, written.files) < 1.6 * whole
+
+
+def test_float32_is_written_whole(tmp_path: Path) -> None:
+    training, writer, reader = Training(dtype=torch.float32), make_writer(tmp_path), WeightReader(tmp_path)
+    for version in range(3):
+        training.update()
+        training.read(reader, version, training.write(writer, version))
+        assert [path.name for path in writer.folder.iterdir()] == [base_name(version)]
+
+
+def test_another_layout_begins_with_a_base(tmp_path: Path) -> None:
+    writer, reader = make_writer(tmp_path), WeightReader(tmp_path)
+    first, second = Training(), Training()
+    second.tensors.pop("head")
+    second.manifest.pop()
+    first.read(reader, 0, first.write(writer, 0))
+    files = second.write(writer, 1)
+    assert files.versions == [1]
+    second.read(reader, 1, files)
+
+
+def test_another_stream_is_refused_and_read_to_its_end(tmp_path: Path) -> None:
+    training, writer = Training(), make_writer(tmp_path)
+    training.write(writer, 0)
+    rest: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in reversed(training.tensors.items()):
+            yield name, tensor
+            rest.append(name)
+
+    with pytest.raises(SourceError):
+        writer.write(1, training.manifest, stream)
+    assert len(rest) == len(training.tensors)
+    training.read(WeightReader(tmp_path), 2, training.write(writer, 2))
+
+
+# --- damage ----------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(patched: pytest.MonkeyPatch, call: int) -> None:
+    """Die at the ``call``-th of the writer's calls that read weights or change the folder."""
+    calls = iter(range(call + 1))
+
+    def count(original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if next(calls, None) == call:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return counted
+
+    patched.setattr(weight_writer, "fill", count(weight_writer.fill))
+    patched.setattr(weight_writer, "encode_end", count(weight_writer.encode_end))
+    patched.setattr(os, "fsync", count(os.fsync))
+    patched.setattr(Path, "rename", count(Path.rename))
+    patched.setattr(Path, "unlink", count(Path.unlink))
+
+
+@pytest.mark.parametrize("version", [1, 3])  # a delta; a delta and a base, after which files are deleted
+def test_killed_while_writing_leaves_the_version_before(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 3)
+    died = 0
+    for call in range(100):
+        root = tmp_path / str(call)
+        training, writer = Training(), make_writer(root)
+        for earlier in range(version):
+            training.update()
+            files = training.write(writer, earlier)
+        reader = WeightReader(root)
+        training.read(reader, version - 1, files)
+        before = {n: t.clone() for n, t in training.tensors.items()}
+        training.update()
+        try:
+            with pytest.MonkeyPatch.context() as patched:
+                kill_at(patched, call)
+                training.write(writer, version)
+            break
+        except Killed:
+            died += 1
+        after, training.tensors = training.tensors, before
+        if (
+            writer.folder / base_name(files.base)
+        ).exists():  # else the new one is complete, and was to be sent
+            training.read(WeightReader(root), version - 1, files)
+        else:
+            training.tensors = after
+            complete = wire.WeightFiles(folder=files.folder, base=version, versions=[version])
+            training.read(WeightReader(root), version, complete)
+        # The next attempt of the trainer has another folder.
+        training.tensors = after
+        again = make_writer(root, "0.2-b")
+        training.read(reader, version, training.write(again, version))
+    assert died >= 6
+
+
+def damaged(content: bytes, random: np.random.Generator) -> bytes:
+    match random.integers(3):
+        case 0:
+            return content[: random.integers(len(content))]
+        case 1:
+            at = random.integers(len(content))
+            return content[:at] + bytes([content[at] ^ (1 << random.integers(8))]) + content[at + 1 :]
+        case _:
+            return random.bytes(random.integers(200))
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), which=st.integers(0, 3))
+def test_damaged_files_are_refused_or_read_exactly(
+    seed: int, which: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A damaged delta costs a reader that has the version before the base; a reader never has a wrong version."""
+    root, random = tmp_path_factory.mktemp("weights"), np.random.default_rng(seed)
+    training, writer, reader, late = Training(), make_writer(root), WeightReader(root), WeightReader(root)
+    for version in range(4):
+        training.update()
+        files = training.write(writer, version)
+        if version == 2:
+            training.read(reader, version, files)
+    path = sorted(writer.folder.iterdir())[which]
+    good = path.read_bytes()
+    path.write_bytes(damaged(good, random))
+    for one in (reader, late):
+        try:
+            training.read(one, version, files)
+        except WeightFileError as error:
+            problem, held = str(error), one.version
+        else:
+            continue
+        assert problem.startswith(f"{path}: ")
+        assert held != version
+    path.write_bytes(good)
+    training.read(reader, version, files)
+    training.read(late, version, files)
+
+
+def test_files_of_another_attempt_or_version_are_refused(tmp_path: Path) -> None:
+    training, ours, theirs = Training(), make_writer(tmp_path), make_writer(tmp_path, "0.1-b")
+    files = training.write(ours, 0)
+    training.write(theirs, 0)
+    shutil.copy(theirs.folder / base_name(0), ours.folder / base_name(0))
+    with pytest.raises(WeightFileError, match=r"base-00000000: it has version 0 after None of 0\.1-b"):
+        training.read(WeightReader(tmp_path), 0, files)
+    with pytest.raises(WeightFileError, match="is not what the files"):
+        training.read(WeightReader(tmp_path), 1, files)
+    for folder in ("", "..", "../runs", "/tmp"):
+        with pytest.raises(WeightFileError, match="no name of a folder"):
+            training.read(WeightReader(tmp_path), 0, wire.WeightFiles(folder=folder, base=0, versions=[0]))
+    with pytest.raises(WeightFileError, match="No such file"):
+        training.read(WeightReader(tmp_path / "elsewhere"), 0, files)
+
+
+def test_a_later_attempt_removes_the_files_of_earlier_ones(tmp_path: Path) -> None:
+    checkpoints, weights = tmp_path / "checkpoints", tmp_path / "weights"
+    training = Training()
+
+    def begin(number: int) -> WeightWriter:
+        fence = Fence.begin(checkpoints, Attempt(1, number), Disk())
+        folder = weights / fence.folder.name
+        return WeightWriter(folder, BUCKET_BYTES, begin_attempt(folder, fence))
+
+    first = begin(1)
+    training.write(first, 0)
+    late = begin(2)
+    second = begin(3)
+    training.write(second, 0)
+    assert [path.name for path in weights.iterdir()] == [second.folder.name]
+    with pytest.raises(OSError, match="No such file"):
+        training.write(first, 1)
+    with pytest.raises(AttemptSuperseded):
+        training.write(late, 0)
+    assert [path.name for path in weights.iterdir()] == [second.folder.name]
+
+
+# --- the protocol ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Files end at 10,000 bytes, as on a volume that is full."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def publisher_of(writer: WeightWriter, timeout_seconds: float = 20.0) -> FilePublisher:
+    return FilePublisher(
+        writer, ActorControl("secret"), bucket_bytes=BUCKET_BYTES, timeout_seconds=timeout_seconds
+    )
+
+
+def test_a_full_volume_fails_no_member(
+    tmp_path: Path, small_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_publisher, "WRITE_RETRY_SECONDS", 0.0)
+    training, writer = Training(), make_writer(tmp_path)
+    weights = Weights(training.manifest, training.stream)
+    member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
+    read: list[bool] = []
+    publisher = publisher_of(writer)
+    outcome = publisher.publish(0, weights, [member], lambda: read.append(True))
+    assert (outcome.updated, outcome.failed, read) == ([], [], [True])
+    assert "version 0 cannot be written" in outcome.error
+    assert "File too large" in outcome.error
+    assert list(writer.folder.iterdir()) == [], "what is left of it makes room"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
+    assert publisher.publish(1, weights, [member]).failed == ["g"], "it does not answer"
+    training.read(WeightReader(tmp_path), 1, training.write(writer, 1))
+
+
+def test_members_are_independent(processes: Any, tmp_path: Path) -> None:
+    """No member joins a group: these die if they are asked to."""
+    members = []
+    for name, faults in (
+        ("good", []),
+        ("refuses", [{"at": "receive", "how": "fetch-failed"}]),
+        ("dies", [{"at": "receive", "how": "kill"}]),
+    ):
+        (tmp_path / name).mkdir()
+        faults = [*faults, {"at": "join", "how": "kill"}]
+        given = {
+            "directory": tmp_path / name,
+            "token": "secret",
+            "faults": faults,
+            "weights": tmp_path / "weights",
+        }
+        processes.run("actor_process.py", ACTOR=given)
+        port = tmp_path / name / "port"
+        while not port.exists():
+            signal.sigtimedwait([], 0.01)
+        url = f"http://127.0.0.1:{port.read_text()}"
+        members.append(wire.Member(member_id=name, name=name, control_url=url, weight_version=-1))
+    training, writer = Training(), make_writer(tmp_path / "weights")
+    weights = Weights(training.manifest, training.stream)
+    for version in range(3):
+        training.update()
+        outcome = publisher_of(writer).publish(version, weights, members)
+        assert (outcome.updated, set(outcome.failed)) == (["good"], {"refuses", "dies"})
+        taken = torch.load(tmp_path / f"good/v{version}.pt")
+        assert all(
+            torch.equal(taken[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
+            for n, t in training.tensors.items()
+        )
+        whole = sum(t.nbytes for t in training.tensors.values())
+        assert (outcome.stats["publish_bytes"] < whole / 4) == (version > 0)
+    publisher_of(writer).close()
+    assert list((tmp_path / "weights").iterdir()) == []
