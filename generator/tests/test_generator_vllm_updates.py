@@ -29,10 +29,13 @@ from vllm_with_updates import (
     manifest,
     new_weights,
     publish,
+    publish_files,
     receive,
     score,
     start_server,
     weight_version,
+    weight_writer,
+    write,
 )
 
 from scalerl_api.weight_layout import lay_out
@@ -462,6 +465,10 @@ async def test_vllm_tensor_parallel_workers_recover_together(two_workers: Server
         sender = await connect(client, 7, workers=2)
         await publish(client, sender, good, 7)
         assert np.abs(await client.prompt_logprobs(PROBE) - score(good, PROBE)).max() < 1e-4
+        writer = weight_writer(two_workers)
+        for version, policy in ((8, bad), (9, good)):
+            await publish_files(client, writer, policy, version)
+            assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
 
 
 async def test_vllm_update_takes_over_open_update(server: Server) -> None:
@@ -532,6 +539,60 @@ async def takes_bf16_weights(server: Server) -> None:
 
 async def test_vllm_update_of_bf16_model(bf16_server: Server) -> None:
     await takes_bf16_weights(bf16_server)
+
+
+def slightly_changed(policy: LlamaForCausalLM, seed: int) -> None:
+    """One weight of a hundred becomes a neighbouring bfloat16."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.view(torch.int16).add_((torch.rand(parameter.shape, generator=random) < 0.01).short())
+
+
+async def test_vllm_updates_from_files(bf16_server: Server) -> None:
+    """Exact beside a broadcast of the same weights; what is read for the next version leaves the present one as it is."""
+    writer = weight_writer(bf16_server)
+    policy = new_weights(bf16_server.model, 1).to(torch.bfloat16)
+    async with VllmClient(bf16_server.url, TOKEN) as client:
+        whole = await publish_files(client, writer, policy, 1)
+        in_flight = asyncio.create_task(
+            client.generate([5, 6, 7], n=4, max_tokens=SPAN_LIMIT, cache_salt="0")
+        )
+        await asyncio.sleep(0.1)
+        for version in (2, 3, 4):
+            slightly_changed(policy, version)
+            if version == 3:  # it misses this one
+                write(writer, policy, version)
+            else:
+                changes = await publish_files(client, writer, policy, version)
+                assert 0 < changes.bytes < whole.bytes / 10
+        assert changes.path == whole.path
+        assert any(len(one.weight_versions) > 1 for one in await in_flight)
+        assert await weight_version(client) == "4"
+        from_files = await client.prompt_logprobs(PROBE)
+
+        sender = await connect(client, 5)
+        await publish(client, sender, policy, 5)
+        assert np.array_equal(await client.prompt_logprobs(PROBE), from_files)
+
+        other = new_weights(bf16_server.model, 2).to(torch.bfloat16)
+        request = write(writer, other, 6)
+        fetched = await client.fetch(request)
+        assert np.array_equal(await client.prompt_logprobs(PROBE), from_files)
+        await client.receive(request, fetched)
+        assert np.abs(await client.prompt_logprobs(PROBE) - from_files).max() > 0.1
+
+        slightly_changed(other, 7)
+        request = write(writer, other, 7)
+        for path in writer.folder.iterdir():
+            path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ServerRefused, match=r"0000000[67]: it is cut off"):
+            await client.fetch(request)
+        with pytest.raises(UpdateFailed, match="the copy in memory has version") as failed:
+            await client.receive(request, fetched)
+        assert not failed.value.partial
+        assert await weight_version(client) == "6"
+        assert len(await client.generate([5, 6, 7], n=1, max_tokens=4, cache_salt="0")) == 1
 
 
 @pytest.mark.full

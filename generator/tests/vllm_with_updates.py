@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -20,11 +21,15 @@ from free_port import free_port
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from scalerl_api.paths import RunPaths
+from scalerl_api.process import DIR
 from scalerl_api.weight_layout import lay_out, trailer
 from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_replies import FetchReport
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
+from scalerl_trainer.publish.weight_writer import WeightWriter
 
 TOKEN = "the-run's-token"
 BUCKET_BYTES = 200_000
@@ -83,7 +88,7 @@ def start_server(
         [sys.executable, "-m", "scalerl_generator.vllm_server", *argv],
         stdout=log,
         stderr=log,
-        env=os.environ | {TOKEN_VARIABLE: TOKEN},
+        env=os.environ | {TOKEN_VARIABLE: TOKEN, DIR: str(root)},
     )
     try:
 
@@ -207,6 +212,32 @@ async def publish(client: VllmClient, sender: Sender, policy: LlamaForCausalLM, 
         client.receive(receive(policy, sender.epoch, version)),
         asyncio.to_thread(sender.send, policy, version),
     )
+
+
+def weight_writer(server: Server) -> WeightWriter:
+    """The trainer's writer of files, into the directory of the server's run."""
+    return WeightWriter(RunPaths(server.model.parent).weights / "0.1-a", BUCKET_BYTES, lambda: None)
+
+
+def write(
+    writer: WeightWriter,
+    policy: LlamaForCausalLM | TensorSource,
+    version: int,
+    timeout_seconds: float = JOIN_SECONDS,
+) -> WeightReceive:
+    """Write a version; returns the request to receive it."""
+    tensors = {name: tensor.detach() for name, tensor in policy.named_parameters()}
+    files = writer.write(version, manifest(policy), lambda: iter(tensors.items())).files
+    return msgspec.structs.replace(receive(policy, 0, version, timeout_seconds), files=files)
+
+
+async def publish_files(
+    client: VllmClient, writer: WeightWriter, policy: LlamaForCausalLM, version: int
+) -> FetchReport:
+    request = write(writer, policy, version)
+    fetched = await client.fetch(request)
+    await client.receive(request, fetched)
+    return fetched
 
 
 def score(policy: LlamaForCausalLM, tokens: list[int]) -> np.ndarray[Any, np.dtype[np.float32]]:

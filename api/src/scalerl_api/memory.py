@@ -298,6 +298,17 @@ def checkpoint_copy(size: ModelSize, spec: RunSpec) -> int:
     return math.ceil(state_bytes(size, spec) / spec.trainer.ranks)
 
 
+def published_copy(size: ModelSize, spec: RunSpec) -> int:
+    """Host memory for the last published version with ``weightSync.backend: Files``, in rank 0 and in each generator, bytes."""
+    if spec.weight_backend != "files":
+        return 0
+    lora = spec.trainer.lora
+    count = size.parameters
+    if lora is not None and lora.publish == "Adapter":
+        count = size.adapter_parameters(lora.rank)
+    return count * BYTES[spec.model.dtype]
+
+
 def trainer_rank_bytes(size: ModelSize, spec: RunSpec) -> int:
     """Memory of one rank where its tensors are, bytes: with :func:`checkpoint_copy` on a CPU."""
     copy = 0 if spec.trainer.devices else checkpoint_copy(size, spec)

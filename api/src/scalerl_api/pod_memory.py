@@ -16,6 +16,7 @@ from scalerl_api.memory import (
     BYTES,
     ModelSize,
     checkpoint_copy,
+    published_copy,
     server_memory,
     state_bytes,
     trainer_rank_bytes,
@@ -74,7 +75,10 @@ def _prepare(size: ModelSize, spec: RunSpec) -> int:
 def _server(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators one tensor at a time; on CPUs also what :func:`.server_memory` counts, a second copy of the weights,
     which vLLM lays out anew, and the float32 weights of the head."""
-    tensor, bucket = 4 * size.largest_tensor, 2 * quantity_bytes(spec.weight_sync.bucket)
+    tensor, bucket = (
+        4 * size.largest_tensor,
+        2 * quantity_bytes(spec.weight_sync.bucket) + published_copy(size, spec),
+    )
     if spec.generator.devices:
         return tensor + bucket
     copy = size.parameters * BYTES[spec.model.dtype]
@@ -91,9 +95,10 @@ def _trainer(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, and buffers of a publish over
     gloo. On CPUs :func:`.trainer_rank_bytes`."""
     if not spec.trainer.devices:
-        return trainer_rank_bytes(size, spec)
+        return trainer_rank_bytes(size, spec) + published_copy(size, spec)
     return (
         checkpoint_copy(size, spec)
+        + published_copy(size, spec)
         + 12 * size.largest_parameter
         + 2 * quantity_bytes(spec.weight_sync.bucket)
     )

@@ -157,7 +157,7 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     if problem := _teacher_problem(core):
         return f"the teacher: {problem}"
     missing = state.missing(state.version)
-    return f"{missing} groups of step {state.version}" if missing else ""
+    return f"{missing} groups of step {state.version}{failed}" if missing else ""
 
 
 def _unsaved_version(core: Core) -> int:

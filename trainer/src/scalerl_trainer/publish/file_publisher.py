@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from scalerl_api import endpoints, wire
 from scalerl_trainer.errors import first_line
-from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.actor_control import ActorControl, Answer
 from scalerl_trainer.publish.publisher import (
     MAX_TIMEOUTS,
     Outcome,
@@ -73,28 +73,22 @@ class FilePublisher:
             SourceError: the stream of weights differs from its manifest.
         """
         started = time.perf_counter()
-        if not members:
-            have_read()
-            return Outcome(version, [], [], "", stats_of([], PhaseSeconds(), 0.0))
-        written = self._write(version, weights)
+        written = self._write(version, weights) if members else None
         have_read()
-        clock = PhaseSeconds(gather=time.perf_counter() - started)
-        if isinstance(written, str):
-            stats = stats_of([], clock, time.perf_counter() - started)
-            return Outcome(version, [], [], written, stats)
-        message = wire.WeightReceive(
-            epoch=0,
-            version=version,
-            tensors=weights.manifest,
-            bucket_bytes=self._bucket_bytes,
-            timeout_seconds=self._timeout_seconds,
-            adapter_scale=weights.adapter_scale,
-            files=written.files,
-        )
-        messages = {member.member_id: message for member in members}
-        answers = self._control.start(
-            members, endpoints.WEIGHTS_RECEIVE, messages, self._timeout_seconds
-        ).wait()
+        clock, answers = PhaseSeconds(gather=time.perf_counter() - started), dict[str, Answer]()
+        if isinstance(written, Written):
+            message = wire.WeightReceive(
+                epoch=0,
+                version=version,
+                tensors=weights.manifest,
+                bucket_bytes=self._bucket_bytes,
+                timeout_seconds=self._timeout_seconds,
+                adapter_scale=weights.adapter_scale,
+                files=written.files,
+            )
+            messages = {member.member_id: message for member in members}
+            calls = self._control.start(members, endpoints.WEIGHTS_RECEIVE, messages, self._timeout_seconds)
+            answers = calls.wait()
         names = {member.member_id: member.name for member in members}
         failed = {m: answer.error for m, answer in answers.items() if not answer.ok}
         for member_id, error in failed.items():
@@ -102,12 +96,13 @@ class FilePublisher:
         received = {m: decode_received(a.body) for m, a in answers.items() if a.body is not None}
         stats = stats_of(list(received.values()), clock, time.perf_counter() - started)
         stats |= {
-            "publish_rounds": 1.0,
+            "publish_rounds": float(isinstance(written, Written)),
             "publish_members": float(len(received)),
             "publish_failed_members": float(len(failed)),
-            "publish_bytes": float(written.bytes),
+            "publish_bytes": float(written.bytes if isinstance(written, Written) else 0),
         }
-        return Outcome(version, list(received), list(failed), next(iter(failed.values()), ""), stats)
+        problem = written if isinstance(written, str) else next(iter(failed.values()), "")
+        return Outcome(version, list(received), list(failed), problem, stats)
 
     def _write(self, version: int, weights: Weights) -> Written | str:
         """Write a version; returns the problem if it cannot be written."""
