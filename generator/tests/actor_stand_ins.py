@@ -51,6 +51,7 @@ from scalerl_api.wire import (
     ReleaseCause,
     Split,
     TensorSpec,
+    WeightFiles,
     WeightReceive,
     WeightReceived,
 )
@@ -439,13 +440,16 @@ class TrainerSide:
         )
         return await self.post(endpoints.WEIGHTS_JOIN, message, Ack)
 
-    async def receive(self, epoch: int, version: int, timeout_seconds: float = 5.0) -> Any:
+    async def receive(
+        self, epoch: int, version: int, timeout_seconds: float = 5.0, files: WeightFiles | None = None
+    ) -> Any:
         message = WeightReceive(
             epoch=epoch,
             version=version,
             tensors=[TensorSpec("w", "float32", [2])],
             bucket_bytes=1024,
             timeout_seconds=timeout_seconds,
+            files=files,
         )
         return await self.post(endpoints.WEIGHTS_RECEIVE, message, WeightReceived)
 

@@ -30,6 +30,8 @@ CLAMPED = 51
 ENDLESS = 54
 """Token of ``|``: completions continue to ``max_tokens``."""
 
+FETCHED = "/proc/1/fd/3"
+"""Where a fetched version is mapped."""
 COUNTED = 53
 """Token of ``{``."""
 
@@ -67,6 +69,8 @@ class Server:
         self.group: dict[str, Any] | None = None
         self.join_problems: list[str | None] = []
         """The next answers of a join: it opens for a while."""
+        self.fetches: list[dict[str, Any]] = []
+        """The next answers of a fetch."""
         self.breaks: list[tuple[int, str]] = []
         """For the next streamed requests: after how many tokens each fails, and how (``close`` or ``error``)."""
 
@@ -180,8 +184,13 @@ class Server:
         self.join_problems = [*[None] * opening, problem]
         return web.json_response({})
 
-    async def update(self, _: web.Request) -> web.Response:
+    async def update(self, request: web.Request) -> web.Response:
         assert not self.running.is_set(), "an update of a server that is not paused"
+        info = (await request.json())["update_info"]
+        if info.get("files"):
+            assert info["path"] == FETCHED, "a version that was not fetched"
+            self.report |= {"state": "whole", "error": ""}
+            return web.json_response({})
         self.report["error"] = "" if self.group else "not in a process group"
         await asyncio.sleep(self.failure.pop("seconds", 0.0))
         if how := self.failure.pop("update", None):
@@ -201,6 +210,13 @@ class Server:
             if call["args"] != [str(self.group["epoch"])]:
                 return web.json_response({"results": ["left the group"]})
             return web.json_response({"results": [self.join_problems.pop(0)]})
+        if call["method"] == "scalerl_fetch":
+            problem = self.failure.pop("fetch", "")
+            self.fetches = [{}, {"problem": problem, "path": "" if problem else FETCHED, "seconds": 0.5}]
+            return web.json_response({"results": [None]})
+        if call["method"] == "scalerl_fetched":
+            assert self.running.is_set(), "a fetch pauses nothing"
+            return web.json_response({"results": [self.fetches.pop(0)]})
         zeros = dict.fromkeys(("transfer_seconds", "verify_seconds", "load_seconds", "finish_seconds"), 0.0)
         report = {"version": None, "tensors": 1, "buckets": 1, "bytes": 8, **zeros, **self.report}
         return web.json_response({"results": [report]})

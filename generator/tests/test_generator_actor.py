@@ -32,6 +32,8 @@ from scalerl_api.wire import (
     WIRE_VERSION,
     Ack,
     Problem,
+    WeightFiles,
+    WeightReceived,
     PushReply,
     ReleaseCause,
     Split,
@@ -464,6 +466,23 @@ async def test_failed_update(scene: Scene, how: str) -> None:
         s.version for g in scene.coordinator.groups.values() for c in g.completions for s in c.versions
     }
     assert versions == {0, 1}
+
+
+async def test_update_from_files(scene: Scene) -> None:
+    """Without a group; one that cannot be read pauses nothing."""
+    await scene.member()
+    for version in (0, 1):
+        files = WeightFiles(folder="0.1-a", base=version, versions=[version])
+        await scene.server(fetch="base-00000000: it is cut off, or no file with weights")
+        problem = await scene.trainer.receive(0, version, files=files)
+        assert isinstance(problem, Problem)
+        assert (problem.error, "it is cut off" in problem.message) == ("fetch-failed", True)
+        assert (await scene.server())["running"]
+        received = await scene.trainer.receive(0, version, files=files)
+        assert isinstance(received, WeightReceived), received
+        assert received.transfer_seconds == 0.5
+        assert (await scene.server())["version"] == str(version)
+        await until(lambda: scene.coordinator.beats[-1].weight_version == version)
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
