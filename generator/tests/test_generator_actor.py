@@ -32,11 +32,10 @@ from scalerl_api.wire import (
     WIRE_VERSION,
     Ack,
     Problem,
-    WeightFiles,
-    WeightReceived,
     PushReply,
     ReleaseCause,
     Split,
+    WeightFiles,
     WeightReceive,
     WeightReceived,
 )
@@ -482,7 +481,7 @@ async def test_update_from_files(scene: Scene) -> None:
         assert isinstance(received, WeightReceived), received
         assert received.transfer_seconds == 0.5
         assert (await scene.server())["version"] == str(version)
-        await until(lambda: scene.coordinator.beats[-1].weight_version == version)
+        await until(lambda v=version: scene.coordinator.beats[-1].weight_version == v)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
