@@ -99,6 +99,7 @@ ANNOTATED = {
         "engine_settings",
         "collective_timeout_seconds",
         "publish_settings",
+        "_publisher",
         "first_probes",
         "publish_limit_seconds",
         "exported_config",

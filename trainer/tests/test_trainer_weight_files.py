@@ -286,10 +286,12 @@ def test_damaged_files_are_refused_or_read_exactly(
     """A damaged delta costs a reader that has the version before the base; a reader never has a wrong version."""
     root, random = tmp_path_factory.mktemp("weights"), np.random.default_rng(seed)
     training, writer, reader, late = Training(), make_writer(root), WeightReader(root), WeightReader(root)
+    versions = []
     for version in range(4):
         training.update()
         files = training.write(writer, version)
-        if version == 2:
+        versions.append({n: t.clone() for n, t in training.tensors.items()})
+        if version == 1:
             training.read(reader, version, files)
     path = sorted(writer.folder.iterdir())[which]
     good = path.read_bytes()
@@ -303,6 +305,10 @@ def test_damaged_files_are_refused_or_read_exactly(
             continue
         assert problem.startswith(f"{path}: ")
         assert held != version
+        if held is not None:
+            training.tensors = versions[held]
+            training.assert_copied(one)
+            training.tensors = versions[version]
     path.write_bytes(good)
     training.read(reader, version, files)
     training.read(late, version, files)
@@ -379,10 +385,55 @@ def test_a_full_volume_fails_no_member(
     assert "version 0 cannot be written" in outcome.error
     assert "File too large" in outcome.error
     assert list(writer.folder.iterdir()) == [], "what is left of it makes room"
+    (writer.folder / "base-00000000").touch()  # of no version that is sent
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
     assert publisher.publish(1, weights, [member]).failed == ["g"], "it does not answer"
     training.read(WeightReader(tmp_path), 1, training.write(writer, 1))
+    assert [path.name for path in writer.folder.iterdir()] == ["base-00000001"]
+
+
+def test_after_a_failed_write_comes_a_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delta that failed is of no file. What no request names makes room before the base is written."""
+    training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
+    for version in (0, 1):
+        training.update()
+        training.read(reader, version, training.write(writer, version))
+    training.update()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            training.write(writer, 2)
+    assert {path.name for path in writer.folder.iterdir()} == {base_name(0), delta_name(1)}
+    found: list[set[str]] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        found.append({path.name for path in writer.folder.iterdir()})
+        yield from training.tensors.items()
+
+    files = writer.write(2, training.manifest, stream).files
+    assert found == [{f".{base_name(2)}"}]
+    assert files.versions == [2]
+    training.read(reader, 2, files)
+    training.update()
+    training.read(reader, 3, training.write(writer, 3))
+
+
+def test_a_base_that_does_not_fit_leaves_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 2)
+    training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
+    training.read(reader, 0, training.write(writer, 0))
+    for version in range(1, 6):
+        training.update(0.001)
+        with pytest.MonkeyPatch.context() as patched:
+            if version < 5:
+                patched.setattr(
+                    WeightWriter, "_write_base", lambda *_: (_ for _ in ()).throw(OSError("full"))
+                )
+            files = training.write(writer, version)
+        training.read(reader, version, files)
+        training.read(WeightReader(tmp_path), version, files)
+        assert files.base == (0 if version < 5 else 5)
 
 
 def test_members_are_independent(processes: Any, tmp_path: Path) -> None:

@@ -130,10 +130,9 @@ class WeightWriter:
 
     def _write(self, version: int, manifest: list[wire.TensorSpec], tensors: NamedTensors) -> int:
         layout = layout_digest(manifest, self._bucket_bytes)
-        earlier, self._versions = (
-            self._versions,
-            [],
-        )  # of a failed write, the last version in memory is of no file
+        earlier, self._versions = self._versions, []
+        if not earlier:  # after a failed write, no request names what is there
+            self._keep_only(set())
         if not earlier or layout != self._layout or not self._last_u8:
             self._layout, self._buckets = layout, lay_out(manifest, self._bucket_bytes)
             self._last_u8 = []
@@ -156,12 +155,14 @@ class WeightWriter:
         size = self._write_file(base_name(version), version, None, buckets)
         self._base, self._base_bytes, self._delta_bytes = version, size, 0
         self._versions = versions
-        kept = {base_name(version), *map(delta_name, versions[1:])}
+        self._keep_only({base_name(version), *map(delta_name, versions[1:])})
+        return size
+
+    def _keep_only(self, names: set[str]) -> None:
         for path in self.folder.iterdir():
-            if path.name not in kept:
+            if path.name not in names:
                 with contextlib.suppress(OSError):  # another base is due in time
                     path.unlink()
-        return size
 
     def _filled(self, version: int, tensors: NamedTensors, *, keep: bool) -> _Buckets:
         scratch = self._scratch()
