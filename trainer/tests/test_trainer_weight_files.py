@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
-from scalerl_generator.weight_files import WeightReader, apply_changes
+from scalerl_generator.weight_files import SharedBuckets, WeightReader, apply_changes
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
@@ -165,6 +165,20 @@ def test_a_delta_has_few_bytes_and_is_all_that_is_read(tmp_path: Path) -> None:
     assert max(sizes) < whole / 4, "also beside a base"
     late = WeightReader(tmp_path)
     assert training.read(late, 99, written.files) < 1.6 * whole
+
+
+def test_other_workers_map_what_the_first_one_reads(tmp_path: Path) -> None:
+    """Also after a restart of the trainer: the path must not be that of other memory."""
+    training, first, second = Training(), make_writer(tmp_path), make_writer(tmp_path, "0.2-b")
+    reader, mapped = WeightReader(tmp_path), WeightReader(tmp_path)
+    training.read(reader, 0, training.write(first, 0))
+    assert reader.copy is not None
+    mapped.copy = SharedBuckets(reader.copy.buckets, reader.copy.path)
+    training.assert_copied(mapped)
+    training.update()
+    training.read(reader, 0, training.write(second, 0))
+    assert reader.copy.path == mapped.copy.path
+    training.assert_copied(mapped)
 
 
 def test_float32_is_written_whole(tmp_path: Path) -> None:

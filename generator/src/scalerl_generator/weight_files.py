@@ -143,11 +143,12 @@ class WeightReader:
         key = files.folder, layout_digest(tensors, bucket_bytes)
         if files.folder != Path(files.folder).name or files.folder in ("", ".."):
             raise WeightFileError(f"{files.folder!r} is no name of a folder")
-        if key != self._key or self.copy is None:
+        if self.copy is None or key[1] != self._key[1]:
             if self.copy is not None:
                 self.copy.close()
-            self._key, self.version = key, None
             self.copy = SharedBuckets(lay_out(tensors, bucket_bytes))
+        if key != self._key:
+            self._key, self.version = key, None
         if not files.versions or files.versions[-1] != version or files.base not in files.versions:
             raise WeightFileError(f"version {version} is not what the files {files} have")
         if self.version == version:
