@@ -177,7 +177,7 @@ async def test_republished_version_has_new_cache_salt(scene: Scene) -> None:
         await scene.trainer.join(epoch)
         assert isinstance(await scene.trainer.receive(epoch, version), WeightReceived)
         scene.coordinator.offer(1, scene.train)
-        await until(lambda n=epoch: len(scene.coordinator.groups) > n)  # type: ignore[misc]
+        await until(lambda n=epoch: len(scene.coordinator.groups) > n)
     first, _, again = (await scene.server())["salts"]
     assert first != again
 
@@ -481,7 +481,7 @@ async def test_update_from_files(scene: Scene) -> None:
         assert isinstance(received, WeightReceived), received
         assert received.transfer_seconds == 0.5
         assert (await scene.server())["version"] == str(version)
-        await until(lambda v=version: scene.coordinator.beats[-1].weight_version == v)  # type: ignore[misc]
+        await until(lambda v=version: scene.coordinator.beats[-1].weight_version == v)
 
 
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
