@@ -40,7 +40,7 @@ for path, manifest in given["runs"].items():
         engine.set_reference(load_model(given["model"], dtype=spec.model.dtype))
     steps = engine.steps_done
     stats = engine.step(share(steps, rank, world), make_loss(spec.recipe))
-    group = engine._deepspeed.engine.optimizer.param_groups[0]
+    group = engine._backend.engine.optimizer.param_groups[0]
     if version is None:
         assert checkpointer.start(engine.steps_done, b"snapshot") is None
         assert checkpointer.finish().error is None
@@ -48,7 +48,7 @@ for path, manifest in given["runs"].items():
         "version": version,
         "steps": steps,
         "loss": stats.loss,
-        "stage": engine._deepspeed.engine.zero_optimization_stage(),
+        "stage": engine._backend.engine.zero_optimization_stage(),
         "expected_rate": settings.learning_rate_at(steps),
         "expected": (settings.betas, settings.epsilon, settings.weight_decay),
         "rate": group["lr"],

@@ -275,7 +275,7 @@ class Scenarios:
         stopped = train_supervised(
             engine, tokenizer, pairs, steps=200, learning_rate=5e-3, stop_at=0.5, **common
         )  # fmt: skip
-        state = [v for s in engine._deepspeed._base_optimizer.state.values() for v in s.values()]
+        state = [v for s in engine._backend._base_optimizer.state.values() for v in s.values()]
         clean = all(not bool(v.any()) for v in state)
         engine.close()
         return {
