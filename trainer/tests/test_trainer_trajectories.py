@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import trajectories
 from free_port import free_port
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from stages import Stage, engine_of
 
 from scalerl_api import wire
 from scalerl_api.recipe import ONE_OF, RecipeSpec
@@ -28,8 +29,6 @@ from scalerl_trainer.packing import Sequence
 
 pytestmark = pytest.mark.slow
 
-Stage = int | Literal["FSDP2"]
-"""A ZeRO stage of DeepSpeed, or the other engine."""
 Config = tuple[int, Stage, bool]
 """Ranks, stage, whether sequences share rows."""
 
@@ -157,10 +156,6 @@ def trajectory(
         for s in steps
     ]
     return rows, steps
-
-
-def engine_of(stage: Stage) -> dict[str, Any]:
-    return {"engine": "FSDP2", "zero_stage": 3} if stage == "FSDP2" else {"zero_stage": stage}
 
 
 def cases() -> list[Any]:
