@@ -44,6 +44,9 @@ class FsdpEngine:
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         # Embeddings and head are needed at the end of the forward pass and at the begin of the backward pass.
         self._module = place(module, self._dtype, device, weights, keep_root=True)
+        if hasattr(self._module, "set_reduce_scatter_unused_params"):  # torch 2.11 has it not
+            # An expert of a module of its own may have tokens on one rank only.
+            self._module.set_reduce_scatter_unused_params(True)
         self._rank = dist.get_rank()
         self._max_norm = settings.max_gradient_norm
         trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
