@@ -49,7 +49,7 @@ class Backend(Protocol):
     def whole(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
         """Whole parameters in the model's dtype on rank 0, nothing on others. A collective where parameters are partitioned.
 
-        A tensor may be the live parameter, otherwise it is a copy.
+        A tensor may be the live parameter: it is not to be written to, and read before the next update.
         """
 
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:

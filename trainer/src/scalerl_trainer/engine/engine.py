@@ -352,7 +352,7 @@ class Engine:
         return EngineState(self._rank, pieces, header, self.start)
 
     def load(self, directory: Path) -> None:
-        """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, in any dtype.
+        """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, by any engine, in any dtype.
 
         Raises:
             EngineError: the state is missing, or is another model's.

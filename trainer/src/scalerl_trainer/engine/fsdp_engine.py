@@ -51,7 +51,7 @@ class FsdpEngine:
         self._max_norm = settings.max_gradient_norm
         trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._trained = [(name, parameter, local(parameter)) for name, parameter in trained]
-        # torch's fused kernel takes no tensor without elements: the part of a rank beyond the first dimension.
+        # The fused kernel takes no tensor without elements, which is a rank's part where a parameter has fewer rows than there are ranks.
         held = [flat for _, _, flat in self._trained if flat.numel()] or [torch.zeros(1, device=device)]
         self._optimizer = torch.optim.AdamW(
             held,
@@ -120,7 +120,7 @@ class FsdpEngine:
 
     @torch.no_grad()
     def whole(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """Copies of whole parameters in the model's dtype on rank 0, nothing on others. A collective."""
+        """Whole parameters in the model's dtype on rank 0, nothing on others. A collective."""
         found: list[torch.Tensor] = []
         for parameter in parameters:
             # The values that the forward pass computes with.
