@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from free_port import free_port
 
 from scalerl_trainer.engine.backend import open_backend, open_frozen
 from scalerl_trainer.engine.fsdp_engine import units
@@ -58,3 +60,19 @@ def test_deepspeed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         arguments: Any = (torch.nn.Linear(2, 2), EngineSettings(), torch.device("cpu"))
         with pytest.raises(EngineError, match=r"needs the package deepspeed .* or set FSDP2"):
             opening(*arguments)
+
+
+@pytest.mark.full
+def test_engines_agree_on_every_family(tmp_path: Path, processes: Any) -> None:
+    folders = {name: tiny_models.write(name, tmp_path / name) for name in sorted(tiny_models.FAMILIES)}
+    port, pipes = free_port(), []
+    for rank in range(2):
+        ours, theirs = multiprocessing.Pipe()
+        given = {"pipe": theirs, "rank": rank, "port": port, "folders": folders}
+        processes.run("fsdp_worker.py", FAMILIES=given)
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        assert pipe.poll(240)
+        for name, (deepspeed, fsdp) in pipe.recv().items():
+            assert fsdp == pytest.approx(deepspeed, rel=2e-6), name
