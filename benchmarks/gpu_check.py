@@ -12,7 +12,7 @@ positions    the trainer's log-probabilities in bfloat16 beside plain transforme
 head         the float32 head: how far a bfloat16 one is off, its time, its share of a step
 step-0.5B    a training step of that shape beside plain transformers: tokens/s, share of the peak, memory
 step-1.5B    the same
-engine       the engine under DeepSpeed at ZeRO 1 and 3, one rank: loss, log-probabilities, gathered weights
+engine       the engine under DeepSpeed at ZeRO 1 and 3, if that is there, and under FSDP2, one rank: loss, log-probabilities, gathered weights
 group-1      the process group of weight updates, of one process
 group-2      the same of two processes, each on a device of its own where there are two
 publish      vLLM: ``benchmarks/publish.py --quick``
@@ -354,7 +354,6 @@ def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]
 
 
 def check_engine(options: Options) -> dict[str, Any]:
-    require("deepspeed")
     import torch
     from support.gpu_models import SHAPES, TINY, make
 
@@ -381,11 +380,14 @@ def check_engine(options: Options) -> dict[str, Any]:
     sequences = [Sequence(row[:16], row[16:]) for row in ids]
     count = sum(len(s.completion) for s in sequences)
     result: dict[str, Any] = {"tokens": count}
-    for stage in (1, 3):
+    ways: dict[str, Any] = {"FSDP2": {"engine": "FSDP2", "zero_stage": 3}}
+    if importlib.util.find_spec("deepspeed") is not None:
+        ways = {"ZeRO 1": {"zero_stage": 1}, "ZeRO 3": {"zero_stage": 3}} | ways
+    for way, partition in ways.items():
         model = make(shape, torch.device("cpu") if options.tiny else device, torch.bfloat16)
         names = {name for name, _ in model.named_parameters()}
         settings = EngineSettings(
-            zero_stage=stage, learning_rate=1e-4, warmup_steps=0, micro_batch_tokens=4 * shape.sequence
+            **partition, learning_rate=1e-4, warmup_steps=0, micro_batch_tokens=4 * shape.sequence
         )
         engine = Engine(model, settings, device)
         before = engine.logprobs(sequences).logprobs_n
@@ -397,7 +399,7 @@ def check_engine(options: Options) -> dict[str, Any]:
             stats.append((done.ratios, done.gradient_norm, clock(device) - begin))
         after = engine.logprobs(sequences).logprobs_n
         gathered = {n for bucket in engine.gather_parameters(64 << 20) for n in bucket.names}
-        result[f"ZeRO {stage}"] = {
+        result[way] = {
             "first_ratio_max": stats[0][0].ratio_max if stats[0][0] is not None else None,
             "gradient_norms": [norm for _, norm, _ in stats],
             "logprob_gain": float((after - before).mean()),
@@ -406,11 +408,9 @@ def check_engine(options: Options) -> dict[str, Any]:
         }
         engine.close()
         if gathered != names:
-            raise AssertionError(f"ZeRO {stage}: {sorted(names ^ gathered)[:3]} gathered or missing")
-        if not result[f"ZeRO {stage}"]["logprob_gain"] > 0:
-            raise AssertionError(
-                f"ZeRO {stage}: rewarded tokens did not become likelier: {json.dumps(result)}"
-            )
+            raise AssertionError(f"{way}: {sorted(names ^ gathered)[:3]} gathered or missing")
+        if not result[way]["logprob_gain"] > 0:
+            raise AssertionError(f"{way}: rewarded tokens did not become likelier: {json.dumps(result)}")
     destroy_process_group()
     return result
 

@@ -1,9 +1,10 @@
 """Memory of the ranks while they load a model: peak of the anonymous resident memory beyond that before, on the host.
 
-    python benchmarks/loading.py [--quick] [--stage N]
+    python benchmarks/loading.py [--quick] [--stage N] [--engine FSDP2]
 
 Two gloo ranks load a Llama of 368 M parameters (bfloat16, 701 MiB; ``--quick``: 46 M) from several shards. At stage 3 the target is a
-rank's partition and a quarter of it, and the largest tensor; at other stages the same of the whole model. The last line is one JSON object.
+rank's partition and a quarter of it, and the largest tensor; at other stages the same of the whole model; with
+FSDP2, whose partition is float32, the same of twice the bytes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def write(folder: Path, sizes: dict[str, Any]) -> None:
     model.save_pretrained(folder, max_shard_size=total // 4)
 
 
-def rank(folder: Path, stage: int) -> None:
+def rank(folder: Path, stage: int, fsdp: bool) -> None:
     """One rank: reports when it is about to load, and after it has."""
     import torch
 
@@ -51,6 +52,7 @@ def rank(folder: Path, stage: int) -> None:
         Rank,
         deepspeed_engine,
         destroy_process_group,
+        fsdp_engine,
         init_process_group,
     )
     from scalerl_trainer.models import Policy, open_model
@@ -62,6 +64,11 @@ def rank(folder: Path, stage: int) -> None:
     def load(path: Path) -> torch.nn.Module:
         model, weights = open_model(path)
         policy = Policy(model, fp32_head=True)
+        if fsdp:
+            placed: torch.nn.Module = fsdp_engine.place(
+                policy, torch.bfloat16, device, weights, keep_root=True
+            )
+            return placed
         count = sum(p.numel() for p in policy.parameters())
         config = deepspeed_engine._config(settings, 2, count)
         return deepspeed_engine.place(policy, config, device, weights)
@@ -85,7 +92,7 @@ def anonymous(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
-def measure(folder: Path, stage: int) -> tuple[list[int], float]:
+def measure(folder: Path, stage: int, engine: str) -> tuple[list[int], float]:
     """Each rank's peak beyond the memory before, bytes, and the processor time of both, seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -99,7 +106,7 @@ def measure(folder: Path, stage: int) -> tuple[list[int], float]:
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_ARENA_MAX": "1",
     }
-    command = [sys.executable, __file__, "--rank", str(folder), "--stage", str(stage)]
+    command = [sys.executable, __file__, "--rank", str(folder), "--stage", str(stage), "--engine", engine]
     processes = [
         subprocess.Popen(
             command,
@@ -147,10 +154,11 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="46 M parameters")
     parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--engine", choices=["DeepSpeed", "FSDP2"], default="DeepSpeed")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        rank(arguments.rank, arguments.stage)
+        rank(arguments.rank, arguments.stage, arguments.engine == "FSDP2")
         return
     from scalerl_trainer.models.files import stored_tensors
 
@@ -160,8 +168,9 @@ def main() -> None:
         write(folder.with_name("tiny"), SIZES | {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64})
         sizes = [tensor.elements * 2 for tensor in stored_tensors(folder).values()]
         partition = sum(sizes) // 2 if arguments.stage == 3 else sum(sizes)
+        partition *= 2 if arguments.engine == "FSDP2" else 1
         allowed = partition * 1.25 + max(sizes)
-        peaks, seconds = measure(folder, arguments.stage)
+        peaks, seconds = measure(folder, arguments.stage, arguments.engine)
         print(
             f"peak {' / '.join(f'{p / MIB:,.0f}' for p in peaks)} MiB, allowed {allowed / MIB:,.0f}, model "
             f"{sum(sizes) / MIB:,.0f}, {seconds:.1f} s of processor time"

@@ -49,6 +49,7 @@ def case(stage: int, world: int, **changes: Any) -> dict[str, Any]:
         "lora": None,
         # Below the model's size, as those of a real run are.
         "bucket": 5_000_000,
+        "engine": "DeepSpeed",
     }
     return settings | changes
 
@@ -62,6 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 2, 2 ranks": case(2, 2),
     "stage 3, 1 rank": case(3, 1),
     "stage 3, 2 ranks": case(3, 2),
+    "FSDP2, 1 rank": case(3, 1, engine="FSDP2"),
+    "FSDP2, 2 ranks": case(3, 2, engine="FSDP2"),
     "stage 1, float32, 2 ranks": case(1, 2, dtype="float32"),
     "vocabulary of 150,000": case(1, 1, model=WIDE),
     "2,048 tokens": case(1, 1, tokens=2048, sequences=8),

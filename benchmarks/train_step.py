@@ -1,11 +1,11 @@
 """A training step beside one of plain Hugging Face code: tokens a second, and memory.
 
-    python benchmarks/train_step.py [--quick] [--rounds N] [--dtype bfloat16]
+    python benchmarks/train_step.py [--quick] [--rounds N] [--dtype bfloat16] [--engine FSDP2]
 
 Both train the same Llama with the same sequences on two gloo ranks of one thread each: CISPO on token log-probabilities, AdamW, clipped
 gradients. *Plain* is what a script without an engine does: ``DistributedDataParallel``, ``torch.optim.AdamW``, micro-batches padded to
 their longest sequence, ``log_softmax`` of all logits in float32; in bfloat16, float32 weights under autocast. *Ours* is the engine at
-ZeRO 1, the default, with its FP32 head and its guards. Lengths are uniform between a half and the whole of the case's; a micro-batch has two
+ZeRO 1, the default, or with FSDP2, with its FP32 head and its guards. Lengths are uniform between a half and the whole of the case's; a micro-batch has two
 sequences of the longest. Tokens a second count tokens of sequences, not padding. Peak memory is resident memory beyond that of the same process after
 steps of a tiny model. Runs alternate; medians over rounds of the second of two steps. The last line is one JSON object.
 """
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,9 +92,9 @@ def model(sizes: dict[str, Any]) -> Any:
 
 
 def ours(
-    sizes: dict[str, Any], longest: int, dtype: str, device: torch.device
+    sizes: dict[str, Any], longest: int, dtype: str, device: torch.device, **partition: Any
 ) -> Callable[[list[list[int]]], None]:
-    settings = EngineSettings(dtype=dtype, warmup_steps=0, micro_batch_tokens=2 * longest)
+    settings = EngineSettings(**partition, dtype=dtype, warmup_steps=0, micro_batch_tokens=2 * longest)
     engine = Engine(model(sizes).to(getattr(torch, dtype)), settings, device)
 
     def step(rows: list[list[int]]) -> None:
@@ -145,7 +146,8 @@ def worker(case: dict[str, Any]) -> None:
     rank = Rank.from_environment(os.environ)
     torch.set_num_threads(1)
     device = init_process_group(rank, device="cpu", timeout_seconds=LIMIT_SECONDS)
-    make = {"ours": ours, "plain": plain}[case["side"]]
+    fsdp = {"engine": "FSDP2", "zero_stage": 3} if case["engine"] == "FSDP2" else {}
+    make = {"ours": partial(ours, **fsdp), "plain": plain}[case["side"]]
     small = make(case["sizes"] | SMALL | {"num_attention_heads": 2}, 128, case["dtype"], device)
     for _ in range(2):
         small(sequences(rank.rank, 128, 2, SMALL["vocab_size"]))
@@ -168,10 +170,11 @@ def worker(case: dict[str, Any]) -> None:
     destroy_process_group()
 
 
-def measure(side: str, name: str, dtype: str) -> tuple[float, float]:
+def measure(side: str, name: str, dtype: str, engine: str) -> tuple[float, float]:
     """Tokens a second of all ranks, and the larger peak in bytes."""
     sizes, longest, count = CASES[name]
     case = {"side": side, "sizes": MODELS[sizes], "longest": longest, "count": count, "dtype": dtype}
+    case["engine"] = engine
     port = free_port()
     ranks = [
         subprocess.Popen(
@@ -213,6 +216,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", help="cases, separated by semicolons")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--engine", choices=["DeepSpeed", "FSDP2"], default="DeepSpeed")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -224,19 +228,20 @@ def main() -> None:
         runs: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
         for _ in range(1 if arguments.quick else arguments.rounds):
             for side, values in runs.items():
-                values.append(measure(side, name, arguments.dtype))
+                values.append(measure(side, name, arguments.dtype, arguments.engine))
         speed, peak = (
             {side: statistics.median(one[i] for one in values) for side, values in runs.items()}
             for i in (0, 1)
         )
         figures[name] = {"tokens_per_second": speed, "peak_bytes": peak}
         print(
-            f"{name} tokens, {arguments.dtype}: {speed['ours']:.0f} tokens/s, plain {speed['plain']:.0f} "
+            f"{name} tokens, {arguments.dtype}, {arguments.engine}: {speed['ours']:.0f} tokens/s, plain {speed['plain']:.0f} "
             f"({speed['ours'] / speed['plain']:.2f}×); peak {peak['ours'] / 2**20:.0f} MiB, plain {peak['plain'] / 2**20:.0f} "
             f"({peak['ours'] / peak['plain']:.2f}×)",
             flush=True,
         )
-    print(json.dumps({"benchmark": "train_step", "dtype": arguments.dtype, "figures": figures}))
+    options = {"dtype": arguments.dtype, "engine": arguments.engine}
+    print(json.dumps({"benchmark": "train_step", **options, "figures": figures}))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,12 @@ def test_defaults_survive_a_round_trip() -> None:
             "spec.warmStart.learningRate",
             "its exponent of two digits at most",
         ),
+        (
+            "spec.trainer.engine",
+            "FSDP2",
+            "spec",
+            "trainer.engine FSDP2 partitions all state: set trainer.zeroStage: 3",
+        ),
         ("spec.trainer.zeroStage", 0, "spec", "trainer.zeroStage 0 keeps no float32 copy"),
         (
             "spec.task.reasoningGym.parameters",

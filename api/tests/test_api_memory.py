@@ -320,6 +320,12 @@ def test_plan_of_70b_on_eight_gpus() -> None:
     assert [stage for stage, rank in many.items() if rank.total <= 80 * 2**30] == [3]
 
 
+def test_plan_of_fsdp2_is_that_of_stage_3() -> None:
+    run = {"zeroStage": 3, "replicas": 2, "microBatchTokens": 64}
+    plan = stage_plan(SIZE, spec(trainer=run | {"engine": "FSDP2"}))
+    assert plan == {3: stage_plan(SIZE, spec(trainer=run))[3]}
+
+
 def test_plan_of_float32_has_all_stages() -> None:
     run = spec(model={"scratch": {}, "contextTokens": 64, "dtype": "float32"})
     assert list(stage_plan(SIZE, run)) == [0, 1, 2, 3]

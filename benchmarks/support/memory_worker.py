@@ -64,6 +64,7 @@ def make_engine(sizes: dict[str, Any], case: dict[str, Any], device: torch.devic
 
     deepspeed_engine.BUCKET_ELEMENTS = case["bucket"]
     settings = EngineSettings(
+        engine=case["engine"],
         zero_stage=case["stage"],
         dtype=case["dtype"],
         warmup_steps=0,

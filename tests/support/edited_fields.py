@@ -227,6 +227,7 @@ OTHER: Final[dict[str, Object]] = {
             "export": "Adapter",
         }.items()
     },
+    "trainer.engine": {"trainer": {"engine": "FSDP2", "zeroStage": 3}},
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},

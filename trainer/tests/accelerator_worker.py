@@ -16,8 +16,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from scalerl_trainer.algo.losses import (
     Supervised,
     TokenBatch,
 )
-from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch
+from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, passes
 from scalerl_trainer.engine import engine as engine_module
 from scalerl_trainer.engine.deepspeed_engine import ClippingAdamW
 from scalerl_trainer.engine.shard import exchange_sizes
@@ -61,8 +60,8 @@ VOCABULARY, HIDDEN = 64, 16
 
 MAY_WAIT = {
     "engine/engine.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
-    "engine/engine.py:_tables": "fresh tokens are selected by a mask, once per micro-batch",
-    "engine/engine.py:_outlier_counts": "only in skipped steps",
+    "engine/passes.py:_tables": "fresh tokens are selected by a mask, once per micro-batch",
+    "engine/passes.py:outlier_counts": "only in skipped steps",
     "algo/losses/base.py:sequence_sums": "the number of sequences, for each use of their sums in a micro-batch",
     "algo/losses/supervised.py:__call__": "the number of sequences, once per micro-batch",
     "engine/deepspeed_engine.py:step": "the gradient norm decides whether the step is applied",
@@ -157,10 +156,8 @@ class PlainEngine:
         del norm
         return {}
 
-    @contextmanager
-    def gathered(self, parameters: Any) -> Iterator[None]:
-        del parameters
-        yield
+    def whole(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        return [p.detach() for p in parameters]
 
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         return tuple(parameter.shape)
@@ -313,9 +310,10 @@ def main() -> None:
     torch.manual_seed(0)
     _setup_privateuseone_for_python_backend(ACCELERATOR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine_module.DeepSpeedEngine = PlainEngine  # type: ignore[misc,assignment]
-    engine_module.FrozenModule = lambda module, *_: torch.no_grad()(module)  # type: ignore[misc,assignment]
-    engine_module.gather_vectors = gathered_vectors
+    engine_module.open_backend = PlainEngine  # type: ignore[assignment]
+    engine_module.open_frozen = lambda module, *_: torch.no_grad()(module)  # type: ignore[assignment,return-value]
+    for each in (engine_module, passes):
+        each.gather_vectors = gathered_vectors  # type: ignore[attr-defined]
     # It exchanges the shard's sizes, which have values, in tensors of the device.
     engine_module.exchange_sizes = lambda shard, device: exchange_sizes(shard, torch.device("cpu"))
     found: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
+from scalerl_trainer.engine.fsdp_engine import FsdpEngine
 from scalerl_trainer.models import load_model
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.spec_settings import engine_settings, make_loss
@@ -40,7 +41,9 @@ for path, manifest in given["runs"].items():
         engine.set_reference(load_model(given["model"], dtype=spec.model.dtype))
     steps = engine.steps_done
     stats = engine.step(share(steps, rank, world), make_loss(spec.recipe))
-    group = engine._deepspeed.engine.optimizer.param_groups[0]
+    backend: Any = engine._backend
+    fsdp = isinstance(backend, FsdpEngine)
+    group = (backend._optimizer if fsdp else backend.engine.optimizer).param_groups[0]
     if version is None:
         assert checkpointer.start(engine.steps_done, b"snapshot") is None
         assert checkpointer.finish().error is None
@@ -48,7 +51,8 @@ for path, manifest in given["runs"].items():
         "version": version,
         "steps": steps,
         "loss": stats.loss,
-        "stage": engine._deepspeed.engine.zero_optimization_stage(),
+        "engine": "FSDP2" if fsdp else "DeepSpeed",
+        "stage": 3 if fsdp else backend.engine.zero_optimization_stage(),
         "expected_rate": settings.learning_rate_at(steps),
         "expected": (settings.betas, settings.epsilon, settings.weight_decay),
         "rate": group["lr"],

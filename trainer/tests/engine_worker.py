@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from deepspeed.utils import groups
+from stages import Stage, engine_of
 
 from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
@@ -30,7 +31,7 @@ from scalerl_trainer.engine import (
     destroy_process_group,
     init_process_group,
 )
-from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
+from scalerl_trainer.engine.backend import open_backend
 from scalerl_trainer.engine.settings import Dtype
 from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.export import write_model
@@ -44,11 +45,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"
 STEPS = 3
 TIMEOUT_SECONDS = 240
 VOCABULARY = 17
-SKIPPED: list[tuple[int, Dtype]] = [
-    *((stage, "float32") for stage in range(4)),
-    *((stage, "bfloat16") for stage in (1, 2, 3)),
+SKIPPED: list[tuple[Stage, Dtype]] = [
+    *((stage, "float32") for stage in (*range(4), "FSDP2")),
+    *((stage, "bfloat16") for stage in (1, 2, 3, "FSDP2")),
 ]
-"""ZeRO stages and dtypes in which steps are skipped."""
+"""Stages and dtypes in which steps are skipped."""
 SETTINGS = {
     "learning_rate": 1e-2,
     "warmup_steps": 2,
@@ -143,14 +144,14 @@ class Scenarios:
     def __init__(self, model: str, out: Path, rank: Rank, device: torch.device) -> None:
         self.model, self.out, self.rank, self.device = model, out, rank, device
 
-    def engine(self, stage: int, dtype: Dtype = "float32", **changes: Any) -> Engine:
-        settings = EngineSettings(zero_stage=stage, dtype=dtype, **{**SETTINGS, **changes})
+    def engine(self, stage: Stage, dtype: Dtype = "float32", **changes: Any) -> Engine:
+        settings = EngineSettings(**engine_of(stage), dtype=dtype, **{**SETTINGS, **changes})
         return Engine(load_model(self.model, dtype="float32"), settings, self.device)
 
     def share(self, step: int) -> TrainBatch:
         return share(step, self.rank.rank, self.rank.world)
 
-    def train(self, stage: int, dtype: Dtype = "float32", **changes: Any) -> dict[str, Any]:
+    def train(self, stage: Stage, dtype: Dtype = "float32", **changes: Any) -> dict[str, Any]:
         """Steps, log-probabilities, save and resume in the middle."""
         engine = self.engine(stage, dtype, **changes)
         stats = [engine.step(self.share(step), Cispo()) for step in range(STEPS - 1)]
@@ -183,20 +184,20 @@ class Scenarios:
             "exported": exported,
         }
 
-    def reduced(self, stage: int, dtype: Dtype) -> tuple[list[float], float]:
+    def reduced(self, stage: Stage, dtype: Dtype) -> tuple[list[float], float]:
         """The distinct gradients after one step of two micro-batches (Adam's first moment holds a tenth of them), and
         their norm. Each contribution is exact in bfloat16, no sum of any two is."""
-        settings = EngineSettings(zero_stage=stage, dtype=dtype, max_gradient_norm=0.0)
-        engine = DeepSpeedEngine(Products(), settings, self.device)
+        settings = EngineSettings(**engine_of(stage), dtype=dtype, max_gradient_norm=0.0)
+        engine = open_backend(Products(), settings, self.device)
         for gradients in ((1.0, 2**-9), (2**-11, 2**-13)):
             value = torch.full((64,), gradients[self.rank.rank], dtype=getattr(torch, dtype))
             engine.backward(engine(value))
         norm = engine.step(1e-3)
-        moments = torch.cat([s["exp_avg"].flatten() for s in engine._base_optimizer.state.values()])
+        moments = torch.cat([piece.values["exp_avg"] for piece in engine.pieces(owned=False)])
         engine.close()
         return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm
 
-    def skip(self, stage: int, dtype: Dtype) -> dict[str, Any]:
+    def skip(self, stage: Stage, dtype: Dtype) -> dict[str, Any]:
         """Steps that all ranks must skip, in turn on one engine: weights and optimizer are unchanged."""
         good, after = self.share(0), self.share(1)
         # One token of one rank's that no mean survives, and a batch of other weights.
@@ -234,7 +235,7 @@ class Scenarios:
         engine.close()
         return found
 
-    def refuse(self, stage: int) -> dict[str, Any]:
+    def refuse(self, stage: Stage) -> dict[str, Any]:
         """Errors that all ranks must raise, without a change of the weights."""
         engine = self.engine(stage)
         before = parameters(engine)
@@ -261,7 +262,7 @@ class Scenarios:
         engine.close()
         return found
 
-    def warm(self, stage: int) -> dict[str, Any]:
+    def warm(self, stage: Stage) -> dict[str, Any]:
         """Supervised steps lower the loss; their end resets the optimizer."""
         engine = self.engine(stage, learning_rate=1e-3, max_gradient_norm=1.0, temperature=1.0)
         tokenizer = ModelTokenizer(Path(self.model), PromptSpec())
@@ -275,7 +276,7 @@ class Scenarios:
         stopped = train_supervised(
             engine, tokenizer, pairs, steps=200, learning_rate=5e-3, stop_at=0.5, **common
         )  # fmt: skip
-        state = [v for s in engine._deepspeed._base_optimizer.state.values() for v in s.values()]
+        state = [v for s in engine._backend._base_optimizer.state.values() for v in s.values()]
         clean = all(not bool(v.any()) for v in state)
         engine.close()
         return {
@@ -286,7 +287,7 @@ class Scenarios:
             "steps_done": engine.steps_done,
         }
 
-    def beside(self, stage: int, dtype: Dtype, *, waits: bool) -> dict[str, Any]:
+    def beside(self, stage: Stage, dtype: Dtype, *, waits: bool) -> dict[str, Any]:
         """Weights read on a thread that has read one tensor when a step begins, and reads on once the update may come.
 
         ``waits``: the update waits for the thread; otherwise the thread reads on after the update.
@@ -331,14 +332,16 @@ def main() -> None:
     scenarios = Scenarios(model, out, rank, device)
     compilers = [name for name in ("gcc", "g++", "cc", "c++", "ninja", "nvcc") if shutil.which(name)]
     results: dict[str, Any] = {"compilers": compilers}
-    for stage in range(4):
+    stages: list[Stage] = [*range(4), "FSDP2"]
+    for stage in stages:
         results[f"train {stage}"] = scenarios.train(stage)
-    results["checkpointed 3"] = scenarios.train(3, activation_checkpointing=True)
-    for stage in (1, 2, 3):
+    for stage in stages[3:]:
+        results[f"checkpointed {stage}"] = scenarios.train(stage, activation_checkpointing=True)
+    for stage in stages[1:]:
         results[f"bfloat16 {stage}"] = scenarios.train(stage, "bfloat16")
-    for stage in range(4):
+    for stage in stages:
         results[f"reduced {stage}"] = scenarios.reduced(stage, "bfloat16" if stage else "float32")
-    for stage in (0, 1, 3):
+    for stage in (0, 1, 3, "FSDP2"):
         results[f"refuse {stage}"] = scenarios.refuse(stage)
     for stage, dtype in SKIPPED:
         results[f"skip {stage} {dtype}"] = scenarios.skip(stage, dtype)

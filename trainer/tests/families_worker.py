@@ -76,9 +76,9 @@ def train(folder: Path) -> dict[str, Any]:
     # Positions tell transformers where a sequence of a row begins, with sdpa too.
     patched, Policy.variable_length = Policy.variable_length, property(lambda self: True)  # type: ignore[method-assign, assignment]
     try:
-        shared = engine._shares_rows()
+        shared = engine._passes.shares_rows()
         chosen_n = engine.logprobs(sequences).logprobs_n
-        engine._separates = True
+        engine._passes._separates = True
         mixed_n = engine.logprobs(sequences).logprobs_n
     finally:
         Policy.variable_length = patched  # type: ignore[method-assign]

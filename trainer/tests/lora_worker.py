@@ -10,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_worker import SETTINGS, parameters, share
+from stages import engine_of as partition_of
 
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Loss
@@ -31,7 +32,7 @@ device = init_process_group(
 
 def engine_of(job: dict[str, Any]) -> Engine:
     settings = EngineSettings(
-        zero_stage=job["stage"],
+        **partition_of(job["stage"]),
         dtype=job["dtype"],
         lora=Lora(*job["lora"]),
         **(SETTINGS | job.get("settings", {})),

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_worker import SETTINGS, parameters, share
+from stages import engine_of
 
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
@@ -45,7 +46,7 @@ def steps(engine: Engine, first: int, end: int) -> list[float]:
 results = {}
 for job in given["jobs"]:
     _, stage, dtype = job["shape"]
-    settings = EngineSettings(zero_stage=stage, dtype=dtype, **SETTINGS)
+    settings = EngineSettings(**engine_of(stage), dtype=dtype, **SETTINGS)
     engine = Engine(load_model(given["model"], dtype="float32"), settings, device)
     found: dict[str, Any] = {}
     engine.keep_proximal(load_model(given["model"], dtype="float32"))

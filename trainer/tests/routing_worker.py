@@ -41,7 +41,7 @@ MANY = [Sequence([3 + i, 4, 5], [6, 7 + i, 8, 9, 10 + i, 11]) for i in range(9)]
 FEW = [Sequence([20], [21, 22])]
 norms, figures, losses = [], [], []
 used: list[int] = []
-take = engine._routing.take
+take = engine._passes.routing.take
 
 
 def counting(device: torch.device) -> torch.Tensor:
@@ -50,7 +50,7 @@ def counting(device: torch.device) -> torch.Tensor:
     return sums
 
 
-engine._routing.take = counting  # type: ignore[method-assign]
+engine._passes.routing.take = counting  # type: ignore[method-assign]
 for shared in (True, False, False):
     rows = MANY if rank == 0 else []
     if shared and rank == world - 1:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from stages import engine_of
 
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.errors import ModelError
@@ -26,7 +30,7 @@ for stage, folder in given["folders"].items():
     if given["rank"] == 0:
         sorted(Path(folder).glob("*.safetensors"))[-1].unlink()
     try:
-        Engine(model, EngineSettings(zero_stage=stage, dtype="float32"), device, weights=weights)
+        Engine(model, EngineSettings(**engine_of(stage), dtype="float32"), device, weights=weights)
     except ModelError as error:
         errors.append(str(error))
 pipe.send(errors)

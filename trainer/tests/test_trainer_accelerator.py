@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 WORKER = Path(__file__).with_name("accelerator_worker.py")
-A_STEP = {"engine/engine.py:_tables", "engine/deepspeed_engine.py:step"}
+A_STEP = {"engine/passes.py:_tables", "engine/deepspeed_engine.py:step"}
 """Where every step waits."""
 
 
@@ -42,7 +42,7 @@ def test_step_with_every_loss_stays_on_device(found: dict[str, dict[str, Any]]) 
         assert own <= {"algo/losses/base.py:sequence_sums", "algo/losses/supervised.py:__call__"}, (name, one)
         # Once a step, or once in each micro-batch (three indices by a mask).
         assert one["waits"]["engine/deepspeed_engine.py:step"] == 1
-        assert one["waits"]["engine/engine.py:_tables"] == 9
+        assert one["waits"]["engine/passes.py:_tables"] == 9
 
 
 @pytest.mark.slow

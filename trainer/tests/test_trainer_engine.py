@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from free_port import free_port
+from stages import Stage
 
 from scalerl_trainer.engine.gradient_norms import kind_of
 from scalerl_trainer.models import load_model
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 RANKS = 2
+RUNS = [*(f"train {stage}" for stage in range(4)), "train FSDP2"]
 pytestmark = pytest.mark.slow
 
 
@@ -142,7 +144,7 @@ def test_engine_needs_no_compiler(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["compilers"] == []
 
 
-@pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3", "checkpointed 3"])
+@pytest.mark.parametrize("run", [*RUNS, "checkpointed 3", "checkpointed FSDP2"])
 def test_step_on_two_ranks_matches_plain_torch(
     run: str, ranks: list[dict[str, Any]], reference: dict[str, Any]
 ) -> None:
@@ -158,7 +160,7 @@ def test_step_on_two_ranks_matches_plain_torch(
     torch.testing.assert_close(got["logprobs"].logprobs_n, reference["logprobs"], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
+@pytest.mark.parametrize("run", RUNS)
 def test_exported_model_has_same_logprobs(run: str, ranks: list[dict[str, Any]], worker: Any) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -174,7 +176,7 @@ def test_exported_model_has_same_logprobs(run: str, ranks: list[dict[str, Any]],
     torch.testing.assert_close(got["logprobs"].logprobs_n, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("run", ["train 0", "train 1", "train 2", "train 3"])
+@pytest.mark.parametrize("run", RUNS)
 def test_resumed_engine_takes_same_step(run: str, ranks: list[dict[str, Any]]) -> None:
     got = ranks[0][run]
     assert got["resumed_steps"] == 3
@@ -182,9 +184,9 @@ def test_resumed_engine_takes_same_step(run: str, ranks: list[dict[str, Any]]) -
         torch.testing.assert_close(got["resumed"][name], expected, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, "FSDP2"])
 def test_bfloat16_is_close_to_float32(
-    stage: int, ranks: list[dict[str, Any]], reference: dict[str, Any]
+    stage: Stage, ranks: list[dict[str, Any]], reference: dict[str, Any]
 ) -> None:
     got = ranks[0][f"bfloat16 {stage}"]
     assert [s.loss for s in got["stats"]] == pytest.approx(reference["losses"], rel=0.1, abs=0.02)
@@ -195,9 +197,9 @@ def test_bfloat16_is_close_to_float32(
         torch.testing.assert_close(got["resumed"][name], expected, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "FSDP2"])
 def test_gradients_are_reduced_in_float32_and_zero_disables_clipping(
-    stage: int, ranks: list[dict[str, Any]]
+    stage: Stage, ranks: list[dict[str, Any]]
 ) -> None:
     """In bfloat16 the smaller contributions would be rounded away: .5 or .500244."""
     mean = (1 + 2**-9 + 2**-11 + 2**-13) / 2
@@ -205,6 +207,13 @@ def test_gradients_are_reduced_in_float32_and_zero_disables_clipping(
         gradients, norm = rank[f"reduced {stage}"]
         assert gradients == pytest.approx([mean], abs=2e-6)
         assert norm == pytest.approx(mean * 129**0.5, rel=1e-5), "far beyond 1"
+
+
+def test_engines_agree_in_bfloat16(ranks: list[dict[str, Any]]) -> None:
+    ours, theirs = (ranks[0][f"bfloat16 {stage}"]["stats"] for stage in ("FSDP2", 3))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-3)
+        assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-3)
 
 
 def test_step_stats_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
@@ -236,9 +245,9 @@ def test_gather_parameters_is_empty_on_other_ranks(ranks: list[dict[str, Any]]) 
     assert ranks[1]["train 3"]["parameters"] == {}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3, "FSDP2"])
 class TestRefusals:
-    def test_bad_shard_raises_on_all_ranks(self, stage: int, ranks: list[dict[str, Any]]) -> None:
+    def test_bad_shard_raises_on_all_ranks(self, stage: Stage, ranks: list[dict[str, Any]]) -> None:
         first, second = (rank[f"refuse {stage}"] for rank in ranks)
         assert second["nan generator"].startswith("NonFiniteLogprobError: ")
         assert (
@@ -252,7 +261,7 @@ class TestRefusals:
         assert first["strange"].startswith("BadBatchError: the shard of rank 1")
         assert first["usable after bad batches"]
 
-    def test_empty_batch_is_not_applied(self, stage: int, ranks: list[dict[str, Any]]) -> None:
+    def test_empty_batch_is_not_applied(self, stage: Stage, ranks: list[dict[str, Any]]) -> None:
         for rank in ranks:
             stats = rank[f"refuse {stage}"]["empty"]
             assert (stats.applied, stats.loss, stats.gradient_norm, stats.trainable_tokens) == (
@@ -263,10 +272,10 @@ class TestRefusals:
             )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "FSDP2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_skipped_step_changes_nothing_on_any_rank(
-    stage: int, dtype: str, ranks: list[dict[str, Any]]
+    stage: Stage, dtype: str, ranks: list[dict[str, Any]]
 ) -> None:
     if (stage, dtype) == (0, "bfloat16"):
         return  # refused by the settings
@@ -304,7 +313,7 @@ def test_warm_start_learns_and_resets_optimizer(ranks: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("stage", range(3))
 def test_weights_read_beside_a_step_are_those_before_its_update(
-    ranks: list[dict[str, Any]], stage: int
+    ranks: list[dict[str, Any]], stage: Stage
 ) -> None:
     """Bit for bit; without the wait they are a mix of two versions, so the step did run beside."""
     whole, mixed = (ranks[0][f"beside {stage} {waits}"] for waits in (True, False))

@@ -16,10 +16,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 CHECKS = ("machine", "positions", "head", "step-0.5B", "engine", "group-1", "group-2")
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+def check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,6 +45,20 @@ def test_gpu_check_runs_on_cpu(checks: tuple[str, ...], tmp_path: Path) -> None:
     for way in ("trainer", "trainer, bfloat16 head", "plain transformers"):
         assert step[way]["tokens_per_second"] > 0
     assert report["checks"]["positions"]["llama3 bfloat16 head"]["0-256"] < 0.02
+
+
+@pytest.mark.slow
+def test_gpu_check_without_deepspeed_trains_with_fsdp2(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    out = tmp_path / "out.json"
+    done = check(
+        *("--device", "cpu", "--tiny", "--only", "engine", "--out", str(out)), PYTHONPATH=str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    (result,) = json.loads(out.read_text())["checks"].values()
+    assert result["status"] == "ok", result
+    assert not [name for name in result if name.startswith("ZeRO")]
+    assert result["FSDP2"]["logprob_gain"] > 0
 
 
 @pytest.mark.slow

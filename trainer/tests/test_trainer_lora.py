@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_worker import SETTINGS, whole_batch
 from free_port import free_port
+from stages import Stage
 
 from scalerl_trainer.algo.losses import Cispo, TokenBatch
 from scalerl_trainer.errors import ModelError
@@ -22,7 +23,13 @@ from scalerl_trainer.saved_state import HEADER, SavedState
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LORA = (4, 8, ())
-SHAPES = [(world, stage, "float32") for world in (1, 2) for stage in range(4)] + [(2, 1, "bfloat16")]
+Shape = tuple[int, Stage, str]
+"""Ranks, stage, dtype."""
+SHAPES: list[Shape] = [
+    *((world, stage, "float32") for world in (1, 2) for stage in (*range(4), "FSDP2")),
+    (2, 1, "bfloat16"),
+    (2, "FSDP2", "bfloat16"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def model(make_model: Any) -> Path:
     return make_model(hidden_size=34, attention_heads=1, intermediate_size=51)  # type: ignore[no-any-return]
 
 
-def name(shape: tuple[int, int, str]) -> str:
+def name(shape: Shape) -> str:
     return "{}-{}-{}".format(*shape)
 
 
@@ -52,6 +59,14 @@ def results(
             jobs += [
                 {"do": "train", "name": "kl", "lora": LORA, "kl": True, **common},
                 {"do": "train", "name": "proximal", "lora": LORA, "proximal": True, **common},
+                {
+                    "do": "train",
+                    "name": "proximal FSDP2",
+                    "lora": LORA,
+                    "proximal": True,
+                    **common,
+                    "stage": "FSDP2",
+                },
                 {"do": "train", "name": "some", "lora": (4, 8, ("v_proj",)), **common},
                 {"do": "refused", "name": "rank", "lora": (8, 8, ()), "source": "1-1-float32", **common},
                 {"do": "refused", "name": "alpha", "lora": (4, 4, ()), "source": "1-1-float32", **common},
@@ -129,7 +144,7 @@ def plain(
 class TestTraining:
     @pytest.mark.parametrize("shape", [s for s in SHAPES if s[2] == "float32"], ids=name)
     def test_gradient_norms_are_those_of_plain_autograd(
-        self, shape: tuple[int, int, str], model: Path, results: Any
+        self, shape: Shape, model: Path, results: Any
     ) -> None:
         expected, weights = plain(model)
         norms = [norm for _, norm, _ in results[1][name(shape)]["steps"]]
@@ -142,8 +157,9 @@ class TestTraining:
         first = {results[1][name(s)]["steps"][0][1] for s in SHAPES if s[2] == "float32"}
         assert max(first) == pytest.approx(min(first), rel=1e-6)
 
-    def test_bfloat16_trains_close_to_float32(self, results: Any) -> None:
-        half, full = (results[1][f"2-1-{dtype}"]["steps"] for dtype in ("bfloat16", "float32"))
+    @pytest.mark.parametrize("stage", [1, "FSDP2"])
+    def test_bfloat16_trains_close_to_float32(self, stage: Stage, results: Any) -> None:
+        half, full = (results[1][f"2-{stage}-{dtype}"]["steps"] for dtype in ("bfloat16", "float32"))
         assert [s[1] for s in half] == pytest.approx([s[1] for s in full], rel=0.1)
 
     def test_only_targets_change(self, model: Path, results: Any) -> None:
@@ -158,8 +174,9 @@ class TestTraining:
         assert divergences[0] == pytest.approx(0.0, abs=1e-7)
         assert divergences[2] > divergences[1] > 1e-6
 
-    def test_proximal_policy_has_its_adapters(self, results: Any) -> None:
-        saved = SavedState(results[0] / "proximal")
+    @pytest.mark.parametrize("job", ["proximal", "proximal FSDP2"])
+    def test_proximal_policy_has_its_adapters(self, job: str, results: Any) -> None:
+        saved = SavedState(results[0] / job)
         name = "model.layers.0.mlp.up_proj.lora_B"
         proximal, weight = torch.empty(51 * 4), torch.empty(51 * 4)
         saved.read(name, "proximal", 0, proximal)
@@ -169,7 +186,7 @@ class TestTraining:
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("job", [*map(name, SHAPES), "kl", "proximal"])
+    @pytest.mark.parametrize("job", [*map(name, SHAPES), "kl", "proximal", "proximal FSDP2"])
     def test_resumes_like_uninterrupted(self, job: str, results: Any) -> None:
         found = results[1][job]
         exact = "bfloat16" not in job

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stages import Stage, trainer_of
 from trainer_run import http, model_state, until
 
 from scalerl_api import endpoints, wire
@@ -18,9 +19,9 @@ from scalerl_api import endpoints, wire
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_whole_run(new_run: Any, zero_stage: int) -> None:
-    run = new_run(trainer__zeroStage=zero_stage)
+@pytest.mark.parametrize("stage", [1, 3, "FSDP2"])
+def test_whole_run(new_run: Any, stage: Stage) -> None:
+    run = new_run(**{f"trainer__{name}": value for name, value in trainer_of(stage).items()})
     directory = run.start()
     assert run.wait_trainer() == [0, 0]
     status = run.status()

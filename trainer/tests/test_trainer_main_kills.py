@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stages import Stage
 from trainer_run import answers, until
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("replicas", "zero_stage"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("replicas", "stage"), [(2, 1), (1, "FSDP2")])
 def test_sigterm_writes_checkpoint_and_next_trainer_resumes(
-    new_run: Any, replicas: int, zero_stage: int
+    new_run: Any, replicas: int, stage: Stage
 ) -> None:
-    """Also where that has another number of ranks and another stage."""
+    """Also where that has another number of ranks and another engine."""
     run = new_run(budget__maxSteps=9, checkpoint__everySteps=100)
     run.start(seconds_per_group=0.1)
     until(lambda: run.step() >= 3)
@@ -28,7 +29,7 @@ def test_sigterm_writes_checkpoint_and_next_trainer_resumes(
     assert run.wait_trainer() == [0, 0]
     step = run.step()
     assert run.checkpoints() == [step], "of the very step it was stopped at"
-    run.reshape(replicas, zero_stage)
+    run.reshape(replicas, stage)
     run.start_trainer()
     assert run.wait_trainer() == [0] * replicas
     assert f"registered: version {step}," in run.log("trainer-0")
@@ -100,9 +101,11 @@ def test_sigterm_without_coordinator_keeps_last_checkpoint(new_run: Any) -> None
     assert [row["step"] for row in run.rows()] == list(range(6))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_ends_others_and_training_resumes(new_run: Any, victim: int) -> None:
-    run = new_run(budget__maxSteps=8)
+@pytest.mark.parametrize(("victim", "stage"), [(0, 1), (1, "FSDP2")])
+def test_killed_rank_ends_others_and_training_resumes(new_run: Any, victim: int, stage: Stage) -> None:
+    """A checkpoint is being written at most moments."""
+    run = new_run(budget__maxSteps=8, checkpoint__everySteps=1)
+    run.reshape(2, stage)
     run.start(seconds_per_group=0.05)
     until(lambda: run.step() >= 3)
     os.kill(run.ranks[victim].pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Checkpoints load on other numbers of ranks and at other ZeRO stages."""
+"""Checkpoints load on other numbers of ranks, at other ZeRO stages and in the other engine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from free_port import free_port
+from stages import Stage
 
 from scalerl_trainer.saved_state import KEYS, PROXIMAL, SavedState
 
 pytestmark = pytest.mark.slow
 
-Shape = tuple[int, int, str]
-"""Ranks, ZeRO stage, dtype."""
+Shape = tuple[int, Stage, str]
+"""Ranks, stage, dtype."""
 
-SHAPES: list[Shape] = [(world, stage, "float32") for world in (1, 2) for stage in range(4)]
-HALF: list[Shape] = [(world, stage, "bfloat16") for world in (1, 2) for stage in (1, 2, 3)]
+SHAPES: list[Shape] = [(world, stage, "float32") for world in (1, 2) for stage in (*range(4), "FSDP2")]
+HALF: list[Shape] = [(world, stage, "bfloat16") for world in (1, 2) for stage in (1, 2, 3, "FSDP2")]
 
 
 def name(shape: Shape) -> str:
@@ -30,11 +31,11 @@ def on(source: Shape, target: Shape) -> str:
 
 def pairs() -> list[Any]:
     """Shapes that save and that load: those to try first, and the others."""
-    first = [(SHAPES[(i + 5) % 8], target) for i, target in enumerate(SHAPES)]
-    first.append((HALF[5], HALF[0]))
+    first = [(SHAPES[(i + 3) % 10], target) for i, target in enumerate(SHAPES)]
+    first += [(HALF[6], HALF[0]), (HALF[7], HALF[2]), (HALF[0], HALF[7])]
     others = [(source, target) for source in SHAPES for target in SHAPES if source != target]
     others += [(source, target) for source in HALF for target in HALF if source != target]
-    others += [(SHAPES[7], HALF[1]), (HALF[3], SHAPES[0])]
+    others += [(SHAPES[8], HALF[1]), (HALF[4], SHAPES[0])]
     return [
         pytest.param(
             *pair, id=f"{name(pair[0])}-on-{name(pair[1])}", marks=[] if pair in first else [pytest.mark.full]

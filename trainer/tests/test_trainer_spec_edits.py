@@ -66,6 +66,7 @@ def test_edited_run_resumes_from_checkpoint(results: dict[str, Any], edited: Edi
     found = results[LOADED[engine_of(edited)].path]
     assert (found["version"], found["steps"]) == (1, 1)
     assert found["stage"] == edited.run.spec.trainer.zero_stage
+    assert found["engine"] == edited.run.spec.trainer.engine
     assert found["rate"] == pytest.approx(found["expected_rate"])
     assert found["used"] == found["expected"], (
         "the optimizer's numbers are those of the spec, not the checkpoint's"

@@ -17,6 +17,7 @@ import trajectories
 from free_port import free_port
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from stages import Stage, engine_of
 
 from scalerl_api import wire
 from scalerl_api.recipe import ONE_OF, RecipeSpec
@@ -28,15 +29,15 @@ from scalerl_trainer.packing import Sequence
 
 pytestmark = pytest.mark.slow
 
-Config = tuple[int, int, bool]
-"""Ranks, ZeRO stage, whether sequences share rows."""
+Config = tuple[int, Stage, bool]
+"""Ranks, stage, whether sequences share rows."""
 
 CONFIGS: list[Config] = [
-    (world, stage, packed) for world in (1, 2) for stage in range(4) for packed in (True, False)
+    (world, stage, packed) for world in (1, 2) for stage in (*range(4), "FSDP2") for packed in (True, False)
 ]
 IN_EVERY_CONFIG = "cispo"
-"""Of the others, CI runs the two configurations that have least in common."""
-OPPOSITE: list[Config] = [(1, 0, False), (2, 3, True)]
+"""Of the others, CI runs the three configurations that have least in common."""
+OPPOSITE: list[Config] = [(1, 0, False), (2, 3, True), (2, "FSDP2", True)]
 
 
 class Ranks:
@@ -144,7 +145,8 @@ def trajectory(
         by_rank,
         recipe,
         settings=trajectories.SETTINGS
-        | {"zero_stage": stage, "micro_batch_tokens": 48 if packed else trajectories.LONGEST},
+        | engine_of(stage)
+        | {"micro_batch_tokens": 48 if packed else trajectories.LONGEST},
         shared_rows=packed,
         keep=False,
         **job,
@@ -161,7 +163,7 @@ def cases() -> list[Any]:
     for name in trajectories.RECIPES:
         for config in CONFIGS:
             world, stage, packed = config
-            first = config in OPPOSITE or (name == IN_EVERY_CONFIG and stage in (0, 3))
+            first = config in OPPOSITE or (name == IN_EVERY_CONFIG and stage in (0, 3, "FSDP2"))
             case = f"{name}-{world}-ranks-zero-{stage}-{'packed' if packed else 'unpacked'}"
             found.append(pytest.param(name, config, id=case, marks=[] if first else [pytest.mark.full]))
     return found
@@ -180,6 +182,7 @@ def test_engine_takes_the_recorded_steps(
     "config",
     [
         pytest.param((2, 3, True), id="2-ranks-zero-3"),
+        pytest.param((2, "FSDP2", True), id="2-ranks-FSDP2"),
         *(
             pytest.param((2, stage, True), id=f"2-ranks-zero-{stage}", marks=pytest.mark.full)
             for stage in range(3)
@@ -363,7 +366,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
         )
     return Drawn(
         wire.Shard(step=0, groups=groups, sequences=sequences),
-        (draw(st.sampled_from([1, 2])), draw(st.sampled_from([0, 3])), draw(st.booleans())),
+        (draw(st.sampled_from([1, 2])), draw(st.sampled_from([0, 3, "FSDP2"])), draw(st.booleans())),
         draw(st.lists(st.integers(0, 1), min_size=len(sequences), max_size=len(sequences))),
         draw(st.integers(15, 60)),
     )
@@ -381,8 +384,8 @@ def engine_gradient(
     world, stage, packed = config
     settings = (
         trajectories.SETTINGS
+        | engine_of(stage)
         | {
-            "zero_stage": stage,
             "learning_rate": 0.0,
             "betas": (0.0, 0.999),
             "max_gradient_norm": 0.0,
@@ -497,6 +500,7 @@ SPLITS: list[tuple[Config, int]] = [
     ((1, 0, False), 24),
     ((2, 3, True), 30),
     ((2, 0, False), 12),
+    ((2, "FSDP2", True), 30),
 ]
 
 
@@ -563,12 +567,12 @@ def test_masked_step_changes_weights_as_one_without_the_token(ranks: Ranks, ordi
     found = []
     for tokens in ({5: -14.0}, {5: -24.0}):
         shard = planted(ordinary, tokens, mask=False)
-        for world, stage in ((1, 0), (2, 3)):
+        for world, stage in ((1, 0), (2, 3), (2, "FSDP2")):
             (step,) = ranks.steps(
                 world,
                 [[part] for part in split(shard, world)],
                 recipe,
-                settings=settings | {"zero_stage": stage},
+                settings=settings | engine_of(stage),
                 shared_rows=True,
                 keep=False,
             )

@@ -170,7 +170,7 @@ def test_garbage_raises_one_kind_of_error(
 def test_shard_that_disappears_ends_the_load_on_all_ranks(
     family: Callable[[str], Path], tmp_path: Path, processes: Any
 ) -> None:
-    folders = {stage: str(sharded(family, tmp_path / str(stage))) for stage in (1, 3)}
+    folders = {stage: str(sharded(family, tmp_path / str(stage))) for stage in (1, 3, "FSDP2")}
     port, pipes = free_port(), []
     for rank in range(2):
         ours, theirs = multiprocessing.Pipe()
@@ -180,6 +180,6 @@ def test_shard_that_disappears_ends_the_load_on_all_ranks(
         pipes.append(ours)
     assert all(pipe.poll(240) for pipe in pipes)
     errors = [pipe.recv() for pipe in pipes]
-    assert len(errors[0]) == 2
+    assert len(errors[0]) == 3
     assert all("cannot be read" in error and "restore the file" in error for error in errors[0])
-    assert errors[1] == ["rank 0 cannot read the model's weights: see its log"] * 2
+    assert errors[1] == ["rank 0 cannot read the model's weights: see its log"] * 3

@@ -15,6 +15,7 @@ import msgspec
 import torch
 import yaml
 from free_port import free_port
+from stages import Stage, trainer_of
 
 from scalerl_api import endpoints, wire
 from scalerl_api.load import parse_run
@@ -210,10 +211,10 @@ class Run:
         self.start_trainer()
         return directory
 
-    def reshape(self, replicas: int, zero_stage: int) -> None:
+    def reshape(self, replicas: int, stage: Stage) -> None:
         """Change ``spec.trainer`` between two starts."""
         manifest = yaml.safe_load(self.paths.run_file.read_text())
-        manifest["spec"]["trainer"] |= {"replicas": replicas, "zeroStage": zero_stage}
+        manifest["spec"]["trainer"] |= {"replicas": replicas, **trainer_of(stage)}
         self.paths.run_file.write_text(yaml.safe_dump(manifest))
         self.spec = parse_run(self.paths.run_file.read_text(), "run.yaml").spec
 

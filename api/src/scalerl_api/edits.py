@@ -209,6 +209,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.replicas": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),
     "trainer.devices": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),
     "trainer.cpuThreads": Edit(Effect.ALL),
+    "trainer.engine": Edit(Effect.ALL, "Checkpoints load in either engine."),
     "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load with any stage."),
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),

@@ -218,7 +218,8 @@ def rank_memory(
     accelerator: bool = False,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> RankMemory:
-    """Peak memory per rank of a step with AdamW under DeepSpeed.
+    """Peak memory per rank of a step with AdamW under DeepSpeed. FSDP2 needs less than stage 3: it keeps no partition in the
+    model's dtype beside the master weights.
 
     The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
@@ -279,7 +280,8 @@ def rank_memory(
 
 def stage_plan(size: ModelSize, spec: RunSpec) -> dict[int, RankMemory]:
     """The memory of one rank by the ZeRO stages that can train ``spec``, which differs in nothing else."""
-    stages = range(spec.model.dtype == "bfloat16", 4)  # without ZeRO there are no float32 master weights
+    lowest = 3 if spec.trainer.engine == "FSDP2" else int(spec.model.dtype == "bfloat16")
+    stages = range(lowest, 4)  # without ZeRO there are no float32 master weights
     return {stage: trainer_rank_memory(size, _with_trainer(spec, zero_stage=stage)) for stage in stages}
 
 

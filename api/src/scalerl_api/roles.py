@@ -143,7 +143,7 @@ class LoraSpec(Model):
 
 
 class TrainerSpec(Model):
-    """The DeepSpeed ranks. If one fails, all restart from the last checkpoint."""
+    """The training ranks. If one fails, all restart from the last checkpoint."""
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of training nodes; on a cluster, one pod each. The local runtime runs all ranks on one machine."""
@@ -152,6 +152,8 @@ class TrainerSpec(Model):
     runs one rank per node on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads per rank on CPU; default: chosen by the runtime."""
+    engine: Literal["DeepSpeed", "FSDP2"] = "DeepSpeed"
+    """Library that partitions the model over the ranks. ``FSDP2`` is part of torch and needs zeroStage 3."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """State sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights; 0 none."""
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None

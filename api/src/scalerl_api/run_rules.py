@@ -147,6 +147,12 @@ RUN_RULES: Final = (
         lambda spec: spec.trainer.zero_stage > 0 or spec.model.dtype != "bfloat16",
     ),
     Rule(
+        "self.trainer.engine != 'FSDP2' || self.trainer.zeroStage == 3",
+        "trainer.engine FSDP2 partitions all state: set trainer.zeroStage: 3",
+        "trainer.engine",
+        lambda spec: spec.trainer.engine != "FSDP2" or spec.trainer.zero_stage == 3,
+    ),
+    Rule(
         f"!has(self.warmStart) || self.warmStart.batchSize >= {_RANKS}",
         "%(warmStart.batchSize)s must be at least the ranks of %(trainer.replicas)s and %(trainer.devices)s: each "
         "rank takes an example or more",

@@ -6,7 +6,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
        │ TRAIN step    Leader._train() ─ Command ─▶    Worker.train()
        ├─ next shard ──────────────────────────▶         Prefetch: rank_batch() ▶ pack() rows of tokens
        │                                                 advantages() ▶ engine: Engine.step()
-       │                                                   losses, aggregation.per_token(); DeepSpeed's update
+       │                                                   losses, aggregation.per_token(); the backend's update
        │◀ step report ──────────────────────── sums ──  Trained
        │ PUBLISH       Leader._publish() ─ Command ─▶  Worker.gather() whole parameters, a bucket at a time, while
        │                 Publisher.publish()               the next step is computed; its update waits
@@ -17,7 +17,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``algo``          losses, advantages, aggregation, mismatch: pure functions of tensors
     ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens
     ``models``        the policy: loading, from scratch, head
-    ``engine``        the update; the only importer of DeepSpeed
+    ``engine``        the update, by DeepSpeed or FSDP2
     ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints
     ``prepare``       writes the run's model into its directory; ``checks`` finds errors that would end the run later,
                       ``model_checks`` those of the model's folder, also for ``scalerl validate``

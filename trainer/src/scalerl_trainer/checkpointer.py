@@ -182,6 +182,7 @@ class Checkpointer:
         settings = engine.settings
         self._shape = {
             "ranks": str(ranks.world),
+            "engine": settings.engine,
             "zeroStage": str(settings.zero_stage),
             "dtype": settings.dtype,
         }

@@ -1,9 +1,9 @@
-"""The engine's state on disk, in a format that is independent of the number of ranks and the ZeRO stage.
+"""The engine's state on disk, in a format that is independent of the engine, the number of ranks and the ZeRO stage.
 
 A rank writes the pieces of parameters that it owns: float32 weights, both moments of AdamW and, between two updates that share
 sampled weights, the proximal policy's weights (``algo.corrections``) in the model's dtype. The name of a piece has its
 parameter and its start in the flattened parameter. A rank that loads reads the pieces that it needs from the files of all
-ranks. The number of ranks and the ZeRO stage may therefore change between save and load, no rank reads more than its part,
+ranks. Engine, ranks and stage may therefore change between save and load, no rank reads more than its part,
 and each file is a plain safetensors file.
 
 ======================= =============================================================================

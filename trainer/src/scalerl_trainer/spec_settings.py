@@ -23,6 +23,7 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
     """Settings of the engine. Raises ``EngineError`` for combinations that cannot be trained."""
     recipe, optimizer, trainer = spec.recipe, spec.recipe.optimizer, spec.trainer
     return EngineSettings(
+        engine=trainer.engine,
         zero_stage=trainer.zero_stage,
         dtype=spec.model.dtype,
         learning_rate=float(optimizer.learning_rate),

@@ -1,10 +1,11 @@
 """The training engine: updates the weights from batches, on any number of ranks.
 
-``Engine`` combines packing, policy and loss; ``deepspeed_engine`` is the only importer of DeepSpeed, ``distributed`` has the
+``Engine`` combines packing, policy and loss: ``passes`` runs forward and backward, ``weights`` gathers. ``backend`` is the interface of the
+libraries that partition the model: ``deepspeed_engine``, the only importer of DeepSpeed, and ``fsdp_engine``. ``distributed`` has the
 process group, ``state`` what a checkpoint has of it, ``stats`` the inputs and results. Losses and advantages are in ``algo``; the engine knows nothing of HTTP,
 the coordinator or publishing.
 
-Importing this package takes seconds (torch, DeepSpeed).
+Importing this package takes seconds (torch); DeepSpeed is imported with its engine.
 """
 
 from __future__ import annotations

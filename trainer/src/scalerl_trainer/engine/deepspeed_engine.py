@@ -15,17 +15,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from scalerl_api.memory import BUCKET_ELEMENTS
+from scalerl_trainer.engine import adamw
 from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
 from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.errors import ModelError
+from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.saved_state import Piece
 
@@ -137,6 +138,15 @@ class DeepSpeedEngine:
             return math.inf
         return float(self.engine.get_global_grad_norm())
 
+    def discard(self, output: Callable[[], torch.Tensor]) -> None:
+        """Discard the accumulated gradients, at every ZeRO stage.
+
+        DeepSpeed discards them only if it skips a step itself, because of a gradient that is not finite. So this adds one.
+        """
+        self.backward(output().sum() * math.nan)
+        if math.isfinite(self.step(0.0)):
+            raise EngineError("DeepSpeed applied an update whose gradient is not a number")
+
     def gradient_norms(self, norm: float) -> dict[str, float]:
         """The global norm that :meth:`step` returned, by kind of parameter. A collective, but for ZeRO 0."""
         return self._norms.by_kind(norm)
@@ -150,16 +160,15 @@ class DeepSpeedEngine:
 
     def reset_optimizer(self) -> None:
         """Reset the moments and their step count to zero."""
-        for state in self._base_optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
+        adamw.reset(self._base_optimizer)
 
-    @contextmanager
-    def gathered(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Gather whole parameters on every rank for the duration of the context. A collective under ZeRO-3, else a no-op."""
-        with deepspeed.zero.GatheredParameters(list(parameters), enabled=self._stage == 3):
-            yield
+    def whole(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Whole parameters on rank 0, nothing on others. A collective under ZeRO-3, else they are the live ones."""
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
+            if self._rank != 0:
+                return []
+            # Under ZeRO-3 the gathered storage is freed after the block, so it is copied.
+            return [p.detach().clone() if self._stage == 3 else p.detach() for p in parameters]
 
     def shape(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The full shape of a parameter, also while ZeRO-3 partitions it."""
@@ -178,7 +187,7 @@ class DeepSpeedEngine:
             if not parameter.requires_grad:
                 continue
             for flat, offset, start, count in self._held(parameter):
-                state = self._moments(flat)
+                state = adamw.moments(self._base_optimizer, flat)
                 begin, end = 0, count
                 if owned and self._stage == 0:
                     begin, end = (count * r // self._world for r in (self._rank, self._rank + 1))
@@ -192,9 +201,7 @@ class DeepSpeedEngine:
     @property
     def optimizer_steps(self) -> float:
         """AdamW's step count, which is equal for all parameters."""
-        return max(
-            (float(state["step"]) for state in self._base_optimizer.state.values() if state), default=0.0
-        )
+        return adamw.steps(self._base_optimizer)
 
     @contextmanager
     def restoring(self, optimizer_steps: float) -> Iterator[None]:
@@ -203,8 +210,7 @@ class DeepSpeedEngine:
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
         yield
-        for state in self._base_optimizer.state.values():
-            state["step"].fill_(optimizer_steps)
+        adamw.set_steps(self._base_optimizer, optimizer_steps)
         if self._stage in (1, 2):
             optimizer.update_lp_params()
         elif self._stage == 3:
@@ -238,14 +244,6 @@ class DeepSpeedEngine:
                     flats = optimizer.single_partition_of_fp32_groups
                 whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
                 yield flats[mapping.param_group_index], part.start, whole.start, whole.numel
-
-    def _moments(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW's state of one of its tensors, which this creates with zeros before the first step."""
-        state: dict[str, torch.Tensor] = self._base_optimizer.state[flat]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat.data), torch.zeros_like(flat.data)
-        return state
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks and references."""

@@ -12,6 +12,7 @@ from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES
 from scalerl_trainer.models.lora import Lora
 
 Dtype = Literal["bfloat16", "float32"]
+EngineName = Literal["DeepSpeed", "FSDP2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class EngineSettings:
     own [?].
     """
 
+    engine: EngineName = "DeepSpeed"
     zero_stage: int = 1
     dtype: Dtype = "bfloat16"
     learning_rate: float = 5e-7
@@ -52,6 +54,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
+        if self.engine == "FSDP2" and self.zero_stage != 3:
+            raise EngineError(f"FSDP2 partitions all state, as ZeRO stage 3: choose 3, not {self.zero_stage}")
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
         for name in ("micro_batch_tokens", "temperature", "logit_chunk_bytes"):

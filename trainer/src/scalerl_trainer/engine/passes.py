@@ -1,0 +1,352 @@
+"""Forward and backward passes over a rank's micro-batches, and what they leave besides the gradients.
+
+Ranks with fewer micro-batches run empty ones of weight zero, because where parameters or gradients are partitioned every forward
+and backward is a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scalerl_api.mismatch import POSITIONS
+from scalerl_trainer.algo.gradient_guard import smallest_masked, squared_gradients
+from scalerl_trainer.algo.losses import Loss, TokenBatch
+from scalerl_trainer.algo.mismatch import (
+    FIELDS,
+    RatioStatistics,
+    add_tables,
+    beyond_ratio,
+    position_buckets,
+    ratio_table,
+)
+from scalerl_trainer.engine.backend import Backend, Frozen
+from scalerl_trainer.engine.distributed import gather_vectors
+from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.engine.stats import TrainBatch
+from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models.lora import Adapters
+from scalerl_trainer.models.policy import Policy
+from scalerl_trainer.models.routing import Routing
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
+from scalerl_trainer.ranks import RankLost
+
+log = logging.getLogger(__name__)
+
+
+log = logging.getLogger(__name__)
+
+_PROXIMAL_BUCKET_BYTES = 256 << 20
+_CHECKED_TOKENS = 64
+"""Tokens of the two sequences on which sharing of rows is checked."""
+_ROW_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
+"""In standard deviations of the log-probabilities over tokens. Of the families of docs/models.md, those that keep sequences apart
+reach 2e-2 in bfloat16 (rounding), those that mix them .14 and more."""
+TABLES = 2 * len(POSITIONS) * FIELDS
+"""Elements of the two ratio tables by position: of all tokens, and of fresh ones."""
+
+
+@dataclass
+class Accumulated:
+    """What forward and backward of this rank's micro-batches leave besides the gradients."""
+
+    sums: torch.Tensor
+    """``[2 + 2 * 5 * 8 + L]``, float64 on the device: loss, entropy, the ratio tables by position of all and of fresh tokens,
+    and the L own sums of the loss; after them those of :class:`.routing.Routing`."""
+    differences_n: torch.Tensor
+    """log π_train − log π_gen, float32 ``[N]`` on the device, in flat order."""
+    names: list[str] = field(default_factory=list)
+    """Names of the loss's own sums."""
+    beyond: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """For each micro-batch, which tokens are ratio outliers, and each token's sequence."""
+    ordinary: torch.Tensor | None = None
+    """Squared gradient of the tokens that are no outliers (``algo.gradient_guard``), scalar; None without a guard."""
+    outliers_n: torch.Tensor | None = None
+    """Squared gradient of each outlier, 0 of another token, in flat order; None without a guard."""
+
+
+class Passes:
+    """Runs the policy, and the frozen policies beside it, on micro-batches.
+
+    Args:
+        backend: of ``policy``.
+        adapters: those of the policy, if it has some.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        policy: Policy,
+        settings: EngineSettings,
+        device: torch.device,
+        adapters: Adapters | None,
+        routing: Routing,
+    ) -> None:
+        self._backend, self._policy, self._settings, self._device = backend, policy, settings, device
+        self._adapters, self.routing = adapters, routing
+        self._config: Any = policy.causal_lm.config
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._separates: bool | None = None
+        self.reference: Frozen | None = None
+        self.reference_is_base = False
+        """Whether the reference is the model without its adapters."""
+
+    def shares_rows(self) -> bool:
+        """Whether rows have several sequences: the kernel has to be made for it, and the whole model to keep them apart."""
+        if not self._policy.variable_length:
+            return False
+        if self._separates is None:
+            self._separates = self._check_rows()
+        return self._separates
+
+    def _check_rows(self) -> bool:
+        """Compare two sequences in one row with the same two in the other order. A collective.
+
+        Attention is causal, so the first sequence of a row is computed as if alone. Shapes are equal in both orders, so
+        rounding is too, and a model that mixes the sequences (by a recurrence, a convolution, positions of its own) differs.
+        """
+        generator = torch.Generator().manual_seed(0)
+        tokens = min(_CHECKED_TOKENS, self._settings.micro_batch_tokens + 2)
+        lengths = (tokens * 5 // 8, tokens - tokens * 5 // 8)
+        first, second = (
+            Sequence(ids[:1], ids[1:])
+            for ids in (
+                torch.randint(int(self._config.vocab_size), (length,), generator=generator).tolist()
+                for length in lengths
+            )
+        )
+        self._policy.eval()
+        with torch.no_grad():
+            forth_n, _ = self.forward(one_row([first, second]), 1.0)
+            back_n, _ = self.forward(one_row([second, first]), 1.0)
+        there = len(second.completion)
+        difference = float((forth_n - torch.cat([back_n[there:], back_n[:there]])).abs().max())
+        # In units of how much log-probabilities differ among tokens, which is little in an untrained model.
+        limit = _ROW_TOLERANCE[self._settings.dtype] * float(forth_n.std())
+        separates = bool(gather_vectors(torch.tensor([int(difference < limit)], device=self._device)).all())
+        if not separates:
+            log.warning(
+                "%s does not keep the sequences of one row apart (their log-probabilities depend on their order, by %.2g on "
+                "rank %d): each sequence gets a row of its own, which is slower",
+                self._config.model_type,
+                difference,
+                self._rank,
+            )
+        return separates
+
+    def micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield ``count`` micro-batches, each with whether it is real: empty ones follow the real ones, so that all ranks run
+        the same collectives."""
+        for micro in packed.micro_batches:
+            yield micro, True
+        for _ in range(count - len(packed.micro_batches)):
+            zero = torch.zeros(1, dtype=torch.long)
+            yield MicroBatch(zero[None], zero[None], zero, zero, zero, zero), False
+
+    def forward(
+        self, micro: MicroBatch, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result: tuple[torch.Tensor, torch.Tensor] = self._backend(
+            *self._inputs(micro), temperature or self._settings.temperature, True
+        )
+        return result
+
+    def _inputs(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+        inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
+
+    def _frozen_logprobs(self, frozen: Frozen | None, micro: MicroBatch) -> torch.Tensor | None:
+        """A frozen policy's log-probability of each token, ``[M]``; None without one.
+
+        A collective under ZeRO-3, so it is called for empty micro-batches as well.
+        """
+        if frozen is None:
+            return None
+        logprobs_m: torch.Tensor
+        logprobs_m, _ = frozen(*self._inputs(micro), self._settings.temperature, False)
+        return logprobs_m
+
+    def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
+        """As :meth:`_frozen_logprobs`, of the reference."""
+        if self._adapters is None or not self.reference_is_base:
+            return self._frozen_logprobs(self.reference, micro)
+        with self._adapters.off(), torch.no_grad():
+            return self.forward(micro)[0]
+
+    def accumulate(
+        self,
+        packed: PackedBatch,
+        batch: TrainBatch,
+        loss: Loss,
+        count: int,
+        *,
+        proximal: Frozen | None = None,
+        masked_n: torch.Tensor | None = None,
+    ) -> Accumulated:
+        """Run forward and backward of every micro-batch.
+
+        Args:
+            proximal: the proximal policy, where it is not the policy itself.
+            masked_n: bool, tokens whose weight is 0; None for none.
+        """
+        self._policy.train()
+        done: Accumulated | None = None
+        ordinary = torch.zeros((), dtype=torch.float64, device=self._device)
+        outliers_n = torch.zeros(packed.trainable, dtype=torch.float64, device=self._device)
+        differences_n = torch.zeros(packed.trainable, device=self._device)
+        for micro, real in self.micro_batches(packed, count):
+            reference_m = self._reference_logprobs(micro)
+            proximal_m = self._frozen_logprobs(proximal, micro)
+            with self.routing.counted(micro.predict_at_m if real else None):
+                logprobs_m, entropies_m = self.forward(micro)
+            tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
+            if masked_n is not None and real:
+                masked_m = masked_n[micro.flat_m].to(self._device)
+                tokens = replace(tokens, weights_n=tokens.weights_n.masked_fill(masked_m, 0.0))
+            output = loss(tokens)
+            # The derivative by log-probabilities, computed apart from that through the model.
+            (gradient_m,) = torch.autograd.grad(output.loss, tokens.logprobs_n)
+            if real and self._settings.gradient_guard is not None:
+                found = squared_gradients(tokens, gradient_m)
+                ordinary += found.ordinary
+                outliers_n[micro.flat_m.to(self._device)] = found.outliers_n
+            self._backend.backward((logprobs_m * gradient_m).sum() * self._world)
+            names = sorted(output.sums)
+            parts = [
+                torch.stack([output.loss.detach().double(), entropies_m.double().sum()]),
+                self._tables(micro, real, batch, logprobs_m, tokens.generator_logprobs_n).flatten(),
+                *(output.sums[name].double().reshape(1) for name in names),
+            ]
+            part = torch.cat(parts) if real else torch.zeros_like(torch.cat(parts))
+            if done is None:
+                done = Accumulated(part, differences_n, names)
+            else:
+                done.sums = _add_sums(done.sums, part)
+            if real:
+                difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).float()
+                differences_n[micro.flat_m.to(self._device)] = difference_m
+                done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
+        if done is None:
+            raise EngineError("a batch with trainable tokens has no micro-batch")
+        done.sums = torch.cat([done.sums, self.routing.take(self._device)])
+        if self._settings.gradient_guard is not None:
+            done.ordinary, done.outliers_n = ordinary, outliers_n
+        return done
+
+    def masked(self, done: Accumulated, trainable: int) -> tuple[torch.Tensor | None, int]:
+        """Which of this rank's tokens ``algo.gradient_guard`` masks, bool ``[N]``, None if none of any rank; and their number,
+        over all ranks. A collective."""
+        guard = self._settings.gradient_guard
+        if guard is None or done.ordinary is None or done.outliers_n is None or trainable < guard.min_tokens:
+            return None, 0
+        largest = done.outliers_n.max() if done.outliers_n.numel() else torch.zeros_like(done.ordinary)
+        table = gather_vectors(torch.stack([done.ordinary, largest]))
+        ordinary = float(table[:, 0].sum())
+        if not float(table[:, 1].max()) > ordinary:
+            return None, 0
+        # An outlier that does not exceed the ordinary tokens is not masked, so only the others are exchanged one by one.
+        own_n = done.outliers_n.cpu()
+        large_n = own_n > ordinary
+        own = own_n[large_n].double()
+        head = torch.tensor(
+            [len(own), float(own_n[~large_n].sum())], dtype=torch.float64, device=self._device
+        )
+        heads = gather_vectors(head).tolist()
+        longest = max(int(count) for count, _ in heads)
+        if not 0 < longest <= trainable:
+            raise RankLost(f"a rank announces {longest} outliers of {trainable} tokens")
+        padded = torch.zeros(longest, dtype=torch.float64, device=self._device)
+        padded[: len(own)] = own.to(self._device)
+        squares = gather_vectors(padded).tolist()
+        rest = ordinary + sum(small for _, small in heads)
+        every = [
+            square for row, (count, _) in zip(squares, heads, strict=True) for square in row[: int(count)]
+        ]
+        smallest = smallest_masked(every, rest)
+        if smallest is None:
+            return None, 0
+        return own_n >= smallest, sum(square >= smallest for square in every)
+
+    def _token_batch(
+        self,
+        micro: MicroBatch,
+        real: bool,
+        batch: TrainBatch,
+        logprobs_m: torch.Tensor,
+        reference_m: torch.Tensor | None,
+        proximal_m: torch.Tensor | None,
+    ) -> TokenBatch:
+        """The tokens, with log-probabilities that are a leaf of the loss's graph."""
+        own_m = logprobs_m.detach()
+        leaf_m = own_m.clone().requires_grad_()
+        if not real:
+            zeros_m = torch.zeros_like(own_m)
+            sequence_m = micro.sequence_m.to(self._device)
+            return TokenBatch(leaf_m, own_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m, proximal_m)
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self._device, torch.float32, non_blocking=True)
+
+        generator, teacher = batch.generator_logprobs_n, batch.teacher_logprobs_n
+        _, sequence_m = torch.unique(micro.sequence_m, return_inverse=True)
+        return TokenBatch(
+            leaf_m,
+            own_m if generator is None else move(generator[micro.flat_m]),
+            move(batch.advantages_s[micro.sequence_m]),
+            move(batch.weights_s[micro.sequence_m]),
+            sequence_m.to(self._device),
+            reference_m,
+            None if teacher is None else move(teacher[micro.flat_m]),
+            proximal_m,
+        )
+
+    def _tables(
+        self,
+        micro: MicroBatch,
+        real: bool,
+        batch: TrainBatch,
+        logprobs_m: torch.Tensor,
+        generator_m: torch.Tensor,
+    ) -> torch.Tensor:
+        """Ratio tables ``[2, positions, 8]`` of all tokens and of the fresh ones."""
+        position_m = micro.position_ids_bt.flatten()[micro.predict_at_m] + 1
+        bucket_m = position_buckets(position_m).to(self._device)
+        every = ratio_table(logprobs_m, generator_m, bucket_m, len(POSITIONS))
+        if not real or batch.fresh_n is None:
+            return torch.stack([every, torch.zeros_like(every)])
+        fresh_m = batch.fresh_n[micro.flat_m].to(self._device)
+        fresh = ratio_table(logprobs_m[fresh_m], generator_m[fresh_m], bucket_m[fresh_m], len(POSITIONS))
+        return torch.stack([every, fresh])
+
+
+def _add_sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add two vectors of sums of :meth:`Passes.accumulate`."""
+    total = left + right
+    tables = slice(2, 2 + TABLES)
+    total[tables] = add_tables(left[tables].view(-1, FIELDS), right[tables].view(-1, FIELDS)).flatten()
+    return total
+
+
+def ratios_of(rows: torch.Tensor) -> tuple[tuple[RatioStatistics, ...], tuple[RatioStatistics, ...]]:
+    """Ratio statistics by position, of all tokens and of fresh ones, from all ranks' sums of :meth:`Passes.accumulate`."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = _add_sums(total, row)
+    tables = total[2 : 2 + TABLES].view(2, len(POSITIONS), FIELDS).tolist()
+    every, fresh = (tuple(RatioStatistics(*row) for row in table) for table in tables)
+    return every, fresh
+
+
+def outlier_counts(beyond: Items[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, int]:
+    """Number of ratio outliers by sequence."""
+    found = Counter[int]()
+    for beyond_m, sequence_m in beyond:
+        found.update(sequence_m[beyond_m.cpu()].tolist())
+    return dict(found)
