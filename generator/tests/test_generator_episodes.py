@@ -114,7 +114,8 @@ class Echo:
         reward = Verdict(len("".join(replies)) % 8 / 8)
         if len(replies) == 4 or replies[-1][-1:].isdigit():
             return Graded(reward)
-        return Graded(reward, messages=(Message(f"no, {len(replies)}: {replies[-1][-3:]}"),))
+        message = Message(f"no, {len(replies)}: {replies[-1][-3:]}")
+        return Graded(reward, messages=(message,), turn_reward=len(replies) / 8)
 
 
 @pytest.fixture
@@ -161,9 +162,10 @@ def check_episode(completion: PartialCompletion, codec: PromptCodec, prompt_ids:
         (message,) = Echo.step(replies).messages
         assert ids[turn.start : turn.end] == codec.messages([message]).tolist()
         assert codec.tokenizer.texts([ids[turn.start : turn.end]]) == [message.content + "="]
+        assert turn.reward == len(replies) / 8
         start = turn.end
     replies += codec.texts([sampled.token_ids[start:]])
-    assert completion.outcome == replace(Echo.step(replies), messages=())
+    assert completion.outcome == replace(Echo.step(replies), messages=(), turn_reward=0.0)
 
 
 async def test_tokens_are_sampled_from_those_recorded(bench: Bench, codec: PromptCodec) -> None:

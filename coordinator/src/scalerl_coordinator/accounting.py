@@ -50,6 +50,8 @@ class Accepted(msgspec.Struct, array_like=True):
     looped: int = -1
     unanswered: int = -1
     distinct: int = 0
+    turns: list[int] = []
+    returns: list[list[float]] = []
 
     @property
     def rollouts(self) -> int:
@@ -73,6 +75,10 @@ class Accepted(msgspec.Struct, array_like=True):
     @property
     def graded_rewards(self) -> list[float]:
         return [reward for i, reward in enumerate(self.rewards) if i not in self.ungraded]
+
+    @property
+    def graded_returns(self) -> list[list[float]]:
+        return [returns for i, returns in enumerate(self.returns) if i not in self.ungraded]
 
     @property
     def trained_tokens(self) -> list[int]:

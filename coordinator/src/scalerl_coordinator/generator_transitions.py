@@ -78,6 +78,8 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         looped=record.looped,
         unanswered=record.unanswered,
         distinct=record.distinct,
+        turns=record.turns,
+        returns=record.returns,
     )
     if record.sample is not None:
         state.samples.setdefault(state.step_of(record.slot), record.sample)

@@ -146,6 +146,8 @@ def _check_turns(completion: Completion | Partial, tokens: int) -> None:
     for turn in completion.turns:
         if not end < turn.start < turn.end <= tokens:
             raise InvalidGroup(f"its messages are not ascending inside its {tokens} tokens")
+        if not -1 <= turn.reward <= 1:  # NaN is not
+            raise InvalidGroup(f"a turn has the reward {turn.reward}, which is not in [-1, 1]")
         end = turn.end
 
 

@@ -133,7 +133,7 @@ class EpisodeSampler:
                     completion.outcome = Graded(None, str(error))
                     continue
                 if completion.tokens + len(message_ids) < streams.lease.max_tokens:
-                    completion.reopen(message_ids)
+                    completion.reopen(message_ids, step.turn_reward)
                     continue
             completion.outcome = Graded(step.verdict, step.error) if step.messages else step
 

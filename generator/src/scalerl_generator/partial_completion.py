@@ -86,10 +86,14 @@ class PartialCompletion:
         self.append(part, MASKED)
         self.has_forced = True
 
-    def reopen(self, message_ids: NDArray[np.int32]) -> None:
-        """Continue an episode after a reply with the environment's messages, which are appended by :meth:`force`."""
+    def reopen(self, message_ids: NDArray[np.int32], reward: float = 0.0) -> None:
+        """Continue an episode after a reply with the environment's messages, which are appended by :meth:`force`.
+
+        Args:
+            reward: see :attr:`~scalerl_api.wire.MessageSpan.reward`.
+        """
         self.finish_reason = None
-        self.turns.append(MessageSpan(self.tokens, self.tokens + len(message_ids)))
+        self.turns.append(MessageSpan(self.tokens, self.tokens + len(message_ids), reward))
         self.force(message_ids)
 
     def settle(self, since: int, spans: Sequence[Span]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.algo.advantages import advantages
+from scalerl_trainer.algo.advantages import advantages, turn_advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
@@ -77,10 +77,12 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         BadBatchError: a sequence is inconsistent with its group, or its lengths are inconsistent.
     """
     advantage_s, weight_s, first = _whole_step(shard.groups, recipe)
+    by_turn = _by_turn(shard.groups, recipe)
     sequences: list[Sequence] = []
     logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
     teacher: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
     fresh: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    by_token: list[torch.Tensor] = []
     places: list[int] = []
     staleness = Staleness()
     for sequence in shard.sequences:
@@ -120,7 +122,17 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         # A token is fresh only if the current weights sampled all tokens before it too: the KV cache has the states of the
         # weights that sampled those.
         fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
-        places.append(first[sequence.group] + sequence.sample)
+        place = first[sequence.group] + sequence.sample
+        places.append(place)
+        if by_turn is not None:
+            turn = np.searchsorted(
+                [message.end for message in sequence.turns], np.arange(len(tokens)), "right"
+            )
+            own = by_turn[place]
+            if len(own) <= len(sequence.turns) and meta.returns:
+                raise BadBatchError(f"{where}: {len(own)} returns for {len(sequence.turns) + 1} turns")
+            by_token.append(own[torch.from_numpy(turn[trained]).clamp(max=len(own) - 1)])
+            advantage_s[place] = by_token[-1].mean() if len(by_token[-1]) else 0.0
     index_s = torch.tensor(places, dtype=torch.long)
     batch = TrainBatch(
         sequences=sequences,
@@ -131,6 +143,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         teacher_logprobs_n=None
         if recipe.distillation is None
         else torch.from_numpy(np.concatenate([*teacher, np.empty(0, Float32)])),
+        advantages_n=None if by_turn is None else torch.cat([*by_token, torch.empty(0)]),
     )
     return RankBatch(batch, staleness, _step_stats(shard.groups))
 
@@ -265,6 +278,35 @@ def _whole_step(
     )
     sizes = (0 if group.filtered else len(group.scores) for group in groups)
     return advantage_s, weight_s, [0, *accumulate(sizes)]
+
+
+def _by_turn(groups: list[wire.GroupMeta], recipe: RecipeSpec) -> list[torch.Tensor] | None:
+    """Advantages of the turns of every completion of the unfiltered groups; None if a completion has one advantage.
+
+    A group without returns, from before an edit of the recipe, has one for each completion, of its reward.
+    """
+    settings, distillation = recipe.advantage, recipe.distillation
+    ignored = distillation is not None and distillation.rewards == "Ignored"
+    if settings.credit == "Episode" or ignored or not any(group.returns for group in groups):
+        return None
+    kept = [(at, group) for at, group in enumerate(groups) if not group.filtered]
+    returns = [
+        one for _, group in kept for one in (group.returns or [[reward + 1] for reward in group.rewards])
+    ]
+    graded = [sample not in group.ungraded for _, group in kept for sample in range(len(group.rewards))]
+    counts = [len(one) if is_graded else 0 for one, is_graded in zip(returns, graded, strict=True)]
+    advantage_t = turn_advantages(
+        torch.tensor(
+            [r for one, n in zip(returns, counts, strict=True) for r in one[:n]], dtype=torch.float64
+        ),
+        torch.repeat_interleave(torch.tensor(counts)),
+        torch.tensor([turn for n in counts for turn in range(n)], dtype=torch.long),
+        torch.tensor([at for at, group in kept for _ in group.rewards], dtype=torch.long),
+        settings.credit,
+        settings.normalization,
+        settings.baseline,
+    )
+    return list(torch.split(advantage_t, counts))
 
 
 def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -96,6 +96,8 @@ class MessageSpan(Struct, frozen=True, array_like=True):
 
     start: int
     end: int
+    reward: float = 0.0
+    """The part of the episode's score that the reply before the message earned, in [-1, 1]."""
 
 
 class Partial(Struct, frozen=True, kw_only=True):
