@@ -186,7 +186,7 @@ async def run_actor(
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         problems = [*(one.section for one in spec.task.tasks), *(one.spec for one in tasks.sets)]
         episodes = [
-            episode_sampler(problem, codecs[i], graders[i], thread, metrics)
+            episode_sampler(problem, codecs[i], graders[i], thread, metrics, busy)
             for i, problem in enumerate(problems)
         ]
         sections = {

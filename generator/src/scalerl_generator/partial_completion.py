@@ -64,6 +64,10 @@ class PartialCompletion:
         """Messages of the environment of an episode."""
         self.outcome: Graded | None = None
         """Result of an episode that has ended."""
+        self.sampling_seconds = 0.0
+        """Seconds of an episode's requests in this process."""
+        self.environment_seconds = 0.0
+        """Seconds of its steps."""
         self.text: str | None = None
         """Text of an episode of one turn; of others it has to be decoded."""
         self.has_forced = False
