@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.algo.advantages import Baseline, Normalization, advantages, turn_advantages
-from scalerl_trainer.batch import rank_batch
+from scalerl_trainer.batch import probe_sequences, rank_batch
 from scalerl_trainer.errors import BadBatchError
 
 Credit = Literal["Return", "Turn"]
@@ -187,3 +187,12 @@ def test_ungraded_episode_has_no_part_in_the_baseline() -> None:
 def test_fewer_returns_than_turns_are_refused() -> None:
     with pytest.raises(BadBatchError, match="sample 0: 2 returns for 3 turns"):
         rank_batch(shard([[3.0, 2.0], [0.0]]), recipe("Turn"))
+
+
+def test_probe_compares_the_longest_reply_of_an_episode() -> None:
+    """After all tokens before it, and without those after it; a sequence without a sampled token is left out."""
+    of = [episode(0, [(3, 2), (5, 1), (4, 0)]), episode(1, [(2, 7), (1, 1)]), episode(2, [(0, 3)])]
+    found = probe_sequences(wire.Shard(step=STEP, groups=[], sequences=of), 8, 100, min_tokens=1)
+    assert [(len(one.token_ids), one.prompt_tokens) for one in found] == [(2 + 10, 2 + 5), (2 + 2, 2)]
+    assert found[0].token_ids.tolist() == [1, 2, *range(10)]
+    assert probe_sequences(wire.Shard(step=STEP, groups=[], sequences=of), 8, 4, min_tokens=1) == []

@@ -412,6 +412,8 @@ class GeneratorRequests:
                 distinct=len({completion.token_ids for completion in group.completions}),
                 turns=[len(of) + 1 for of in turns] if any(turns) else [],
                 returns=group_returns,
+                message_tokens=sum(turn.end - turn.start for of in turns for turn in of),
+                episode_seconds=group.episode_seconds,
             ),
             payload if next_prompt is None else b"",
         )

@@ -108,6 +108,10 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Number of replies of each completion; empty if each has one."""
     returns: list[list[float]] = []
     """Return of each turn of each completion; empty with ``recipe.advantage.credit`` ``Episode``."""
+    message_tokens: int = 0
+    """Tokens that an environment wrote."""
+    episode_seconds: tuple[float, float] | None = None
+    """See :attr:`~scalerl_api.wire.Group.episode_seconds`."""
 
 
 class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):

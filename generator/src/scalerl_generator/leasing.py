@@ -360,7 +360,8 @@ class Leasing:
         self._on_tokens(held, 1)  # restart the lease's time for grading and delivery
         held.generating = False
         lengths = [len(c.token_ids) for c in generated.completions]
-        self._registration.generated_tokens += sum(lengths)
+        messages = [turn for one in generated.episodes or () for turn in one.turns]
+        self._registration.generated_tokens += sum(lengths) - sum(turn.end - turn.start for turn in messages)
         self._registration.generated_leases.add(held.lease.lease_id)
         if generated.episodes:
             self._occupancy.observe([one.sampling_seconds for one in generated.episodes], generated.seconds)

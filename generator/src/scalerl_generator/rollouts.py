@@ -334,6 +334,12 @@ class RolloutGenerator:
             unusable_tokens=sum(int(c.masked.sum()) for c in generated.completions),
             sample=sample,
             text=text,
+            episode_seconds=None
+            if generated.episodes is None
+            else (
+                sum(one.sampling_seconds for one in generated.episodes),
+                sum(one.environment_seconds for one in generated.episodes),
+            ),
             looped=await self._in_thread(_looped, generated.completions)
             if lease.split is Split.TRAIN
             else None,

@@ -192,28 +192,44 @@ def check_logprobs(shard: wire.Shard) -> None:
 def probe_sequences(
     shard: wire.Shard, count: int, context_tokens: int, min_tokens: int = MIN_COMPARED_TOKENS
 ) -> list[ProbeSequence]:
-    """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish.
+    """Up to ``count`` evenly spaced sequences of the shard, for the probe after the next publish. One with masked tokens, as an episode
+    of several turns has, ends after the longest part between them, which alone is compared.
 
     They are shorter than ``context_tokens``: a server scores a sequence as a prompt, which leaves room for one token.
     Of all but one, beginnings suffice; fewer than ``min_tokens`` tokens to compare are no probe (:func:`_shortened`).
     """
     usable = [
-        s
+        (s, *of)
         for s in shard.sequences
-        if s.token_ids and all(v.version != wire.MASKED for v in s.versions)
-        if len(s.prompt_token_ids) + len(s.token_ids) < context_tokens * Int32.itemsize
+        if (of := _longest_sampled(s))[0] < of[1]
+        if len(s.prompt_token_ids) + of[1] * Int32.itemsize < context_tokens * Int32.itemsize
     ]
     chosen = [usable[i * len(usable) // count] for i in range(count)] if len(usable) > count else usable
     return _shortened(
         [
             ProbeSequence(
-                np.concatenate([np.frombuffer(b, dtype=Int32) for b in (s.prompt_token_ids, s.token_ids)]),
-                len(s.prompt_token_ids) // Int32.itemsize,
+                np.concatenate(
+                    [
+                        np.frombuffer(s.prompt_token_ids, dtype=Int32),
+                        np.frombuffer(s.token_ids, dtype=Int32)[:end],
+                    ]
+                ),
+                len(s.prompt_token_ids) // Int32.itemsize + start,
             )
-            for s in chosen
+            for s, start, end in chosen
         ],
         min_tokens,
     )
+
+
+def _longest_sampled(sequence: wire.Sequence) -> tuple[int, int]:
+    """Start and end, in tokens of the completion, of its longest part without masked tokens."""
+    longest, start, tokens = (0, 0), 0, len(sequence.token_ids) // Int32.itemsize
+    ends = [*(span.start for span in sequence.versions[1:]), tokens]
+    for span, end in zip(sequence.versions, ends, strict=False):
+        start = end if span.version == wire.MASKED else start
+        longest = max(longest, (start, end), key=lambda part: part[1] - part[0])
+    return longest
 
 
 def start_sequences(shard: wire.Shard, context_tokens: int) -> list[Sequence]:
