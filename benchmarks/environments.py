@@ -6,6 +6,8 @@
 the actor and its grading process a completion of 32 tokens, in groups of 16, from the lease to the group that is pushed. The completions
 come from a server in another process, which is not counted. ``four turns`` are episodes of an environment in a process of its own, each
 with three messages, in groups of 16, one request and one step a turn; the stand-in is in the same process and answers at once.
+``slow environment`` are such episodes by an actor's own leases, where a step takes 1 s, a reply 0.2 s, and the server runs 64 sequences at once:
+that would be 80 episodes/s without the environment.
 
 The last line is one JSON object.
 """
@@ -29,22 +31,28 @@ from typing import Any
 
 import numpy as np
 import psutil
+from msgspec import structs
 from support.vllm_process import free_port
 
 from scalerl_api.spec import PromptSpec
-from scalerl_api.wire import Lease, PromptRef, Split
+from scalerl_api.wire import Group, Lease, LeaseRequest, PromptRef, PushReply, PushResult, Split
+from scalerl_api.wire import Leases as LeasesReply
+from scalerl_generator.concurrency import Concurrency
+from scalerl_generator.delivery import Delivery
 from scalerl_generator.episodes import EpisodeSampler
 from scalerl_generator.kept_completions import KeptCompletions
+from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import PromptCodec
-from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.registration import Registration, ServerMonitor
 from scalerl_generator.rollouts import RolloutGenerator, Section
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled, Span
-from scalerl_tasks import GradingPool, Prompt, VerifierConfig
+from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
+from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.python_verifier import PythonFunction
@@ -52,6 +60,7 @@ from scalerl_trainer.models.scratch import EOS, train_tokenizer
 
 COMPLETIONS = 16
 GROUPS_AT_ONCE = 5
+CAPACITY, REPLY_SECONDS, STEP_SECONDS = 64, 0.2, 1.0
 REPLY_TOKENS = 32
 PROMPT = Prompt("p", "2+2=" + "5" * (REPLY_TOKENS - 5), "4")
 """The server echoes its tokens."""
@@ -94,29 +103,37 @@ class Bench:
         self.state = ServerState()
         self.state.mark_up()
         self.state.complete_update(0)
-        self.metrics = ActorMetrics(self.state, BusyClock())
+        self.busy = BusyClock()
+        self.metrics = ActorMetrics(self.state, self.busy)
         self.monitor = ServerMonitor(self.client, self.state, self.metrics)
         self.thread = ThreadPoolExecutor(1)
 
-    async def group(self, turns: int, grader: GroupGrader, episodes: EpisodeGrader | None) -> None:
-        """A group from lease to push, with an environment if ``episodes`` is given."""
+    def partials(self) -> PartialReports:
+        nothing: Any = None
+        return PartialReports(
+            *(nothing, nothing, self.monitor, self.state, self.metrics),
+            vocabulary_size=300,
+            max_staleness_steps=1,
+        )
+
+    def rollouts(self, turns: int, grader: GroupGrader, episodes: EpisodeGrader | None) -> RolloutGenerator:
+        """Of groups with an environment if ``episodes`` is given."""
         sampler = None
         if episodes is not None:
-            sampler = EpisodeSampler(episodes, self.codec, turns, 64, self.thread, self.metrics)
+            sampler = EpisodeSampler(episodes, self.codec, turns, 64, self.thread, self.metrics, self.busy)
         section = Section(self.source, self.codec, grader, sampler)
-        nothing: Any = None
-        rollouts = RolloutGenerator(
-            *(self.http if turns == 1 else self.client, self.monitor, self.state, BusyClock(), self.metrics),
+        return RolloutGenerator(
+            *(self.http if turns == 1 else self.client, self.monitor, self.state, self.busy, self.metrics),
             {(0, Split.TRAIN): section},
             self.thread,
             max_sequences=64,
             kept=KeptCompletions(max_sequences=64, max_staleness_steps=1),
-            partials=PartialReports(
-                *(nothing, nothing, self.monitor, self.state, self.metrics),
-                vocabulary_size=300,
-                max_staleness_steps=1,
-            ),
+            partials=self.partials(),
         )
+
+    async def group(self, turns: int, grader: GroupGrader, episodes: EpisodeGrader | None) -> None:
+        """A group from lease to push, with an environment if ``episodes`` is given."""
+        rollouts = self.rollouts(turns, grader, episodes)
         generated = await rollouts.generate(self.lease(turns), lambda _: None)
         packed = await rollouts.grade(generated, lambda: None)
         assert all(len(completion.turns) == turns - 1 for completion in packed.completions)
@@ -133,6 +150,85 @@ class Bench:
             remaining_seconds=300.0,
             policy_version=0,
         )
+
+
+class SlowEnvironment:
+    """Answers three replies after a second each, and ends with the fourth."""
+
+    part_names: tuple[str, ...] = ()
+
+    async def steps(self, prompt: Prompt, episodes: Sequence[Sequence[str]], **_: Any) -> list[Graded]:
+        await asyncio.sleep(STEP_SECONDS)
+        says = (Message("go on"),)
+        return [Graded(Verdict(1.0), None, says if len(one) < 4 else ()) for one in episodes]
+
+
+class Limited(StandIn):
+    """Runs :data:`CAPACITY` sequences at once, a reply in :data:`REPLY_SECONDS`."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(end)
+        self._places = asyncio.Semaphore(CAPACITY)
+
+    async def generate(self, prompt: Sequence[int], *, n: int, **given: Any) -> list[Sampled]:
+        async def one() -> None:
+            async with self._places:
+                await asyncio.sleep(REPLY_SECONDS)
+
+        await asyncio.gather(*(one() for _ in range(n)))
+        return await super().generate(prompt, n=n, **given)
+
+
+class Leases:
+    """A coordinator that always has leases, and accepts each group."""
+
+    def __init__(self, template: Lease) -> None:
+        self._template, self._given, self.episodes = template, 0, 0
+
+    async def lease(self, request: LeaseRequest) -> LeasesReply:
+        await asyncio.sleep(0)
+        given = range(self._given, self._given + request.max_groups)
+        self._given = given.stop
+        return LeasesReply(
+            leases=[structs.replace(self._template, lease_id=f"l{at}", slot=at) for at in given]
+        )
+
+    async def push(self, _: str, groups: Sequence[Group]) -> PushReply:
+        self.episodes += sum(len(group.completions) for group in groups)
+        return PushReply(results=[PushResult.ACCEPTED] * len(groups), reasons=[None] * len(groups))
+
+    async def release(self, *_: Any) -> None:
+        pass
+
+
+async def slow_environment(bench: Bench, warm_up: float, seconds: float) -> dict[str, float]:
+    """Episodes a second of an actor that leases, after a time in which it learns how many groups fill its server."""
+    bench.client = Limited(bench.codec.tokenizer.end_token_id)
+    environment: Any = SlowEnvironment()
+    coordinator: Any = Leases(bench.lease(4))
+    registration = Registration(
+        *(coordinator, bench.state, bench.busy, bench.metrics), name="g", control_url="http://h:1"
+    )
+    registration.member_id = "m"
+    delivery = Delivery(coordinator, registration, bench.metrics)
+    leasing = Leasing(
+        *(coordinator, registration, bench.state, bench.rollouts(4, environment, environment), delivery),
+        *(bench.metrics, bench.partials()),
+        concurrency=Concurrency(CAPACITY, COMPLETIONS, adaptive=False),
+        per_group=COMPLETIONS,
+    )
+    tasks = [asyncio.create_task(leasing.run()), asyncio.create_task(delivery.run())]
+    await asyncio.sleep(warm_up)
+    before, busy = coordinator.episodes, bench.busy.seconds
+    await asyncio.sleep(seconds)
+    found = {
+        "slow_environment_episodes_per_second": (coordinator.episodes - before) / seconds,
+        "slow_environment_busy_fraction": (bench.busy.seconds - busy) / seconds,
+    }
+    for task in tasks:
+        task.cancel()
+    await leasing.close(0.0, "the benchmark has ended")
+    return found
 
 
 def cpu_seconds() -> float:
@@ -198,8 +294,9 @@ async def measure(folder: Path, url: str, rounds: int, groups: int) -> dict[str,
         await bench.http.close()
         await load(lambda: bench.group(4, of_four, steps), 2)
         cpu, wall = await load(lambda: bench.group(4, of_four, steps), max(2, groups // 4))
+    slow = await slow_environment(bench, *((40.0, 20.0) if rounds > 2 else (20.0, 10.0)))
     count, episodes = rounds * groups * COMPLETIONS, max(2, groups // 4) * COMPLETIONS
-    return {
+    return slow | {
         "plain_cpu_ms": 1000 * seconds[0] / count,
         "one_turn_cpu_ms": 1000 * seconds[1] / count,
         "one_turn_ratio": seconds[1] / seconds[0],

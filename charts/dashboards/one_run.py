@@ -308,6 +308,22 @@ POLICY = Section(
             maximum=1.0,
         ),
         lines(
+            "Episodes solved, by turn",
+            "With an environment: part of the graded episodes of the latest step that score 1 with their first, second, third, or a later reply.",
+            *((of_task(f"solved_at_turn_{turn}"), f"{{{{task}}}}: turn {turn}") for turn in (1, 2, 3, 4)),
+            unit="percentunit",
+            maximum=1.0,
+        ),
+        lines(
+            "Environment",
+            "Of the episodes of the latest step: tokens of the environment, time in its steps, and malformed calls of tools.",
+            (of_task("environment_tokens_fraction"), "{{task}}: tokens"),
+            (of_task("environment_seconds_fraction"), "{{task}}: time"),
+            (of_task("malformed_calls_fraction"), "{{task}}: malformed calls"),
+            unit="percentunit",
+            maximum=1.0,
+        ),
+        lines(
             "Filtered",
             "Fraction of prompts whose completions all have the same reward and provide no gradient.",
             (stat_of("filtered_fraction"), "share"),

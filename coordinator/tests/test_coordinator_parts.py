@@ -398,7 +398,23 @@ def test_figures_of_a_step_by_right_and_wrong():
     assert found["distinct_fraction"] == (1 + 1 / 2) / 2
     tenth = Accepted("d", 3, [*range(1, 11)], [0.0] * 10, 0, 2, 0)
     assert figures(sum_step(5, [tenth]))["completion_tokens_p90"] == 9
-    assert set(found) == set(TASK_FIGURES)
+    episodes = Accepted(
+        *("e", 3, [9, 9, 9, 9], [1.0, 1.0, 1.0, 0.0], 0, 2, 0),
+        ungraded=[2],
+        turns=[1, 2, 7, 6],
+        message_tokens=9,
+        episode_seconds=(1.0, 3.0),
+        parts={"calls": [1.0, 1.0, 9.0, 0.0], "malformed": [0.0, 1.0, 9.0, 1.0]},
+    )
+    short = Accepted("f", 3, [6, 6], [1.0, 0.0], 0, 2, 0, episode_seconds=(1.0, 0.0))
+    by_turn = figures(sum_step(5, [mixed, episodes, short]))
+    assert by_turn["episode_turns"] == (1 + 2 + 7 + 6 + 2) / 6
+    assert [by_turn[f"solved_at_turn_{turn}"] for turn in (1, 2, 3, 4)] == [2 / 5, 1 / 5, 0, 0]
+    assert by_turn["malformed_calls_fraction"] == 2 / 4
+    assert by_turn["environment_tokens_fraction"] == 9 / 48
+    assert by_turn["environment_seconds_fraction"] == 3 / 5
+    assert "episode_turns" not in found
+    assert set(found) | set(by_turn) == set(TASK_FIGURES)
 
 
 def test_figures_over_nothing_are_absent():

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.wire import NextAction, PushResult, Split, Verdicts
+from scalerl_api.wire import MASKED, MessageSpan, NextAction, PushResult, Split, Verdicts, VersionSpan
 from scalerl_coordinator.batcher import zero_variance
-from scalerl_coordinator.rewards import rewards
+from scalerl_coordinator.rewards import rewards, turn_returns
 
 LONGEST = 14336
 
@@ -86,3 +86,48 @@ def test_shaped_rewards_reach_the_filter_and_the_trainer() -> None:
     world.settings = make_settings()
     world.crash(0)
     assert [world.state.groups[slot].rewards for slot in range(3)] == [[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
+
+
+@given(
+    st.floats(-2, 1), st.lists(st.floats(-1, 1), max_size=5), st.sampled_from([1.0, 0.5]), st.integers(0, 5)
+)
+def test_returns_are_sums_of_later_rewards(
+    reward: float, earned: list[float], discount: float, turn: int
+) -> None:
+    spans = [MessageSpan(2 * at + 1, 2 * at + 2, one) for at, one in enumerate(earned)]
+    found = turn_returns(reward, spans, discount)
+    rewards = [2 * one for one in earned]
+    rewards.append(reward + 1 - sum(rewards))
+    assert len(found) == len(rewards)
+    turn %= len(rewards)
+    later = [one * discount**ahead for ahead, one in enumerate(rewards[turn:])]
+    assert found[turn] == pytest.approx(sum(later), abs=1e-9)
+    if discount == 1:
+        assert found[0] == pytest.approx(reward + 1, abs=1e-9)
+
+
+@pytest.mark.parametrize(("credit", "filtered"), [("Episode", True), ("Return", False), ("Turn", False)])
+def test_turns_that_differ_keep_groups_of_equal_totals(credit: Any, filtered: bool) -> None:
+    """The first episode of each group earns half of its reward in its first turn; another has one turn."""
+    world = World(make_settings(credit=credit, discount=0.5))
+    world.member = world.register("g")
+    world.hello("t")
+    world.next("t")
+    world.publish("t")
+    world.beat(world.member, 0)
+    for lease in world.lease(world.member, 0):
+        group = make_group(lease, version=0, scores=[1.0] * lease.completions)
+        first, *others = group.completions
+        spans = [VersionSpan(0, 0), VersionSpan(MASKED, 1), VersionSpan(0, 2)]
+        first = msgspec.structs.replace(first, turns=[MessageSpan(1, 2, 0.5)], versions=spans)
+        pushed = msgspec.structs.replace(group, completions=[first, *others])
+        assert world.push(world.member, pushed) is PushResult.ACCEPTED
+    assert world.next("t").action is NextAction.TRAIN
+    groups = world.plan("t", 0).groups
+    assert [group.filtered for group in groups] == [filtered] * len(groups)
+    world.acknowledge()
+    world.crash(0)
+    assert {str(one.returns) for one in (*groups, *world.state.groups.values())} == {
+        "[]" if credit == "Episode" else "[[1.5, 1.0], [2.0]]"
+    }
+    assert {str(world.state.groups[slot].turns) for slot in range(3)} == {"[2, 1]"}

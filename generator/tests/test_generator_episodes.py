@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,10 +38,12 @@ from scalerl_coordinator.partials import PartialStore
 from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.episodes import EpisodeSampler
 from scalerl_generator.kept_completions import KeptCompletions
+from scalerl_generator.leasing import Occupancy
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.partial_reports import UnusablePartials, _report, read_partials
 from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.rollouts import version_spans
+from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_replies import Part
 from scalerl_tasks import Graded, Prompt, Verdict
 from scalerl_tasks.environments.protocol import Message
@@ -114,7 +117,8 @@ class Echo:
         reward = Verdict(len("".join(replies)) % 8 / 8)
         if len(replies) == 4 or replies[-1][-1:].isdigit():
             return Graded(reward)
-        return Graded(reward, messages=(Message(f"no, {len(replies)}: {replies[-1][-3:]}"),))
+        message = Message(f"no, {len(replies)}: {replies[-1][-3:]}")
+        return Graded(reward, messages=(message,), turn_reward=len(replies) / 8)
 
 
 @pytest.fixture
@@ -163,7 +167,7 @@ def check_episode(completion: PartialCompletion, codec: PromptCodec, prompt_ids:
         assert codec.tokenizer.texts([ids[turn.start : turn.end]]) == [message.content + "="]
         start = turn.end
     replies += codec.texts([sampled.token_ids[start:]])
-    assert completion.outcome == replace(Echo.step(replies), messages=())
+    assert completion.outcome == replace(Echo.step(replies), messages=(), turn_reward=0.0)
 
 
 async def test_tokens_are_sampled_from_those_recorded(bench: Bench, codec: PromptCodec) -> None:
@@ -176,6 +180,9 @@ async def test_tokens_are_sampled_from_those_recorded(bench: Bench, codec: Promp
         await sampler(bench, codec, environment, max_tokens_per_turn=limit).sample(streams, PROMPT)
         (completion,) = streams.completions
         check_episode(completion, codec, ids)
+        assert [turn.reward for turn in completion.turns] == [
+            n / 8 for n in range(1, len(completion.turns) + 1)
+        ]
         assert environment.steps_made == len(completion.turns) + 1
         turns.add(len(completion.turns) + 1)
         reasons.add(completion.finish_reason)
@@ -271,6 +278,27 @@ async def test_each_step_and_each_reply_is_progress(bench: Bench, codec: PromptC
     assert completion.turns
     assert graded == [environment.steps_made] == [len(completion.turns) + 1]
     assert bench.tokens == completion.tokens - sum(turn.end - turn.start for turn in completion.turns)
+
+
+async def test_episode_that_waits_is_no_load_of_the_server(bench: Bench, codec: PromptCodec) -> None:
+    environment, streams, busy = Echo(), bench.streams(PROMPT_IDS, 4, max_tokens=MAX_TOKENS), BusyClock()
+    environment.waits = 0.2
+    started = time.monotonic()
+    await sampler(bench, codec, environment, busy=busy).sample(streams, PROMPT)
+    seconds, of = time.monotonic() - started, streams.completions
+    steps = [len(one.turns) + 1 for one in of]
+    assert [one.environment_seconds >= 0.2 * n for one, n in zip(of, steps, strict=True)] == [True] * 4
+    assert busy.seconds < seconds - 0.2 * max(steps)
+    assert [one.sampling_seconds + one.environment_seconds <= seconds + 0.01 for one in of] == [True] * 4
+    occupancy = Occupancy(smoothing=1.0)
+    occupancy.observe([one.sampling_seconds for one in of], seconds)
+    assert occupancy.fraction < 0.5
+    messages = sum(turn.end - turn.start for one in of for turn in one.turns)
+    sides = {
+        side: bench.metrics.registry.get_sample_value("scalerl_actor_episode_tokens_total", {"side": side})
+        for side in ("model", "environment")
+    }
+    assert sides == {"model": streams.tokens - messages, "environment": messages}
 
 
 # --- others continue ------------------------------------------------------------------------------

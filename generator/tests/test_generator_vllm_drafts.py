@@ -111,9 +111,18 @@ def test_proposer_ignores_tokens_after_a_stop_token() -> None:
     """vLLM discards them after the step, so they are not accepted."""
     runner = remembering()
     runner.proposer.remember(past([70, STOP, 71, 72]))
-    assert runner.step(a=[70]) == {"a": [STOP, 71, 72]}
-    assert runner.step(a=[STOP, 71, 72, 73]) == {"a": []}
-    assert runner.proposer.take_tally(KEY) == ([1, 1, 1, *[0] * 5], [1, *[0] * 7])
+    assert runner.step(a=[70]) == {"a": [STOP]}
+    assert runner.step(a=[STOP, 71]) == {"a": []}
+    assert runner.proposer.take_tally(KEY) == ([1, *[0] * 7], [1, *[0] * 7])
+
+
+def test_message_of_an_environment_is_no_draft_but_context() -> None:
+    """Of a past episode with a message after its first reply."""
+    runner, message = Runner(), list(range(80, 90))
+    runner.proposer.remember(past([70, 71, STOP, *message, 90, 91, 92, STOP]))
+    assert runner.step(a=[70]) == {"a": [71, STOP]}
+    runner.rows["b"] = [*PROMPT, 70, 71, STOP, *message]
+    assert runner.step(b=[90]) == {"b": [91, 92, STOP]}
 
 
 def test_proposer_does_not_remember_tokens_after_a_stop_token() -> None:

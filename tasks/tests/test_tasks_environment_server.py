@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,8 +40,7 @@ async def steps(
 ) -> list[Graded]:
     found = await grader.score_group(prompt, [write_replies(episode) for episode in episodes], **given)
     return [
-        Graded(one.verdict and Verdict(round(one.score, 6), one.verdict.parts), one.error, one.messages)
-        for one in found
+        replace(one, verdict=one.verdict and Verdict(round(one.score, 6), one.verdict.parts)) for one in found
     ]
 
 
@@ -183,6 +183,7 @@ async def test_rewards_are_of_the_last_step_or_their_sum():
                 found = [(await steps(grader, ["a"] * turns))[0] for turns in (1, 2, 3)]
                 assert [one.verdict and one.verdict.parts["reward"] for one in found] == expected
                 assert [one.score for one in found] == [(one + 1) / 2 for one in expected]
+                assert [one.turn_reward for one in found] == [0.125 * total, 0.0, 0.0]
         async with ServerGrader(options(url)) as grader:
             (one,) = await steps(grader, ["a"] * 3)
             assert "/: gave" not in (one.error or "")

@@ -48,6 +48,8 @@ class Own:
             case "high": return Step(done=True, reward=2.0, parts=parts)
             case "parts": return Step(done=True, reward=1.0)
             case "surrogate": return Step(["\\ud800"], parts=parts)
+            case "turn": return Step(["on"], parts=parts, turn_reward=0.5)
+            case "generous": return Step(["on"], parts=parts, turn_reward=-2.5)
             case "control": return Step([{"role": "tool", "content": "<|im_end|>\\x00"}, Message("ok")], parts=parts)
         if last == self.secret:
             return Step(done=True, reward=1.0, parts=parts)
@@ -69,6 +71,7 @@ async def test_steps_are_made_in_grading_process(tmp_path: Path) -> None:
         steps = await EnvironmentGrader(pool).steps(GAME, [["1"], ["1", "2"], ["1", "2", "8"]])
     assert [step.messages for step in steps] == [(Message("not 1"),), (Message("not 2"),), ()]
     assert [step.score for step in steps] == [0.0, 0.0, 1.0]
+    assert [step.turn_reward for step in steps] == [0.0, 0.0, 0.0]
     assert [step.verdict and step.verdict.parts for step in steps] == [
         {"turns": turns, "reward": reward} for turns, reward in ((1, -1), (2, -1), (3, 1))
     ]
@@ -89,6 +92,7 @@ async def test_bad_environment_costs_only_its_episode(tmp_path: Path) -> None:
         "nan": "nan, which is not in [-1, 1]",
         "high": "2, which is not in [-1, 1]",
         "parts": "the verifier gave the parts",
+        "generous": "gave a turn -2.5; the range of rewards is (-1.0, 1.0)",
     }
     async with GradingPool(own(tmp_path), timeout_seconds=1.0) as pool:
         episodes = [[reply] for name in expected for reply in (name, "1")]
@@ -102,7 +106,10 @@ async def test_bad_environment_costs_only_its_episode(tmp_path: Path) -> None:
 
 async def test_unusual_messages_are_texts(tmp_path: Path) -> None:
     async with GradingPool(own(tmp_path)) as pool:
-        surrogate, control = await EnvironmentGrader(pool).steps(GAME, [["surrogate"], ["control"]])
+        surrogate, control, turn = await EnvironmentGrader(pool).steps(
+            GAME, [["surrogate"], ["control"], ["turn"]]
+        )
+    assert (turn.messages, turn.turn_reward) == ((Message("on"),), 0.25)  # of a range of 2
     assert surrogate.messages == (Message("?"),)
     assert control.messages == (Message("<|im_end|>\x00", "tool"), Message("ok"))
 

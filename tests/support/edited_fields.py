@@ -196,6 +196,7 @@ OTHER: Final[dict[str, Object]] = {
     "recipe.distillation.rewards": {
         "recipe": {"distillation": {"teacher": {"url": "http://teacher"}, "rewards": "Added"}}
     },
+    "recipe.advantage.discount": {"recipe": {"advantage": {"credit": "Turn", "discount": "0.9"}}},
     "schedule.byLength": {"schedule": {"byLength": {}}},
     **{
         f"recipe.length.{name}": {"recipe": {"length": {alternative: {}}}}

@@ -18,18 +18,20 @@ turns = st.lists(st.tuples(st.integers(1, 6), st.integers(2, 6)), min_size=1, ma
 """Tokens of each reply and of the message after it; the episode ends with a reply of three tokens."""
 
 
-def shard(of_turns: Turns, seed: int, message_seed: int) -> wire.Shard:
+def shard(of_turns: Turns, seed: int, message_seed: int, by_turn: bool = False) -> wire.Shard:
     """Two episodes with the same replies for a ``seed``, and other messages, but their last tokens, for a ``message_seed``."""
     draw, of_messages = np.random.default_rng(seed), np.random.default_rng(message_seed)
     sequences = []
     for sample in range(2):
         ids, logprobs, spans = list[int](), list[float](), list[wire.VersionSpan]()
+        messages = list[wire.MessageSpan]()
         for reply, message in [*of_turns, (3, 0)]:
             spans.append(wire.VersionSpan(STEP, len(ids)))
             ids += draw.integers(0, VOCABULARY, reply).tolist()
             logprobs += (-draw.random(reply)).tolist()
             if message:
                 spans.append(wire.VersionSpan(wire.MASKED, len(ids)))
+                messages.append(wire.MessageSpan(len(ids), len(ids) + message))
                 ids += [
                     *of_messages.integers(0, VOCABULARY, message - 1).tolist(),
                     int(draw.integers(VOCABULARY)),
@@ -43,6 +45,7 @@ def shard(of_turns: Turns, seed: int, message_seed: int) -> wire.Shard:
                 token_ids=np.array(ids, "<i4").tobytes(),
                 logprobs=np.array(logprobs, "<f4").tobytes(),
                 versions=spans,
+                turns=messages,
             )
         )
     length, masked = len(ids), sum(message for _, message in of_turns)
@@ -53,13 +56,15 @@ def shard(of_turns: Turns, seed: int, message_seed: int) -> wire.Shard:
         completion_tokens=[length] * 2,
         filtered=False,
         masked_tokens=[masked] * 2,
+        returns=draw.normal(size=(2, len(of_turns) + 1)).tolist() if by_turn else [],
     )
     return wire.Shard(step=STEP, groups=[group], sequences=sequences)
 
 
-def gradients(of: wire.Shard, *, contextual: bool) -> list[torch.Tensor]:
+def gradients(of: wire.Shard, *, contextual: bool, credit: str = "Episode") -> list[torch.Tensor]:
     """Of a policy gradient, by the parameters of a model that sees one token, or the mean of all before it."""
-    batch = rank_batch(of, RecipeSpec()).batch
+    recipe = RecipeSpec.model_validate({"advantage": {"credit": credit}})
+    batch = rank_batch(of, recipe).batch
     packed = pack(batch.sequences, 1 << 12, shared_rows=False)
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64).requires_grad_()
@@ -73,17 +78,20 @@ def gradients(of: wire.Shard, *, contextual: bool) -> list[torch.Tensor]:
         logprobs = logits.log_softmax(-1).gather(1, micro.target_m[:, None])[:, 0]
         assert batch.generator_logprobs_n is not None
         ratio = (logprobs - batch.generator_logprobs_n[micro.flat_m]).exp()
-        weights = batch.weights_s[micro.sequence_m] * batch.advantages_s[micro.sequence_m]
-        total = total - (ratio * weights).sum()
+        advantages = batch.advantages_s[micro.sequence_m]
+        if batch.advantages_n is not None:
+            advantages = batch.advantages_n[micro.flat_m]
+        total = total - (ratio * batch.weights_s[micro.sequence_m] * advantages).sum()
     return list(torch.autograd.grad(total, [embedding, head]))
 
 
-@given(turns, st.integers(0, 10**6))
-def test_messages_change_no_gradient_but_through_context(of_turns: Turns, seed: int) -> None:
-    one, other = shard(of_turns, seed, 1), shard(of_turns, seed, 2)
-    for mine, others in zip(
-        gradients(one, contextual=False), gradients(other, contextual=False), strict=True
-    ):
+@given(turns, st.integers(0, 10**6), st.sampled_from(["Episode", "Return", "Turn"]))
+def test_messages_change_no_gradient_but_through_context(of_turns: Turns, seed: int, credit: str) -> None:
+    found = [
+        gradients(shard(of_turns, seed, messages, credit != "Episode"), contextual=False, credit=credit)
+        for messages in (1, 2)
+    ]
+    for mine, others in zip(*found, strict=True):
         assert torch.equal(mine, others)
 
 

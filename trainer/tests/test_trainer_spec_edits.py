@@ -88,6 +88,7 @@ ANNOTATED = {
         "Pairs",
         "supervised_tokens",
         "rank_batch",
+        "_by_turn",
         "make_loss",
         "_loss",
         "_corrected",

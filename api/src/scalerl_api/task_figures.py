@@ -26,8 +26,20 @@ TASK_FIGURES: Final[Mapping[str, str]] = {
     "unanswered_fraction": "Part of the graded completions in which the verifier found no answer, right or wrong",
     "distinct_fraction": "Mean over the groups of the part of their completions that are distinct, token for token",
     "grading_errors": "Completions that could not be graded",
+    "episode_turns": "With an environment, mean replies of an episode",
+    **{
+        f"solved_at_turn_{number}": f"Part of the graded episodes that score 1 with their {text}"
+        for number, text in enumerate(
+            ("first reply", "second reply", "third reply", "fourth reply, or a later one"), 1
+        )
+    },
+    "malformed_calls_fraction": "Part of the calls of tools that could not be made, or had no JSON",
+    "environment_tokens_fraction": "Part of the tokens of episodes that the environment wrote",
+    "environment_seconds_fraction": "Part of the time of episodes in which they waited for their environment",
 }
 """Figures of a step or of a task in it, with their descriptions. Means and parts over nothing are absent."""
+SOLVED_AT_TURNS: Final = 4
+"""Turns with a figure ``solved_at_turn_N``; the last one stands for all later ones."""
 STEP_FIGURES: Final[Mapping[str, str]] = {
     "step_seconds": "Seconds since the report of the step before",
     "trainer_bubble_fraction": "Part of this time in which the trainer did not compute",

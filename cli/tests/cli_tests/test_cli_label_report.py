@@ -114,3 +114,40 @@ def test_report_of_a_mix_has_its_tasks_without_labels(tmp_path: Path, capsys: py
     assert (b["groups"], b["first"]) == ("6", "")
     assert "| a | 3 | 33.3% | 1 |" in (tmp_path / "report.md").read_text()
     assert "66.7%" in capsys.readouterr().out
+
+
+def test_report_of_episodes_has_their_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of the first and the last tenth of the steps, as means over completions; of the task with an environment alone."""
+    first, last = (
+        {
+            "rollouts": 8,
+            "truncated_fraction": 0.0,
+            "episode_turns": turns,
+            "solved_at_turn_1": one,
+            "solved_at_turn_2": two,
+            "solved_at_turn_3": 0.0,
+            "solved_at_turn_4": 0.0,
+            "environment_tokens_fraction": 0.25,
+            "environment_seconds_fraction": 0.5,
+        }
+        for turns, one, two in ((2.0, 0.125, 0.25), (1.5, 0.5, 0.375))
+    )
+    for lines, task in (
+        ([first] * 10 + [last] * 10, "main"),
+        (
+            [
+                {f"{k}_task_a": v for k, v in row.items()}
+                | {"rollouts_task_b": 4, "truncated_fraction_task_b": 0.0}
+                for row in (first, last)
+            ],
+            "a",
+        ),
+    ):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["report", str(tmp_path)]) == 0
+        with (tmp_path / "report-turns.csv").open() as file:
+            begins, ends = csv.DictReader(file)
+        assert (begins["task"], begins["turns"], begins["solved_at_turn_1"]) == (task, "2.0", "0.125")
+        assert (ends["solved_at_turn_1"], ends["solved_at_turn_2"]) == ("0.5", "0.375")
+        assert (ends["malformed"], ends["environment_tokens"]) == ("", "0.25")
+        assert "solved at 4+" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from scalerl_api.mismatch import ALL, POSITIONS, SOURCES, key
+from scalerl_api.task_figures import SOLVED_AT_TURNS
 from scalerl_api.wire import PromptRef, trained_tokens
 from scalerl_coordinator.slots import staleness
 
@@ -50,6 +51,10 @@ class Accepted(msgspec.Struct, array_like=True):
     looped: int = -1
     unanswered: int = -1
     distinct: int = 0
+    turns: list[int] = []
+    returns: list[list[float]] = []
+    message_tokens: int = 0
+    episode_seconds: tuple[float, float] | None = None
 
     @property
     def rollouts(self) -> int:
@@ -73,6 +78,10 @@ class Accepted(msgspec.Struct, array_like=True):
     @property
     def graded_rewards(self) -> list[float]:
         return [reward for i, reward in enumerate(self.rewards) if i not in self.ungraded]
+
+    @property
+    def graded_returns(self) -> list[list[float]]:
+        return [returns for i, returns in enumerate(self.returns) if i not in self.ungraded]
 
     @property
     def trained_tokens(self) -> list[int]:
@@ -200,6 +209,15 @@ class StepSums(msgspec.Struct, array_like=True):
     """Completions without an answer, and those of which it is known."""
     distinct: tuple[float, int] = (0.0, 0)
     """Sum of the parts of the groups' completions that are distinct, and the groups of which it is known."""
+    turns: tuple[int, int] = (0, 0)
+    """Replies of episodes, and the episodes."""
+    solved_at: list[int] = []
+    """Graded episodes that score 1, by their last turn, as in :data:`~scalerl_api.task_figures.SOLVED_AT_TURNS`; empty without any."""
+    graded_episodes: int = 0
+    message_tokens: tuple[int, int] = (0, 0)
+    """Tokens of environments, and all tokens of their episodes."""
+    episode_seconds: tuple[float, float] = (0.0, 0.0)
+    """Seconds in requests, and in steps."""
 
     @property
     def part_means(self) -> dict[str, float]:
@@ -209,6 +227,7 @@ class StepSums(msgspec.Struct, array_like=True):
 def figures(sums: StepSums) -> Row:
     """The figures of :data:`scalerl_api.task_figures.TASK_FIGURES`, for a line of metrics.jsonl."""
     wrong = sums.graded - sums.right
+    made, malformed = (sums.parts.get(name, (0.0, 0))[0] for name in ("calls", "malformed"))
     parts = {
         "reward": (sums.score_sum, sums.graded),
         "right_completion_tokens": (sums.right_tokens, sums.right),
@@ -218,6 +237,14 @@ def figures(sums: StepSums) -> Row:
         "looped_fraction": sums.looped,
         "unanswered_fraction": sums.unanswered,
         "distinct_fraction": sums.distinct,
+        "episode_turns": sums.turns,
+        **{
+            f"solved_at_turn_{at}": (count, sums.graded_episodes)
+            for at, count in enumerate(sums.solved_at, 1)
+        },
+        "malformed_calls_fraction": (malformed, made + malformed),
+        "environment_tokens_fraction": sums.message_tokens,
+        "environment_seconds_fraction": (sums.episode_seconds[1], sum(sums.episode_seconds)),
     }
     ordered = sorted(sums.lengths)
     return {
@@ -263,6 +290,8 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         for name, values in group.graded_parts.items():
             total, count = sums.parts.get(name, (0.0, 0))
             sums.parts[name] = total + sum(values), count + len(values)
+        if group.episode_seconds is not None:
+            _add_episodes(sums, group, group.episode_seconds)
         sums.grading_errors += group.grading_errors
         sums.masked_tokens += sum(group.masked_tokens)
         sums.given_up_groups += bool(group.given_up)
@@ -276,6 +305,20 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.staleness_sum += step * trained - group.version_tokens
         sums.staleness_max = max(sums.staleness_max, staleness(step, group.oldest_version))
     return sums
+
+
+def _add_episodes(sums: StepSums, group: Accepted, seconds: tuple[float, float]) -> None:
+    turns = group.turns or [1] * group.rollouts
+    sums.turns = sums.turns[0] + sum(turns), sums.turns[1] + len(turns)
+    solved = sums.solved_at or [0] * SOLVED_AT_TURNS
+    for at, (number, score) in enumerate(zip(turns, group.scores, strict=True)):
+        if at not in group.ungraded:
+            sums.graded_episodes += 1
+            solved[min(number, SOLVED_AT_TURNS) - 1] += score >= 1.0
+    sums.solved_at = solved
+    tokens, every = sums.message_tokens
+    sums.message_tokens = tokens + group.message_tokens, every + sum(group.lengths)
+    sums.episode_seconds = sums.episode_seconds[0] + seconds[0], sums.episode_seconds[1] + seconds[1]
 
 
 def _added(sums: tuple[Number, int], value: Number, count: int, known: bool) -> tuple[Number, int]:

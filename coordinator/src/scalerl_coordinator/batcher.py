@@ -6,14 +6,28 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scalerl_api.recipe import Credit
 
-def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether a group has no gradient, because its rewards are all equal (or it has none) and so all advantages are zero.
+
+def zero_variance(
+    rewards: Sequence[float], returns: Sequence[Sequence[float]] = (), credit: Credit = "Episode"
+) -> bool:
+    """Whether a group has no gradient, because all its advantages are zero: its rewards are all equal, or it has none.
 
     This compares rewards, not scores: of two correct answers, the longer one may have the lower reward. ScaleRL drops such
-    groups from the effective batch without refilling it (arXiv 2510.13786 §2 [P]).
+    groups from the effective batch without refilling it (arXiv 2510.13786 §2 [P]). With another ``credit``, the returns of turns
+    decide in their place (:func:`~.rewards.turn_returns`): all of them, or those of each turn among themselves.
+
+    >>> returns = [[1.0, 0.0], [1.0]]  # the second reply of the first episode earned nothing
+    >>> zero_variance([1.0, 1.0], returns), zero_variance([1.0, 1.0], returns, "Return"), zero_variance([1.0, 1.0], returns, "Turn")
+    (True, False, True)
     """
-    return len(set(rewards)) <= 1
+    if credit == "Episode" or not returns:
+        return len(set(rewards)) <= 1
+    if credit == "Return":
+        return len({one for of_episode in returns for one in of_episode}) <= 1
+    at_turn: dict[int, float] = {}
+    return all(at_turn.setdefault(turn, one) == one for each in returns for turn, one in enumerate(each))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from scalerl_coordinator.learning import bounded
 from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
-from scalerl_coordinator.rewards import rewards
+from scalerl_coordinator.rewards import rewards, turn_returns
 from scalerl_coordinator.slots import staleness
 from scalerl_coordinator.training_leases import TrainingLeases
 
@@ -376,10 +376,18 @@ class GeneratorRequests:
         verdicts = group.verdicts
         limit = identity.max_tokens(expected.prompt.task)
         group_rewards = rewards(verdicts, summary.lengths, settings.length, limit)
+        turns = [completion.turns for completion in group.completions]
+        group_returns = (
+            [turn_returns(*of, settings.discount) for of in zip(group_rewards, turns, strict=True)]
+            if identity.credit != "Episode"
+            else []
+        )
         self._training.observe_group(group.generation_seconds, summary.lengths)
+        graded = [i for i in range(len(turns)) if i not in summary.ungraded]
         next_prompt = self._refill(
             expected.slot,
-            [reward for i, reward in enumerate(group_rewards) if i not in summary.ungraded],
+            [group_rewards[i] for i in graded],
+            [group_returns[i] for i in graded if group_returns],
         )
         self._core.commit(
             r.GroupAccepted(
@@ -402,6 +410,10 @@ class GeneratorRequests:
                 looped=-1 if group.looped is None else max(0, min(group.looped, len(summary.lengths))),
                 unanswered=summary.unanswered,
                 distinct=len({completion.token_ids for completion in group.completions}),
+                turns=[len(of) + 1 for of in turns] if any(turns) else [],
+                returns=group_returns,
+                message_tokens=sum(turn.end - turn.start for of in turns for turn in of),
+                episode_seconds=group.episode_seconds,
             ),
             payload if next_prompt is None else b"",
         )
@@ -409,13 +421,17 @@ class GeneratorRequests:
         self._core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)
         return PushResult.ACCEPTED, None
 
-    def _refill(self, slot: int, graded_rewards: list[float]) -> PromptRef | None:
+    def _refill(
+        self, slot: int, graded_rewards: list[float], graded_returns: list[list[float]]
+    ) -> PromptRef | None:
         """The next prompt of the slot if the zero-variance filter will drop its group; None if the group stays."""
         core, identity = self._core, self._core.settings.identity
         tries = len(core.state.tries.get(slot, ())) + 1
         # With fewer than two verdicts the verifier failed: another prompt would cost a group and teach no more.
         is_dropped = (
-            identity.zero_variance_filter and len(graded_rewards) > 1 and zero_variance(graded_rewards)
+            identity.zero_variance_filter
+            and len(graded_rewards) > 1
+            and zero_variance(graded_rewards, graded_returns, identity.credit)
         )
         if tries >= identity.max_tries or not is_dropped:
             return None

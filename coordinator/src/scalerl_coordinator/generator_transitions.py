@@ -78,6 +78,10 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         looped=record.looped,
         unanswered=record.unanswered,
         distinct=record.distinct,
+        turns=record.turns,
+        returns=record.returns,
+        message_tokens=record.message_tokens,
+        episode_seconds=record.episode_seconds,
     )
     if record.sample is not None:
         state.samples.setdefault(state.step_of(record.slot), record.sample)

@@ -60,6 +60,8 @@ def summarize_group(
             f"prompt_token_ids has {len(group.prompt_token_ids)} bytes, not a positive multiple of 4"
         )
     _check_verdicts(group.verdicts, completions)
+    if not all(0 <= seconds < math.inf for seconds in group.episode_seconds or ()):
+        raise InvalidGroup(f"its episodes took {group.episode_seconds} seconds")
     lengths, truncated, version_tokens = [], 0, 0
     ungraded = group.verdicts.ungraded
     masked_tokens: list[int] = []
@@ -146,6 +148,8 @@ def _check_turns(completion: Completion | Partial, tokens: int) -> None:
     for turn in completion.turns:
         if not end < turn.start < turn.end <= tokens:
             raise InvalidGroup(f"its messages are not ascending inside its {tokens} tokens")
+        if not -1 <= turn.reward <= 1:  # NaN is not
+            raise InvalidGroup(f"a turn has the reward {turn.reward}, which is not in [-1, 1]")
         end = turn.end
 
 

@@ -104,6 +104,14 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Number of graded completions without an answer; -1: the verifier cannot tell."""
     distinct: int = 0
     """Number of completions that differ in their tokens; 0 in old journals."""
+    turns: list[int] = []
+    """Number of replies of each completion; empty if each has one."""
+    returns: list[list[float]] = []
+    """Return of each turn of each completion; empty with ``recipe.advantage.credit`` ``Episode``."""
+    message_tokens: int = 0
+    """Tokens that an environment wrote."""
+    episode_seconds: tuple[float, float] | None = None
+    """See :attr:`~scalerl_api.wire.Group.episode_seconds`."""
 
 
 class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):

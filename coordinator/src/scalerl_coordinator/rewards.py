@@ -6,17 +6,26 @@ The score is in [0, 1]. Without length control, the reward of a correct answer i
       + clip((maxCompletionTokens − buffer − |y|) / buffer, −1, 0)   if score = 1   ``penalty``: ScaleRL's alternative [P]
                                                                      for all        ``overlong``: DAPO's [P]
 
+With ``recipe.advantage.credit`` other than ``Episode``, an episode of turns 1 … T has a return for each turn, from the rewards q of its
+turns but the last, in units of scores (:attr:`~scalerl_api.wire.MessageSpan.reward`)::
+
+    r_t = 2 · q_t for t < T,   r_T = r + 1 − Σ_{t<T} r_t,   R_t = Σ_{u≥t} γ^(u−t) r_u
+
+So the rewards of the turns always sum to that of the episode, from 0 instead of −1, since a discount must not make a late failure better than
+an early one. Without rewards of turns and with γ = 1, R_t = r + 1 for all of them.
+
 The length term is 0 up to the buffer before the limit, and −1 at the limit. Rewards are computed once, when a group is accepted,
 and journaled, so a change of ``recipe.length`` does not affect earlier groups. The curve and pass rates use scores, not rewards.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from scalerl_api.recipe import LengthSpec
-from scalerl_api.wire import Verdicts
+from scalerl_api.wire import MessageSpan, Verdicts
 
 PENALTY_SHARE: Final = 7
 OVERLONG_SHARE: Final = 5
@@ -37,6 +46,21 @@ def rewards(
         2.0 * score - 1.0 + _shaping(score, tokens, length, max_completion_tokens)
         for score, tokens in zip(verdicts.scores, lengths, strict=True)
     ]
+
+
+def turn_returns(reward: float, turns: Sequence[MessageSpan], discount: float) -> list[float]:
+    """Return of each turn of an episode with the reward ``reward``; ``turns`` are its messages.
+
+    >>> turn_returns(1.0, [MessageSpan(3, 5, 0.25), MessageSpan(8, 9)], 1.0)
+    [2.0, 1.5, 1.5]
+    >>> turn_returns(1.0, [MessageSpan(3, 5)], 0.5), turn_returns(-1.0, [], 0.5)
+    ([1.0, 2.0], [0.0])
+    """
+    earlier = [2.0 * turn.reward for turn in turns]
+    found = [reward + 1.0 - math.fsum(earlier)]
+    for earned in reversed(earlier):
+        found.append(earned + discount * found[-1])
+    return found[::-1]
 
 
 def _shaping(score: float, tokens: int, length: LengthSpec, max_completion_tokens: int) -> float:

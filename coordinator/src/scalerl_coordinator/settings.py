@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from scalerl_api.recipe import CurriculumSpec, LengthSpec, RecipeSpec
+from scalerl_api.recipe import Credit, CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.rollouts import EVALUATION_FACTOR, RolloutsSpec, in_sample
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
@@ -74,6 +74,8 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """Maximum completion tokens of each task of a mix."""
     grading: tuple[str, ...] = ()
     """Digest of the code that scores each task, then each further evaluation set; empty for a verifier with a name."""
+    credit: Credit = "Episode"
+    """``recipe.advantage.credit``."""
 
     def evaluation_set(self, task: int) -> EvaluationSet:
         """The evaluation set of ``task``; for 0, the held-out prompts of the first task."""
@@ -148,6 +150,8 @@ class Settings:
     weights: tuple[Fraction, ...] = (Fraction(1),)
     """Weights of the training tasks in the mix."""
     length: LengthSpec = RecipeSpec().length
+    discount: float = 1.0
+    """``recipe.advantage.discount``."""
     curriculum: CurriculumSpec = RecipeSpec().curriculum
     teacher: bool = False
     """Whether training groups must have log-probabilities of ``recipe.distillation``'s teacher."""
@@ -264,6 +268,7 @@ class Settings:
                 max_tries=REFILL_TRIES if recipe.refill else 1,
                 tasks=tuple(task.name for task in tasks),
                 reference=recipe.kl.penalty is not None,
+                credit=recipe.advantage.credit,
                 held_out_name=first.name,
                 held_out_k=first.k,
                 grading=tuple(grading) if any(grading) else (),
@@ -286,6 +291,7 @@ class Settings:
             trace=spec.trace,
             schedule=spec.schedule,
             length=recipe.length,
+            discount=float(recipe.advantage.discount),
             curriculum=recipe.curriculum,
             teacher=recipe.distillation is not None,
             generator_devices=max(1, spec.generator.devices),

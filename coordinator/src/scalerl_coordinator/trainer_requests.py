@@ -349,6 +349,7 @@ class TrainerRequests:
                 ungraded=g.ungraded,
                 masked_tokens=g.masked_tokens,
                 unusable_tokens=g.unusable_tokens,
+                returns=g.returns if state.known_identity.credit != "Episode" else [],
                 recorded=self.core.settings.records(state.prompts[slot]),
             )
             for slot, g in zip(state.slots_of(request.step), groups, strict=True)
@@ -625,6 +626,7 @@ def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Sha
                 logprobs=completion.logprobs,
                 teacher_logprobs=completion.teacher_logprobs,
                 versions=completion.versions,
+                turns=completion.turns if plan.groups[item.group].returns else [],
             )
         )
     return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences, ambiguous=plan.ambiguous)

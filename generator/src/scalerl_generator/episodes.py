@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scalerl_api.spec import ProblemSpec
 from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_client import gather_all
 from scalerl_tasks.environments.episodes import EpisodeGrader
 from scalerl_tasks.errors import TokenizerError
@@ -58,6 +59,8 @@ class EpisodeSampler:
     thread: Executor
     """Encodes and decodes."""
     metrics: ActorMetrics
+    busy: BusyClock = field(default_factory=BusyClock)
+    """Runs while a request is open."""
 
     async def sample(self, streams: CompletionStreams, prompt: Prompt, grading: Grading = ungraded) -> None:
         """Sample until every completion has an outcome.
@@ -67,9 +70,19 @@ class EpisodeSampler:
             GradingError: the environment's processes cannot be kept running.
         """
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
-        self.metrics.episode_turns.inc(sum(len(completion.turns) + 1 for completion in streams.completions))
+        self._count(streams.completions)
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
+
+    def _count(self, completions: Sequence[PartialCompletion]) -> None:
+        self.metrics.episode_turns.inc(sum(len(completion.turns) + 1 for completion in completions))
+        messages = sum(turn.end - turn.start for completion in completions for turn in completion.turns)
+        tokens = self.metrics.episode_tokens
+        tokens.labels("environment").inc(messages)
+        tokens.labels("model").inc(sum(completion.tokens for completion in completions) - messages)
+        seconds = self.metrics.episode_seconds
+        seconds.labels("environment").inc(sum(completion.environment_seconds for completion in completions))
+        seconds.labels("model").inc(sum(completion.sampling_seconds for completion in completions))
 
     def _count_calls(self, completions: Sequence[PartialCompletion]) -> None:
         verdicts = [c.outcome.verdict for c in completions if c.outcome is not None]
@@ -87,7 +100,7 @@ class EpisodeSampler:
         """Sample a batch. Its first replies are one request, and their steps another."""
         fresh = [completion for completion in batch if not completion.tokens]
         if fresh:
-            await streams.extend(fresh, self._limit(streams, fresh[0]))
+            await self._extend(streams, fresh)
             await self._step(streams, fresh, prompt, grading)
         unfinished = [completion for completion in batch if completion.outcome is None]
         if unfinished:
@@ -97,8 +110,18 @@ class EpisodeSampler:
         self, streams: CompletionStreams, completion: PartialCompletion, prompt: Prompt, grading: Grading
     ) -> None:
         while completion.outcome is None:
-            await streams.extend([completion], self._limit(streams, completion))
+            await self._extend(streams, [completion])
             await self._step(streams, [completion], prompt, grading)
+
+    async def _extend(self, streams: CompletionStreams, batch: Sequence[PartialCompletion]) -> None:
+        """Sample a reply of each completion, and measure for how long each holds a sequence."""
+        before, started = [completion.tokens for completion in batch], time.monotonic()
+        with self.busy.request():
+            await streams.extend(batch, self._limit(streams, batch[0]))
+        seconds = time.monotonic() - started
+        sampled = [completion.tokens - tokens for completion, tokens in zip(batch, before, strict=True)]
+        for completion, tokens in zip(batch, sampled, strict=True):
+            completion.sampling_seconds += seconds * tokens / max(1, *sampled)
 
     def _limit(self, streams: CompletionStreams, completion: PartialCompletion) -> int:
         """Position at which the current reply is cut."""
@@ -120,8 +143,10 @@ class EpisodeSampler:
             steps = await self.grader.steps(
                 prompt, replies, in_thought=streams.prompt.in_thought, on_graded=on_graded
             )
-        self.metrics.environment_seconds.observe(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.metrics.environment_seconds.observe(seconds)
         for completion, step, texts in zip(completions, steps, replies, strict=True):
+            completion.environment_seconds += seconds
             completion.text = texts[0] if len(texts) == 1 else None
             if completion.finish_reason is None:  # the reply is as long as a turn may be
                 completion.finish_reason = "length"
@@ -133,7 +158,7 @@ class EpisodeSampler:
                     completion.outcome = Graded(None, str(error))
                     continue
                 if completion.tokens + len(message_ids) < streams.lease.max_tokens:
-                    completion.reopen(message_ids)
+                    completion.reopen(message_ids, step.turn_reward)
                     continue
             completion.outcome = Graded(step.verdict, step.error) if step.messages else step
 
@@ -152,7 +177,12 @@ class EpisodeSampler:
 
 
 def episode_sampler(
-    spec: ProblemSpec, codec: PromptCodec, grader: GroupGrader, thread: Executor, metrics: ActorMetrics
+    spec: ProblemSpec,
+    codec: PromptCodec,
+    grader: GroupGrader,
+    thread: Executor,
+    metrics: ActorMetrics,
+    busy: BusyClock,
 ) -> EpisodeSampler | None:
     """The sampler of a task or an evaluation set; None if it has no environment.
 
@@ -165,4 +195,4 @@ def episode_sampler(
         return None
     codec.tokenizer.check_turns()
     given = spec.environment
-    return EpisodeSampler(episodes, codec, given.max_turns, given.max_tokens_per_turn, thread, metrics)
+    return EpisodeSampler(episodes, codec, given.max_turns, given.max_tokens_per_turn, thread, metrics, busy)

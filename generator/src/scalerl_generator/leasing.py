@@ -2,7 +2,8 @@
 
 A group is n sequences that end at different times: while the longest is still generating, the others'
 places in the batch are free. *Occupancy* is the fraction of a group's sequences that are still generating, averaged over
-the group's duration (mean length over longest); it determines how many groups fill the server.
+the group's duration (mean length over longest); it determines how many groups fill the server. An episode that waits for its
+environment holds no place either, so the occupancy of a group of episodes is the time of its requests over that of the group.
 
 ======================  =====================================================================
 quantity                bound
@@ -25,7 +26,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scalerl_api.http_client import Backoff
@@ -53,7 +54,7 @@ _EMPTY_ANSWER_SECONDS = 0.05
 """The next lease request waits this long if the coordinator answered without leases and without waiting."""
 _PREFETCH_FRACTION = 0.125
 """Surplus of leased groups over those that fill the server."""
-_MIN_OCCUPANCY = 0.2
+MIN_OCCUPANCY = 0.2
 _SMOOTHING = 0.05
 """Weight of the newest group in the running mean of occupancy."""
 _MAX_FAILED = 16
@@ -61,7 +62,8 @@ _MAX_FAILED = 16
 
 
 class Occupancy:
-    """Running mean of the groups' occupancy, from the lengths of finished groups; initially 1.
+    """Running mean of the groups' occupancy, from finished groups; initially 1. It is at least a fifth, which bounds how many times
+    the sequences that the server runs are leased.
 
     >>> occupancy = Occupancy(smoothing=0.5)
     >>> occupancy.observe([10, 2, 4, 4]); occupancy.fraction
@@ -72,10 +74,17 @@ class Occupancy:
         self._smoothing = smoothing
         self.fraction = 1.0
 
-    def observe(self, lengths: list[int]) -> None:
-        of_group = sum(lengths) / (len(lengths) * max(lengths)) if max(lengths, default=0) else 1.0
+    def observe(self, parts: Sequence[float], whole: float = 0.0) -> None:
+        """Add a group.
+
+        Args:
+            parts: the length of each sequence, or the seconds in which it held a place.
+            whole: the group's; 0 for the largest part.
+        """
+        whole = max([whole, *parts], default=0)
+        of_group = sum(parts) / (len(parts) * whole) if whole else 1.0
         self.fraction += self._smoothing * (of_group - self.fraction)
-        self.fraction = max(self.fraction, _MIN_OCCUPANCY)
+        self.fraction = max(self.fraction, MIN_OCCUPANCY)
 
 
 def groups_wanted(capacity: int, per_group: int, occupancy: float, at_server: int, in_hand: int) -> int:
@@ -351,9 +360,13 @@ class Leasing:
         self._on_tokens(held, 1)  # restart the lease's time for grading and delivery
         held.generating = False
         lengths = [len(c.token_ids) for c in generated.completions]
-        self._registration.generated_tokens += sum(lengths)
+        messages = [turn for one in generated.episodes or () for turn in one.turns]
+        self._registration.generated_tokens += sum(lengths) - sum(turn.end - turn.start for turn in messages)
         self._registration.generated_leases.add(held.lease.lease_id)
-        self._occupancy.observe(lengths)
+        if generated.episodes:
+            self._occupancy.observe([one.sampling_seconds for one in generated.episodes], generated.seconds)
+        else:
+            self._occupancy.observe(lengths)
         self._metrics.occupancy.set(self._occupancy.fraction)
         self._wake.set()
 

@@ -51,6 +51,18 @@ class ActorMetrics:
         self.episode_turns = Counter(
             "scalerl_actor_episode_turns", "Replies in episodes with an environment", registry=r
         )
+        self.episode_tokens = Counter(
+            "scalerl_actor_episode_tokens",
+            "Tokens of episodes, by side: of the model's replies, or of the environment's messages",
+            ["side"],
+            registry=r,
+        )
+        self.episode_seconds = Counter(
+            "scalerl_actor_episode_seconds",
+            "Time of episodes, summed over them, by side: in requests to the model's server, or in steps of the environment",
+            ["side"],
+            registry=r,
+        )
         self.tool_calls = Counter(
             "scalerl_actor_tool_calls",
             "Calls of tools in episodes, by result: made, or malformed",

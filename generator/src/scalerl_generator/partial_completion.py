@@ -64,6 +64,10 @@ class PartialCompletion:
         """Messages of the environment of an episode."""
         self.outcome: Graded | None = None
         """Result of an episode that has ended."""
+        self.sampling_seconds = 0.0
+        """Seconds of an episode's requests in this process."""
+        self.environment_seconds = 0.0
+        """Seconds of its steps."""
         self.text: str | None = None
         """Text of an episode of one turn; of others it has to be decoded."""
         self.has_forced = False
@@ -86,10 +90,14 @@ class PartialCompletion:
         self.append(part, MASKED)
         self.has_forced = True
 
-    def reopen(self, message_ids: NDArray[np.int32]) -> None:
-        """Continue an episode after a reply with the environment's messages, which are appended by :meth:`force`."""
+    def reopen(self, message_ids: NDArray[np.int32], reward: float = 0.0) -> None:
+        """Continue an episode after a reply with the environment's messages, which are appended by :meth:`force`.
+
+        Args:
+            reward: see :attr:`~scalerl_api.wire.MessageSpan.reward`.
+        """
         self.finish_reason = None
-        self.turns.append(MessageSpan(self.tokens, self.tokens + len(message_ids)))
+        self.turns.append(MessageSpan(self.tokens, self.tokens + len(message_ids), reward))
         self.force(message_ids)
 
     def settle(self, since: int, spans: Sequence[Span]) -> None:

@@ -258,10 +258,10 @@ class RolloutGenerator:
         counter = self._metrics.handed_over_tokens if begun is handed_over else self._metrics.resumed_tokens
         counter.inc(resumed)
         self._partials.track(streams)
-        self._busy.request_started()
         try:
             if section.episodes is None:
-                await self._strategy(streams)
+                with self._busy.request():
+                    await self._strategy(streams)
             else:
                 await section.episodes.sample(streams, prompt, grading)
         except (ServerLost, asyncio.CancelledError):
@@ -271,8 +271,6 @@ class RolloutGenerator:
             if version_known and not self._state.is_serving and streams.tokens > resumed:
                 self._kept.put(lease, streams.completions)
             raise
-        finally:
-            self._busy.request_ended()
         completions = [completion.sampled() for completion in streams.completions]
         seconds = time.monotonic() - started
         self._record(lease, completions, seconds)
@@ -336,6 +334,12 @@ class RolloutGenerator:
             unusable_tokens=sum(int(c.masked.sum()) for c in generated.completions),
             sample=sample,
             text=text,
+            episode_seconds=None
+            if generated.episodes is None
+            else (
+                sum(one.sampling_seconds for one in generated.episodes),
+                sum(one.environment_seconds for one in generated.episodes),
+            ),
             looped=await self._in_thread(_looped, generated.completions)
             if lease.split is Split.TRAIN
             else None,

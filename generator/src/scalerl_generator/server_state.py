@@ -7,9 +7,10 @@ loop and has no locks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 NO_WEIGHTS = -1
 """Version before the first update, after a restart, and after an update that left a mixture of versions."""
@@ -144,6 +145,15 @@ class BusyClock:
     def seconds(self) -> float:
         running = 0.0 if self._since is None else self._clock() - self._since
         return self._total + running
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """While a request is in flight."""
+        self.request_started()
+        try:
+            yield
+        finally:
+            self.request_ended()
 
     def request_started(self) -> None:
         self._in_flight += 1

@@ -147,6 +147,11 @@ class HistoryProposer:
         for row, slot in zip(rows, slots, strict=True):
             if drafted_s[slot]:
                 drafts[row] = draft_sd[slot, : drafted_s[slot]].tolist()
+                # A request ends there; a past episode goes on with text of its environment.
+                stops = self._runner.requests[batch.req_ids[row]].sampling_params.all_stop_token_ids
+                if excess := _after_stop(drafts[row], stops):
+                    drafted_s[slot] -= excess
+                    del drafts[row][-excess:]
 
         if self._ended_at is not None and rows and not prefilled:
             sampled_tokens = sum(map(len, sampled_token_ids))

@@ -17,7 +17,7 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.algo.advantages import advantages
+from scalerl_trainer.algo.advantages import advantages, turn_advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
@@ -77,10 +77,12 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         BadBatchError: a sequence is inconsistent with its group, or its lengths are inconsistent.
     """
     advantage_s, weight_s, first = _whole_step(shard.groups, recipe)
+    by_turn = _by_turn(shard.groups, recipe)
     sequences: list[Sequence] = []
     logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
     teacher: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
     fresh: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    by_token: list[torch.Tensor] = []
     places: list[int] = []
     staleness = Staleness()
     for sequence in shard.sequences:
@@ -120,7 +122,17 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         # A token is fresh only if the current weights sampled all tokens before it too: the KV cache has the states of the
         # weights that sampled those.
         fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
-        places.append(first[sequence.group] + sequence.sample)
+        place = first[sequence.group] + sequence.sample
+        places.append(place)
+        if by_turn is not None:
+            turn = np.searchsorted(
+                [message.end for message in sequence.turns], np.arange(len(tokens)), "right"
+            )
+            own = by_turn[place]
+            if len(own) <= len(sequence.turns) and meta.returns:
+                raise BadBatchError(f"{where}: {len(own)} returns for {len(sequence.turns) + 1} turns")
+            by_token.append(own[torch.from_numpy(turn[trained]).clamp(max=len(own) - 1)])
+            advantage_s[place] = by_token[-1].mean() if len(by_token[-1]) else 0.0
     index_s = torch.tensor(places, dtype=torch.long)
     batch = TrainBatch(
         sequences=sequences,
@@ -131,6 +143,7 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         teacher_logprobs_n=None
         if recipe.distillation is None
         else torch.from_numpy(np.concatenate([*teacher, np.empty(0, Float32)])),
+        advantages_n=None if by_turn is None else torch.cat([*by_token, torch.empty(0)]),
     )
     return RankBatch(batch, staleness, _step_stats(shard.groups))
 
@@ -179,28 +192,44 @@ def check_logprobs(shard: wire.Shard) -> None:
 def probe_sequences(
     shard: wire.Shard, count: int, context_tokens: int, min_tokens: int = MIN_COMPARED_TOKENS
 ) -> list[ProbeSequence]:
-    """Up to ``count`` evenly spaced sequences of the shard without masked tokens, for the probe after the next publish.
+    """Up to ``count`` evenly spaced sequences of the shard, for the probe after the next publish. One with masked tokens, as an episode
+    of several turns has, ends after the longest part between them, which alone is compared.
 
     They are shorter than ``context_tokens``: a server scores a sequence as a prompt, which leaves room for one token.
     Of all but one, beginnings suffice; fewer than ``min_tokens`` tokens to compare are no probe (:func:`_shortened`).
     """
     usable = [
-        s
+        (s, *of)
         for s in shard.sequences
-        if s.token_ids and all(v.version != wire.MASKED for v in s.versions)
-        if len(s.prompt_token_ids) + len(s.token_ids) < context_tokens * Int32.itemsize
+        if (of := _longest_sampled(s))[0] < of[1]
+        if len(s.prompt_token_ids) + of[1] * Int32.itemsize < context_tokens * Int32.itemsize
     ]
     chosen = [usable[i * len(usable) // count] for i in range(count)] if len(usable) > count else usable
     return _shortened(
         [
             ProbeSequence(
-                np.concatenate([np.frombuffer(b, dtype=Int32) for b in (s.prompt_token_ids, s.token_ids)]),
-                len(s.prompt_token_ids) // Int32.itemsize,
+                np.concatenate(
+                    [
+                        np.frombuffer(s.prompt_token_ids, dtype=Int32),
+                        np.frombuffer(s.token_ids, dtype=Int32)[:end],
+                    ]
+                ),
+                len(s.prompt_token_ids) // Int32.itemsize + start,
             )
-            for s in chosen
+            for s, start, end in chosen
         ],
         min_tokens,
     )
+
+
+def _longest_sampled(sequence: wire.Sequence) -> tuple[int, int]:
+    """Start and end, in tokens of the completion, of its longest part without masked tokens."""
+    longest, start, tokens = (0, 0), 0, len(sequence.token_ids) // Int32.itemsize
+    ends = [*(span.start for span in sequence.versions[1:]), tokens]
+    for span, end in zip(sequence.versions, ends, strict=False):
+        start = end if span.version == wire.MASKED else start
+        longest = max(longest, (start, end), key=lambda part: part[1] - part[0])
+    return longest
 
 
 def start_sequences(shard: wire.Shard, context_tokens: int) -> list[Sequence]:
@@ -265,6 +294,35 @@ def _whole_step(
     )
     sizes = (0 if group.filtered else len(group.scores) for group in groups)
     return advantage_s, weight_s, [0, *accumulate(sizes)]
+
+
+def _by_turn(groups: list[wire.GroupMeta], recipe: RecipeSpec) -> list[torch.Tensor] | None:
+    """Advantages of the turns of every completion of the unfiltered groups; None if a completion has one advantage.
+
+    A group without returns, from before an edit of the recipe, has one for each completion, of its reward.
+    """
+    settings, distillation = recipe.advantage, recipe.distillation
+    ignored = distillation is not None and distillation.rewards == "Ignored"
+    if settings.credit == "Episode" or ignored or not any(group.returns for group in groups):
+        return None
+    kept = [(at, group) for at, group in enumerate(groups) if not group.filtered]
+    returns = [
+        one for _, group in kept for one in (group.returns or [[reward + 1] for reward in group.rewards])
+    ]
+    graded = [sample not in group.ungraded for _, group in kept for sample in range(len(group.rewards))]
+    counts = [len(one) if is_graded else 0 for one, is_graded in zip(returns, graded, strict=True)]
+    advantage_t = turn_advantages(
+        torch.tensor(
+            [r for one, n in zip(returns, counts, strict=True) for r in one[:n]], dtype=torch.float64
+        ),
+        torch.repeat_interleave(torch.tensor(counts)),
+        torch.tensor([turn for n in counts for turn in range(n)], dtype=torch.long),
+        torch.tensor([at for at, group in kept for _ in group.rewards], dtype=torch.long),
+        settings.credit,
+        settings.normalization,
+        settings.baseline,
+    )
+    return list(torch.split(advantage_t, counts))
 
 
 def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -437,6 +437,9 @@ class RefillSpec(Model):
 # --- advantage, optimizer, recipe --------------------------------------------------------------
 
 
+Credit = Literal["Episode", "Return", "Turn"]
+
+
 class AdvantageSpec(Model):
     """How a reward becomes an advantage."""
 
@@ -445,6 +448,20 @@ class AdvantageSpec(Model):
     completions, or none."""
     baseline: Literal["GroupMean", "LeaveOneOut"] = "GroupMean"
     """The baseline of a reward: the mean over all completions of its prompt, or over the other ones (RLOO)."""
+    credit: Credit = "Episode"
+    """What a token of an episode of several turns gets the advantage of: the reward of the episode, or the return of its turn, over
+    the returns of all turns (Return) or of the same turn (Turn) of the prompt's episodes."""
+    discount: PositiveUnitDecimal = "1"
+    """γ of Return and Turn: the weight of a reward that is a turn later."""
+
+    rules = (
+        Rule(
+            "!has(self.discount) || double(string(self.discount)) == 1.0 || (has(self.credit) && self.credit != 'Episode')",
+            "%(discount)s requires that %(credit)s is Return or Turn",
+            "discount",
+            lambda advantage: float(advantage.discount) == 1 or advantage.credit != "Episode",
+        ),
+    )
 
 
 class OptimizerSpec(Model):

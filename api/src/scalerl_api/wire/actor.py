@@ -96,6 +96,8 @@ class MessageSpan(Struct, frozen=True, array_like=True):
 
     start: int
     end: int
+    reward: float = 0.0
+    """The part of the episode's score that the reply before the message earned, in [-1, 1]."""
 
 
 class Partial(Struct, frozen=True, kw_only=True):
@@ -259,6 +261,9 @@ class Group(Struct, frozen=True, kw_only=True):
     """The texts, if the lease asks for them."""
     looped: int | None = None
     """Number of completions that end in a loop; None in evaluations."""
+    episode_seconds: tuple[float, float] | None = None
+    """Seconds of the episodes, summed over them: in requests to the model's server, and in steps of the environment; None without
+    one."""
 
     @property
     def split(self) -> Split:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from scalerl_api.exports import Exports
-from scalerl_api.wire.actor import VersionSpan
+from scalerl_api.wire.actor import MessageSpan, VersionSpan
 from scalerl_api.wire.base import Member, Struct, Uploads
 
 
@@ -108,6 +108,9 @@ class GroupMeta(Struct, frozen=True, kw_only=True):
     """Number of masked tokens in each completion; empty if no completion has any."""
     unusable_tokens: int = 0
     """Tokens that are masked because the generator gave no finite log-probability."""
+    returns: list[list[float]] = []
+    """Return of each turn of each completion, if ``recipe.advantage.credit`` is not ``Episode``: ``scalerl_coordinator.rewards``.
+    Empty also of a group that was accepted before it was."""
     recorded: bool = False
     """Whether the record of rollouts has the group, so that the step's report is to have its :class:`TrainedSequence`."""
 
@@ -133,6 +136,8 @@ class Sequence(Struct, frozen=True, kw_only=True):
     """Log-probabilities of the same tokens under the teacher; empty without ``recipe.distillation``."""
     versions: list[VersionSpan]
     """Weight versions by span of tokens."""
+    turns: list[MessageSpan] = []
+    """The environment's messages, if the group has ``returns``."""
 
 
 class Shard(Struct, frozen=True, kw_only=True):

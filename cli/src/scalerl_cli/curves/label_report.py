@@ -17,7 +17,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.history_report import epoch_csv, epoch_rows, epoch_table
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.task_report import task_rows, task_table
+from scalerl_cli.curves.task_report import task_rows, task_table, turn_csv, turn_rows, turn_table
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import replace_text, say
 
@@ -67,20 +67,21 @@ class Part:
 def run_report(arguments: argparse.Namespace) -> int:
     """Print the tables, and write ``report.md`` and the files of each part; returns the exit code.
 
-    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Epochs: ``report-history.csv`` and ``.png``.
+    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Turns of episodes: ``report-turns.csv``. Epochs: ``report-history.csv`` and ``.png``.
     """
     from scalerl_cli.curves.report_picture import draw_epochs, draw_labels
 
     runs = named_runs(arguments.runs)
-    tasks, epochs = task_rows(runs), epoch_rows(runs)
-    # Tasks and epochs are reported even if the prompts have no labels.
-    unlabelled = bool(tasks or epochs) and not any(
+    tasks, turns, epochs = task_rows(runs), turn_rows(runs), epoch_rows(runs)
+    # Tasks, turns and epochs are reported even if the prompts have no labels.
+    unlabelled = bool(tasks or turns or epochs) and not any(
         RunPaths(directory).labels.exists() for _, directory in runs
     )
     rows = [] if unlabelled else report_rows(runs, arguments.set, arguments.label)
     parts = [
         Part("report", table(rows), [_csv_row(row, rows) for row in rows], partial(draw_labels, rows)),
         Part("report-tasks", task_table(tasks), [vars(row) for row in tasks]),
+        Part("report-turns", turn_table(turns), [*map(turn_csv, turns)]),
         Part("report-history", epoch_table(epochs), [*map(epoch_csv, epochs)], partial(draw_epochs, epochs)),
     ]
     parts = [part for part in parts if part.rows]

@@ -1,15 +1,16 @@
-"""The tasks of mixes in ``scalerl report``: groups, rewards and lengths of each in training, from ``metrics.jsonl``."""
+"""Training in ``scalerl report``, from ``metrics.jsonl``: groups, rewards and lengths of the tasks of mixes, and the turns of episodes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from scalerl_api.paths import RunPaths
-from scalerl_api.task_figures import by_task
+from scalerl_api.task_figures import SOLVED_AT_TURNS, by_task
+from scalerl_api.wire import MAIN_TASK
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
 
@@ -50,14 +51,21 @@ def task_rows(runs: Sequence[tuple[str, Path]]) -> list[TaskRow]:
     return [row for name, directory in runs for row in _of_run(name, directory)]
 
 
-def _of_run(name: str, directory: Path) -> list[TaskRow]:
+def _lines(directory: Path) -> list[dict[str, float]]:
     path = RunPaths(directory).metrics
     try:
-        steps = [by_task(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CurveProblem(f"{path}: {error}") from error
+    if not all(isinstance(line, dict) for line in found):
+        raise CurveProblem(f"{path}: a line is no JSON object")
+    return found
+
+
+def _of_run(name: str, directory: Path) -> list[TaskRow]:
+    steps = [by_task(line) for line in _lines(directory)]
     tasks = list(dict.fromkeys(task for step in steps for task in step))
     tenth = max(1, len(steps) // _ENDS)
     groups = {task: _sum(steps, task, "groups") for task in tasks}
@@ -101,3 +109,86 @@ def task_table(rows: Sequence[TaskRow]) -> list[list[str]]:
             ("truncated", lambda row: f"{row.truncated_fraction:.1%}"),
         ],
     )
+
+
+@dataclass(frozen=True)
+class TurnRow:
+    """The episodes of a task in a tenth of a run's steps. Means and shares are over the episodes; None if there is nothing."""
+
+    run: str
+    task: str
+    steps: str
+    """``first`` or ``last``."""
+    turns: float | None
+    """Mean replies."""
+    solved: tuple[float | None, ...]
+    """Share that scores 1 with the first reply, the second, …; the last of them is for all later ones."""
+    malformed: float | None
+    """Share of the calls of tools that could not be made."""
+    environment_tokens: float | None
+    """Share of the tokens that the environment wrote."""
+    environment_seconds: float | None
+    """Share of the time in its steps."""
+
+
+def turn_rows(runs: Sequence[tuple[str, Path]]) -> list[TurnRow]:
+    """Two rows for each run and task with an environment.
+
+    Raises:
+        CurveProblem: a ``metrics.jsonl`` cannot be read.
+    """
+    rows = []
+    for name, directory in runs:
+        steps = [by_task(line) or {MAIN_TASK: line} for line in _lines(directory)]
+        tenth = max(1, len(steps) // _ENDS)
+        tasks = dict.fromkeys(task for step in steps for task, of in step.items() if "episode_turns" in of)
+        rows += [
+            _turn_row(name, task, *part)
+            for task in tasks
+            for part in (("first", steps[:tenth]), ("last", steps[-tenth:]))
+        ]
+    return rows
+
+
+def _turn_row(run: str, task: str, which: str, steps: Sequence[dict[str, dict[str, float]]]) -> TurnRow:
+    def mean(figure: str) -> float | None:
+        found = [of[task] for of in steps if figure in of.get(task, {})]
+        rollouts = sum(one["rollouts"] for one in found)
+        return sum(one[figure] * one["rollouts"] for one in found) / rollouts if rollouts else None
+
+    return TurnRow(
+        *(run, task, which, mean("episode_turns")),
+        tuple(mean(f"solved_at_turn_{at}") for at in range(1, SOLVED_AT_TURNS + 1)),
+        *(
+            mean(f"{name}_fraction")
+            for name in ("malformed_calls", "environment_tokens", "environment_seconds")
+        ),
+    )
+
+
+def turn_table(rows: Sequence[TurnRow]) -> list[list[str]]:
+    """The header and a line per row, without the run if there is only one."""
+    return formatting.tabulated(
+        rows,
+        [
+            ("run", lambda row: row.run) if len({row.run for row in rows}) > 1 else None,
+            ("task", lambda row: row.task),
+            ("steps", lambda row: f"{row.steps} tenth"),
+            ("turns", lambda row: formatting.known(row.turns)),
+            *(_solved_column(at) for at in range(SOLVED_AT_TURNS)),
+            ("malformed", lambda row: formatting.known(row.malformed)),
+            ("environment, tokens", lambda row: formatting.known(row.environment_tokens)),
+            ("environment, time", lambda row: formatting.known(row.environment_seconds)),
+        ],
+    )
+
+
+def _solved_column(at: int) -> tuple[str, Callable[[TurnRow], str]]:
+    name = f"solved at {at + 1}" + ("+" if at + 1 == SOLVED_AT_TURNS else "")
+    return name, lambda row: formatting.known(row.solved[at])
+
+
+def turn_csv(row: TurnRow) -> dict[str, object]:
+    """The row by column."""
+    solved = {f"solved_at_turn_{at}": value for at, value in enumerate(row.solved, 1)}
+    return {name: value for name, value in vars(row).items() if name != "solved"} | solved

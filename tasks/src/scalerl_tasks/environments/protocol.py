@@ -36,6 +36,9 @@ class Step:
     """Reward of the episode if it ends here: because it is done, or because it has no turns or tokens left."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Finite numbers that explain the reward, by the names that the environment declares in ``part_names``."""
+    turn_reward: float = 0.0
+    """The part of the episode's reward that this reply earned, for ``recipe.advantage.credit``; at most the width of the range of
+    rewards. The last reply has the rest of the episode's reward, whatever its own is."""
 
 
 class Environment(Protocol):
@@ -60,8 +63,8 @@ class Continued:
 
     verdict: Verdict
     """Its verdict if it ends here."""
-    messages: bytes
-    """What the model reads next; see :func:`read_messages`."""
+    content: bytes
+    """What the model reads next, and the reward of the turn; see :func:`read_content`."""
 
 
 def checked_step(
@@ -89,9 +92,12 @@ def checked_step(
         raise VerifierError(
             f"{label} returned no message, and the episode is not done; return a message, or done=True"
         )
+    reward = float(step.turn_reward) / (bounds[1] - bounds[0])
+    if not -1 <= reward <= 1:  # NaN is not
+        raise ValueError(f"the verifier gave a turn {step.turn_reward}; the range of rewards is {bounds}")
     messages = [_pair(message, label) for message in step.messages]
     size = sum(len(content) for _, content in messages)
-    encoded = json.dumps(messages).encode() if size <= MAX_MESSAGE_BYTES else b""
+    encoded = json.dumps([reward, *messages]).encode() if size <= MAX_MESSAGE_BYTES else b""
     if not 0 < len(encoded) <= MAX_MESSAGE_BYTES:
         raise VerifierError(
             f"{label} returned messages of {max(size, len(encoded)):,} bytes; the limit is {MAX_MESSAGE_BYTES:,}: shorten them"
@@ -112,12 +118,13 @@ def _pair(message: Any, label: str) -> tuple[str, str]:
     )
 
 
-def read_messages(encoded: bytes) -> tuple[Message, ...]:
-    """The messages of a :class:`Continued`; lone surrogates are replaced."""
+def read_content(encoded: bytes) -> tuple[tuple[Message, ...], float]:
+    """The messages of a :class:`Continued`, in which lone surrogates are replaced, and the reward of its turn, as part of a score."""
+    reward, *messages = json.loads(encoded)
     return tuple(
         Message(content.encode("utf-8", "replace").decode(), role.encode("utf-8", "replace").decode())
-        for role, content in json.loads(encoded)
-    )
+        for role, content in messages
+    ), reward
 
 
 def write_replies(replies: Sequence[str]) -> str:

@@ -50,7 +50,7 @@ from scalerl_tasks.environments.openenv import (
     read_schema,
     reset_arguments,
 )
-from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_messages, read_replies
+from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_content, read_replies
 from scalerl_tasks.errors import GradingError, VerifierError
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt
@@ -244,14 +244,15 @@ class ServerGrader:
             reward = low
         if self._server.total and not observed.done:  # a sum may leave the range on the way
             reward = min(max(reward, low), high)
-        step = Step([observed.message], observed.done, reward)
+        turn = min(max(observed.reward or 0.0, low - high), high - low) if self._server.total else 0.0
+        step = Step([observed.message], observed.done, reward, turn_reward=turn)
         try:
             found = checked_step(step, self._server.where, self.part_names, self._server.range)
         except ValueError as error:
             text = str(error).replace("the verifier", self._server.where, 1)
             raise Failed(f"{text} (parameters.range)") from None
         if isinstance(found, Continued):
-            return Graded(found.verdict, None, read_messages(found.messages))
+            return Graded(found.verdict, None, *read_content(found.content))
         return Graded(found)
 
     # --- health ---------------------------------------------------------------------------------

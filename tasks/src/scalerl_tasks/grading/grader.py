@@ -132,9 +132,7 @@ def _record(verifier: Verifier, part_names: Sequence[str], prompt: Prompt, found
         return _failed(str(found))
     if isinstance(found, Continued):
         verdict = found.verdict
-        return protocol.record(
-            CONTINUED, verdict.score, list(verdict.parts.values()), messages=found.messages
-        )
+        return protocol.record(CONTINUED, verdict.score, list(verdict.parts.values()), messages=found.content)
     try:
         verdict = as_verdict(found, part_names, getattr(verifier, "range", SCORE_RANGE))
     except (ArithmeticError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.environments.protocol import Message, read_messages
+from scalerl_tasks.environments.protocol import Message, read_content
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
@@ -41,6 +41,8 @@ class Graded:
     error: str | None = None
     messages: tuple[Message, ...] = ()
     """What an environment says, if its episode goes on; the verdict holds if it ends here."""
+    turn_reward: float = 0.0
+    """The part of the episode's score that the reply earned, in [-1, 1], if the episode goes on."""
 
     @property
     def score(self) -> float:
@@ -291,8 +293,8 @@ class GradingPool:
             held = whole and len(grader.results) < count and not grader.retired
             for score, parts, answered, error, messages in [] if held else grader.results[taken:]:
                 verdict = Verdict(score, dict(zip(self.part_names, parts, strict=False)), answered)
-                said = read_messages(messages) if messages else ()
-                self._record(job, Graded(verdict if error is None else None, error, said))
+                said, reward = read_content(messages) if messages else ((), 0.0)
+                self._record(job, Graded(verdict if error is None else None, error, said, reward))
                 taken += 1
             if taken >= count or grader.ended:
                 return True

@@ -295,11 +295,12 @@ class Passes:
             return tensor.to(self._device, torch.float32, non_blocking=True)
 
         generator, teacher = batch.generator_logprobs_n, batch.teacher_logprobs_n
+        by_token = batch.advantages_n
         _, sequence_m = torch.unique(micro.sequence_m, return_inverse=True)
         return TokenBatch(
             leaf_m,
             own_m if generator is None else move(generator[micro.flat_m]),
-            move(batch.advantages_s[micro.sequence_m]),
+            move(batch.advantages_s[micro.sequence_m] if by_token is None else by_token[micro.flat_m]),
             move(batch.weights_s[micro.sequence_m]),
             sequence_m.to(self._device),
             reference_m,

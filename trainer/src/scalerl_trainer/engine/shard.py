@@ -118,6 +118,7 @@ def _check_batch(batch: TrainBatch, packed: PackedBatch) -> None:
         ("generator_logprobs_n", batch.generator_logprobs_n, trainable),
         ("teacher_logprobs_n", batch.teacher_logprobs_n, trainable),
         ("fresh_n", batch.fresh_n, trainable),
+        ("advantages_n", batch.advantages_n, trainable),
     ):
         if tensor is not None and tuple(tensor.shape) != (expected,):
             raise BadBatchError(f"{name} has shape {tuple(tensor.shape)}, expected ({expected},)")

@@ -19,13 +19,15 @@ class TrainBatch:
     weights_s: torch.Tensor
     """Weights of ``algo.aggregation.sequence_weights`` over the whole batch."""
     advantages_s: torch.Tensor
-    """Advantages of ``algo.advantages.advantages`` over the whole batch."""
+    """Advantages of ``algo.advantages.advantages`` over the whole batch; the mean over a sequence's tokens if they differ."""
     generator_logprobs_n: torch.Tensor | None = None
     """The generator's log-probabilities; None if the current weights sampled all tokens, so that ratios are 1."""
     fresh_n: torch.Tensor | None = None
     """Bool: whether the current weights sampled the token and all earlier ones of its completion; None if unknown."""
     teacher_logprobs_n: torch.Tensor | None = None
     """The teacher's log-probabilities; None without a teacher."""
+    advantages_n: torch.Tensor | None = None
+    """Advantage of each token; None if those of a sequence are equal."""
 
 
 @dataclass(frozen=True, slots=True)

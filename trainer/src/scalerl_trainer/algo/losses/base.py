@@ -20,7 +20,7 @@ class TokenBatch:
     generator_logprobs_n: torch.Tensor
     """log π_gen of each token when it was sampled; finite (checked by the engine)."""
     advantages_n: torch.Tensor
-    """Â of the token's sequence; with a teacher, of the token."""
+    """Â of the token's sequence; with a teacher, or with advantages of turns, of the token."""
     weights_n: torch.Tensor
     """Weights from ``aggregation``, with the normalisation of the whole batch."""
     sequence_n: torch.Tensor
