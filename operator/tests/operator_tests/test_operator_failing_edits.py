@@ -36,7 +36,8 @@ STEPS = 120
 RESTARTING = [
     edited
     for edited in (*edits(refused=False), *entry_edits(refused=False))
-    if edited.edit.effect is not Effect.AT_ONCE and not edited.path.startswith(UNKNOWN_PLUGINS)
+    if edited.edit.effect not in (Effect.AT_ONCE, Effect.ENVIRONMENT)
+    and not edited.path.startswith(UNKNOWN_PLUGINS)
 ]
 NOT_RESTARTING = [
     edited

@@ -185,9 +185,21 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """
     spec = run.spec
     fields = _pruned(spec.model_dump(mode="json", exclude=_excluded(role), exclude_defaults=True))
-    image = own_image(spec, role) or getattr(spec.images, IMAGE[role])
     pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
-    content = [run.metadata.name, fields, pods, image, spec.device_resource, spec.storage.claim_name]
+    image: str | None = getattr(spec.images, IMAGE[role])
+    content: list[Any] = [
+        run.metadata.name,
+        fields,
+        pods,
+        image,
+        spec.device_resource,
+        spec.storage.claim_name,
+    ]
+    if (
+        role is Role.ENVIRONMENT
+    ):  # they have nothing of the run but, without an image of their own, the generators'
+        without = spec.environment is None or spec.environment.image is not None
+        content = [run.metadata.name, fields, pods, None if without else image]
     return _short_hash(_canonical(content))
 
 

@@ -383,6 +383,7 @@ def _role_problem(observed: Observed) -> Problem | None:
 
 _NEEDED: Final = {
     "reward_problem": Reason.REWARD_SERVICE_UNAVAILABLE,
+    "environment_problem": Reason.ENVIRONMENT_FAILING,
     "teacher_problem": Reason.TEACHER_UNAVAILABLE,
     "checkpoint_problem": Reason.CHECKPOINT_FAILED,
 }
