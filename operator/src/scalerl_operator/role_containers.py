@@ -10,7 +10,7 @@ from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
-from scalerl_api.registry import SERVER
+from scalerl_api.registry import DEFAULT_SESSIONS, SERVER
 from scalerl_api.source import EnvironmentSpec
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
@@ -28,7 +28,6 @@ from scalerl_operator.workloads import (
     literal,
     port_variable,
 )
-from scalerl_tasks.environments.openenv import DEFAULT_SESSIONS
 
 
 def plan(run: ScaleRLRun) -> Plan:

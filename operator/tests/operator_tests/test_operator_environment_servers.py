@@ -19,6 +19,7 @@ from operator_tests.manifests import (
     cluster_run,
     container,
     environment,
+    example,
     pod_spec,
     rendered,
 )
@@ -172,6 +173,12 @@ def test_gang_has_the_servers_and_later_ones_are_queued_one_by_one() -> None:
     servers = [o for o in objects if o["kind"] == "Deployment" and "environment" in o["metadata"]["name"]]
     assert [(o["spec"]["replicas"], o["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")) for o in servers] == [(3, None), (2, "team")]  # fmt: skip
     assert [pod_spec(o).get("nodeSelector") for o in servers] == [{"pool": "a"}, None]
+
+
+def test_example_has_as_many_servers_as_its_sessions_need() -> None:
+    made = rendered(example("openenv/run-kubernetes.yaml"))["Deployment/environment"]
+    assert made["spec"]["replicas"] == 4
+    assert container(made, "environment")["image"] == "registry.example.com/environment:1"
 
 
 # --- failures -----------------------------------------------------------------------------------

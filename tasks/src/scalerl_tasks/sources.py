@@ -12,11 +12,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from scalerl_api.registry import Kind
+from scalerl_api.registry import DEFAULT_SESSIONS, Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
-from scalerl_tasks.environments.openenv import DEFAULT_SESSIONS, EnvironmentServer
+from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.environments.verifier import EnvironmentConfig
