@@ -69,7 +69,8 @@ def _placed(base: Path, section: Section) -> Section:
         elif name == "files" and value is not None:
             new = [_absolute(base, one) for one in value]
         elif name == "command" and isinstance(section, EnvironmentServerSpec):
-            new = [_absolute(base, word) if (base / word).is_file() else word for word in value]
+            # Not resolved: the Python of a virtual environment is a link.
+            new = [str(base / word) if (base / word).is_file() else word for word in value]
         elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.name == "tools":
             new = _with_paths(base, value)
         elif isinstance(value, BaseModel):
