@@ -93,15 +93,15 @@ class EnvironmentServerSpec(Model):
     """Servers for ``task.environment`` with the name ``server``, which start and end with the run."""
 
     image: Image | None = None
-    """Image of the server; default: the generator's, for a ``command`` whose files podTemplate mounts. Ignored by the local runtime."""
+    """Image of the server. Default: the generator's, for a ``command`` whose files podTemplate mounts. Ignored by the local runtime."""
     command: Annotated[list[Annotated[str, Field(max_length=16_384)]], Field(max_length=64)] = []
     """Command in place of the image's; on one machine, that of the process. ``$(HOST)`` and ``$(PORT)`` are where it has to listen;
     they are variables too."""
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of pods; on one machine there is one process."""
+    """Number of pods; one process on one machine."""
     sessions_per_replica: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    """Sessions that a server can have, such as OpenEnv's ``max_concurrent_envs``: there are as many replicas as the sessions of all
-    generators need, and at least ``replicas``."""
+    """Sessions that a server can have. There are as many replicas as the sessions of all generators need, and at least ``replicas``;
+    OpenEnv's ``max_concurrent_envs`` is such a number."""
     port: Annotated[int, Field(ge=1024, le=65_535)] = 8000
     """Port of the server; on one machine, a free one."""
     pod_template: PodTemplate | None = None
@@ -111,7 +111,7 @@ class EnvironmentServerSpec(Model):
     rules = (
         Rule(
             "has(self.image) || (has(self.command) && size(self.command) > 0)",
-            "give image, command or both: nothing says what is started",
+            "give image, command or both",
             holds=lambda server: server.image is not None or bool(server.command),
         ),
     )

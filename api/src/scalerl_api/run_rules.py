@@ -56,7 +56,7 @@ _USES_SERVERS: Final = (
 RUN_RULES: Final = (
     Rule(
         f"has(self.environment) == ({_USES_SERVERS})",
-        f"environment and a task whose environment.name is {SERVER} need each other: the servers, and what uses them",
+        f"environment and a task whose environment.name is {SERVER} need each other",
         "environment",
         lambda spec: (spec.environment is not None) == spec.uses_environment_servers,
     ),
