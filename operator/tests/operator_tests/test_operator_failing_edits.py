@@ -198,7 +198,9 @@ def started(manifest: Object) -> World:
 
 def test_covered_fields_are_those_of_the_models() -> None:
     assert len(RESTARTING) > 80
-    assert {edited.edit.effect for edited in RESTARTING} == {*Effect} - {Effect.AT_ONCE, Effect.REFUSED}
+    # Environment servers have tests of their own: their failure ends a run after 20 restarts alone.
+    others = {Effect.AT_ONCE, Effect.ENVIRONMENT, Effect.REFUSED}
+    assert {edited.edit.effect for edited in RESTARTING} == {*Effect} - others
 
 
 @pytest.mark.parametrize("edited", RESTARTING, ids=str)
