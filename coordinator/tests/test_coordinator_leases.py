@@ -459,5 +459,8 @@ def test_status_names_the_reward_service_that_generators_wait_for(world):
     world.publish("t")
     world.beat(member, 0, reward_problem=problem)
     assert build_status(world.core).waiting_for == f"the reward service: g: {problem}"
+    world.beat(member, 0, environment_problem="the environment game.py:Game failed")
+    assert build_status(world.core).waiting_for == "the environment: g: the environment game.py:Game failed"
     world.beat(member, 0)
-    assert build_status(world.core).reward_problem == ""
+    status = build_status(world.core)
+    assert (status.reward_problem, status.environment_problem) == ("", "")

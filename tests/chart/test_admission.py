@@ -104,6 +104,10 @@ PLACES: dict[str, Any] = {
     "coordinator": lambda template: {"coordinator": {"podTemplate": template}},
     "generator": lambda template: {"generator": {"podTemplate": template}},
     "trainer": lambda template: {"trainer": {"podTemplate": template}},
+    "environment": lambda template: {
+        "task": {"verifier": None, "environment": {"name": "server"}},
+        "environment": {"image": "registry.example.com/team/game:1", "podTemplate": template},
+    },
 }
 ALLOWED: Object = {
     "podTemplate": {

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from edited_fields import BASE, WITH_ENVIRONMENT, Edited, edits, entry_edits, mix_base, sets_base, value_at
+from edited_fields import (
+    BASE,
+    WITH_ENVIRONMENT,
+    WITH_SERVERS,
+    Edited,
+    edits,
+    entry_edits,
+    mix_base,
+    sets_base,
+    value_at,
+)
 from invalid_runs import Object, merged
 from kubernetes.client.exceptions import ApiException
 from test_invalid import Server, server
@@ -25,9 +35,9 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def started(server: Server) -> Iterator[dict[str, Object]]:
-    """Runs that have trained 7 steps, by name: one with a task, one with an environment, one with a mix, one with evaluation sets."""
+    """Runs that have trained 7 steps, by name: one with a task, one with an environment, one with servers, one with a mix, one with evaluation sets."""
     runs = {}
-    for manifest in (BASE, WITH_ENVIRONMENT, mix_base(), sets_base()):
+    for manifest in (BASE, WITH_ENVIRONMENT, WITH_SERVERS, mix_base(), sets_base()):
         name = manifest["metadata"]["name"]
         server.create(manifest)
         status = {"phase": "Running", "step": 7}

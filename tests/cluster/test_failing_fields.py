@@ -28,7 +28,7 @@ STAGES, PARTS = 8, 4
 RESTARTING = [
     e
     for e in (*edits(refused=False), *entry_edits(refused=False))
-    if e.edit.effect.roles and not e.path.startswith(UNKNOWN_PLUGINS)
+    if e.edit.effect.roles and not e.path.startswith((*UNKNOWN_PLUGINS, "environment."))
 ]
 CLASSES = """
 {apiVersion: scheduling.k8s.io/v1, kind: PriorityClass, metadata: {name: other}, value: 1}

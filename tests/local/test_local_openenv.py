@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -25,8 +24,8 @@ pytestmark = [pytest.mark.local, pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def openenv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the echo that ``openenv init`` writes."""
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Starts the echo that ``openenv init`` writes, on ``$(PORT)``."""
     folder = tmp_path_factory.mktemp("openenv")
     python, uv = folder / "venv/bin/python", str(Path(sys.executable).with_name("uv"))
     for command in (
@@ -48,15 +47,16 @@ def openenv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         subprocess.run(command, check=True, timeout=600, cwd=folder)
     app = folder / "echo_env/server/app.py"
     app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=3,"))
-    port, log = free_port(), folder / "log"
+    program = [str(python), "-m", "uvicorn", "server.app:app", "--app-dir", str(folder / "echo_env")]
+    return ["env", "-u", "PYTHONPATH", *program, "--host", "127.0.0.1", "--port", "$(PORT)"]
+
+
+@pytest.fixture(scope="module")
+def openenv(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address."""
+    port, log = free_port(), tmp_path_factory.mktemp("served") / "log"
     with log.open("w") as sink:
-        server = subprocess.Popen(
-            [str(python), "-m", "uvicorn", "server.app:app", "--host", "127.0.0.1", "--port", str(port)],
-            cwd=folder / "echo_env",
-            stdout=sink,
-            stderr=sink,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        )
+        server = subprocess.Popen([*command[:-1], str(port)], stdout=sink, stderr=sink)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -127,14 +127,16 @@ async def test_stand_in_answers_as_openenv_does(openenv: str) -> None:
     assert await _conversation(openenv, 3) == stand_in
 
 
-def test_run_trains_on_it(openenv: str, tmp_path: Path) -> None:
+def test_run_trains_on_it(command: list[str], tmp_path: Path) -> None:
+    """As a server of the run; the tests of the actor have one by address."""
     run = yaml.safe_load((NIM / "run.yaml").read_text())
     spec = run["spec"]
     spec["task"]["jsonl"]["path"], spec["warmStart"]["jsonl"]["path"] = (
         str(NIM / name) for name in ("data.jsonl", "warm.jsonl")
     )
     spec["model"]["scratch"]["vocabularySize"] = 300
-    spec["task"]["environment"] = {"url": openenv, "maxTurns": 3, "maxTokensPerTurn": 12}
+    spec["task"]["environment"] = {"name": "server", "maxTurns": 3, "maxTokensPerTurn": 12}
+    spec["environment"] = {"command": command}
     spec["task"]["heldOut"]["size"] = 32
     spec["warmStart"]["steps"] = 100
     spec["recipe"] |= {"promptsPerStep": 8, "completionsPerPrompt": 4}

@@ -84,7 +84,20 @@ WITH_ENVIRONMENT: Final[Object] = merged(
     {"metadata": {"name": "edited-environment"}, "spec": {"task": {"environment": {"name": "retry"}}}},
 )
 _LIMITS: Final = ("turnTimeoutSeconds", "memory", "workers")
-BEFORE: Final[dict[str, Object]] = {f"task.environment.{name}": WITH_ENVIRONMENT for name in _LIMITS}
+WITH_SERVERS: Final[Object] = merged(
+    BASE,
+    {
+        "metadata": {"name": "edited-servers"},
+        "spec": {
+            "task": {"verifier": None, "environment": {"name": "server"}},
+            "environment": {"image": "game:1"},
+        },
+    },
+)
+BEFORE: Final[dict[str, Object]] = {
+    **{f"task.environment.{name}": WITH_ENVIRONMENT for name in _LIMITS},
+    **{leaf.path: WITH_SERVERS for leaf in leaves(RunSpec) if leaf.path.startswith("environment.")},
+}
 """The run before an edit, if it is not :data:`BASE`."""
 
 

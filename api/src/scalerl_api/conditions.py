@@ -341,6 +341,11 @@ class Reason(_Explained):
         "The reward service of verifier.http, or the server of environment.url, gives a generator no scores. Its groups wait, since "
         "nothing is trained without them; it sends failed requests again with back-off. The message says what the service answered.",
     )
+    ENVIRONMENT_FAILING = (
+        "EnvironmentFailing",
+        "More than half of the last 64 episodes of a generator failed in their environment. Episodes that fail wait, since what is "
+        "left would be learned from, and are tried again with back-off. The message has the error; correct the environment.",
+    )
     GRADING_FAILED = (
         "GradingFailed",
         "The verifier failed on completions, which have no verdict: check the actor logs. Clears after ten minutes "

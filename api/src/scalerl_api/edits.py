@@ -50,6 +50,11 @@ class Effect(StrEnum):
         "The coordinator restarts, then the generators one at a time; the trainer continues.",
         *("coordinator", "generator"),
     )
+    ENVIRONMENT = (
+        "Environment",
+        "Environment servers restart one at a time; generators and trainer continue.",
+        "environment",
+    )
     ALL = (
         "All",
         "The trainer completes its step and writes a checkpoint; all roles restart from it.",
@@ -219,6 +224,12 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.maxRestarts": Edit(Effect.AT_ONCE),
     "trainer.podTemplate": Edit(Effect.ALL, _ALSO_PREPARATION),
     "coordinator.podTemplate": Edit(Effect.COORDINATOR),
+    "environment": Edit(
+        Effect.ENVIRONMENT,
+        "Their episodes are played again; one that is answered in another way than before has no verdict.",
+    ),
+    "environment.replicas": Edit(Effect.AT_ONCE),
+    "environment.sessionsPerReplica": Edit(Effect.AT_ONCE),
     "schedule": Edit(Effect.COORDINATOR, "Applies to slots leased afterwards."),
     "trace": Edit(Effect.COORDINATOR, "An existing trace is continued."),
     "rollouts": Edit(Effect.COORDINATOR, "Applies to groups leased afterwards."),

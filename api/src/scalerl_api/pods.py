@@ -40,7 +40,7 @@ SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/us
 """Directories without which no program starts. A user's mount may be below such a path, but not at it."""
 RESERVED_VOLUMES = "scalerl-"
 """Prefix of the operator's own volumes."""
-ROLE_CONTAINERS = ("prepare", "fetch-model", "coordinator", "server", "actor", "trainer")
+ROLE_CONTAINERS = ("prepare", "fetch-model", "coordinator", "server", "actor", "trainer", "environment")
 """Names of the operator's containers, which no other container of their pods may have."""
 
 _LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"

@@ -35,7 +35,11 @@ class Kind(StrEnum):
 
 BUILT_IN_VERIFIERS: Final = ("reasoning-gym", "exact", "number", "math-verify")
 """Names of the verifiers of this project; others are of installed packages."""
-BUILT_IN_ENVIRONMENTS: Final = ("retry", "tools", "nim")
+SERVER: Final = "server"
+"""Name of the environment whose servers are those of ``spec.environment``."""
+DEFAULT_SESSIONS: Final = 64
+"""Of a generator at an environment's server."""
+BUILT_IN_ENVIRONMENTS: Final = ("retry", "tools", "nim", SERVER)
 """The same, of environments."""
 _BUILT_IN: Final = {Kind.VERIFIER: BUILT_IN_VERIFIERS, Kind.ENVIRONMENT: BUILT_IN_ENVIRONMENTS}
 

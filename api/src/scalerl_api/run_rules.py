@@ -8,6 +8,7 @@ from typing import Final
 from scalerl_api.fields import Rule
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import PRESETS, cel
+from scalerl_api.registry import SERVER
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
@@ -42,7 +43,23 @@ def _reads_rewards(field: str, why: str, given: str, chosen: Callable[[RecipeSpe
     )
 
 
+def _named_server(environment: str) -> str:
+    """CEL: whether an environment is the run's own servers."""
+    return f"has({environment}) && has({environment}.name) && {environment}.name == '{SERVER}'"
+
+
+_USES_SERVERS: Final = (
+    f"({_named_server('self.task.environment')}) || (has(self.task.mix) && self.task.mix.exists(t, "
+    f"{_named_server('t.environment')})) || (has(self.evaluation.sets) && self.evaluation.sets.exists(s, has(s.task) && "
+    f"{_named_server('s.task.environment')}))"
+)
 RUN_RULES: Final = (
+    Rule(
+        f"has(self.environment) == ({_USES_SERVERS})",
+        f"environment and a task whose environment.name is {SERVER} need each other",
+        "environment",
+        lambda spec: (spec.environment is not None) == spec.uses_environment_servers,
+    ),
     Rule(
         "self.recipe.maxCompletionTokens < self.model.contextTokens",
         "%(recipe.maxCompletionTokens)s must be less than %(model.contextTokens)s: the prompt needs room too",

@@ -22,7 +22,7 @@ from scalerl_api.fields import (
 )
 from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName, SourcePlugin, VerifierPlugin
 from scalerl_api.pods import ObjectName
-from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, BUILT_IN_VERIFIERS
+from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, BUILT_IN_VERIFIERS, SERVER
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
@@ -422,7 +422,7 @@ class EnvironmentSpec(Model):
 
     name: PluginName | None = None
     """``retry``: the verdict of the task's verifier in words, then another try. ``tools``: calls of tools, then an answer. ``nim``: a
-    game. Another name: an environment of the entry points ``scalerl.environments``."""
+    game. ``server``: the servers of ``spec.environment``. Another name: an environment of the entry points ``scalerl.environments``."""
     python: PythonEnvironment | None = None
     """A class of your own; give this, name or url."""
     url: (
@@ -449,9 +449,9 @@ class EnvironmentSpec(Model):
     turn_timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 10
     """Time limit of a step of the environment; of ``retry``, the verifier's limits hold."""
     memory: GraderQuantity = "1Gi"
-    """Memory limit of an environment's process; not of ``retry`` and ``url``."""
+    """Memory limit of an environment's process; not of ``retry`` and servers."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Environment processes per generator; not of ``retry`` and ``url``."""
+    """Environment processes per generator; not of ``retry`` and servers."""
 
     rules = (exactly_one("name", "python", "url"),)
 
@@ -459,6 +459,11 @@ class EnvironmentSpec(Model):
     def uses_verifier(self) -> bool:
         """Whether the task's verifier scores the replies."""
         return self.name in USE_VERIFIER
+
+    @property
+    def is_server(self) -> bool:
+        """Whether a server makes the steps: that of ``url``, or those of ``spec.environment``."""
+        return self.url is not None or self.name == SERVER
 
     @property
     def installed(self) -> EnvironmentPlugin | None:
@@ -470,7 +475,7 @@ class EnvironmentSpec(Model):
     @property
     def is_own_code(self) -> bool:
         """Whether it is the user's own code."""
-        return self.name not in BUILT_IN_ENVIRONMENTS
+        return self.is_server or self.name not in BUILT_IN_ENVIRONMENTS
 
     @property
     def tool_files(self) -> dict[str, str]:

@@ -26,11 +26,13 @@ from scalerl_api.fields import (
 from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.recipe import RecipeSpec
+from scalerl_api.registry import SERVER
 from scalerl_api.roles import (
     DEFAULT_MICRO_BATCH_TOKENS,
     DEFAULT_PROBE_LIMITS,
     LEASE_SECONDS,
     CoordinatorSpec,
+    EnvironmentServerSpec,
     ExportSpec,
     GeneratorSpec,
     TrainerSpec,
@@ -74,6 +76,7 @@ __all__ = [
     "BudgetSplit",
     "CheckpointSpec",
     "CoordinatorSpec",
+    "EnvironmentServerSpec",
     "EvaluationSetSpec",
     "EvaluationSpec",
     "EvaluationTaskSpec",
@@ -239,6 +242,8 @@ class RunSpec(Model):
     """The DeepSpeed ranks."""
     coordinator: CoordinatorSpec = CoordinatorSpec()
     """The process that assigns work."""
+    environment: EnvironmentServerSpec | None = None
+    """Servers of an environment, for tasks with ``environment.name: server``."""
     schedule: ScheduleSpec = ScheduleSpec()
     """Order in which open slots are leased to generators."""
     trace: bool = False
@@ -268,7 +273,7 @@ class RunSpec(Model):
     images: ImagesSpec = ImagesSpec()
     """Container images that differ from the defaults of the operator."""
     pod_template: PodTemplate | None = None
-    """Additions to the pods of all roles; a role's own podTemplate takes precedence. Ignored by the local runtime."""
+    """Additions to the pods of all roles but environment servers; a role's own podTemplate takes precedence. Ignored by the local runtime."""
     device_resource: DeviceResource = "nvidia.com/gpu"
     """Name of the extended resource that ``devices`` counts on a cluster. Ignored by the local runtime."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
@@ -283,6 +288,11 @@ class RunSpec(Model):
             *(one.section for one in self.task.tasks),
             *(one.task for one in self.evaluation.sets or () if one.task is not None),
         ]
+
+    @property
+    def uses_environment_servers(self) -> bool:
+        """Whether a task's environment is that of ``environment``."""
+        return any(task.environment is not None and task.environment.name == SERVER for task in self.tasks)
 
     @property
     def has_dataset(self) -> bool:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from scalerl_api import plugins
 from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
+from scalerl_api.roles import EnvironmentServerSpec
 from scalerl_api.source import EnvironmentSpec, ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
@@ -58,7 +59,8 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
 
 
 def _placed(base: Path, section: Section) -> Section:
-    """A part of a run file with absolute paths: all fields ``path`` and ``files`` name files of this machine."""
+    """A part of a run file with absolute paths: all fields ``path`` and ``files`` name files of this machine, and so do words of
+    ``environment.command`` for which there is a file."""
     changed: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = new = getattr(section, name)
@@ -66,6 +68,9 @@ def _placed(base: Path, section: Section) -> Section:
             new = _absolute(base, value)
         elif name == "files" and value is not None:
             new = [_absolute(base, one) for one in value]
+        elif name == "command" and isinstance(section, EnvironmentServerSpec):
+            # Not resolved: the Python of a virtual environment is a link.
+            new = [str(base / word) if (base / word).is_file() else word for word in value]
         elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.name == "tools":
             new = _with_paths(base, value)
         elif isinstance(value, BaseModel):
@@ -142,6 +147,11 @@ def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
 
 def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
     """Devices, packages and memory that the run needs and this machine does not have."""
+    environment = run.spec.environment
+    if environment is not None and not environment.command:
+        yield SpecProblem(
+            "spec.environment.command", "no image is started on one machine", "give the command of the server"
+        )
     made = plan(run)
     if made.devices():
         try:

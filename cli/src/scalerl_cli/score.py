@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from scalerl_api.process import ENVIRONMENT_URL
+from scalerl_api.registry import SERVER
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.inputs import load, problem_sections
@@ -56,6 +59,14 @@ def run_score(arguments: argparse.Namespace) -> int:
     if name not in sections:
         raise Refused(f"--task {name}: {arguments.file} has {', '.join(sections)}")
     section, prompt = sections[name]
+    if (
+        section.environment is not None
+        and section.environment.name == SERVER
+        and not os.environ.get(ENVIRONMENT_URL)
+    ):
+        raise Refused(
+            f"the servers of spec.environment run with a run: start one, and set {ENVIRONMENT_URL} to its address"
+        )
     try:
         groups = list(_groups(arguments.completions, section))
         graded = asyncio.run(_score(section, prompt, groups))

@@ -604,7 +604,9 @@ def test_unusable_vllm_build_is_refused(
 
 # Those for a cluster name paths in its pods.
 EXAMPLES = sorted(
-    f for f in ROOT.glob("examples/**/*.yaml") if f.name not in ("run-kubernetes.yaml", "server.yaml")
+    f
+    for f in ROOT.glob("examples/**/*.yaml")
+    if f.name not in ("run-kubernetes.yaml", "server.yaml", "agent-sandbox.yaml")
 )
 
 
@@ -613,8 +615,40 @@ def test_every_example_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["validate", "--any-machine", str(file)]) == 0, capsys.readouterr().err
 
 
+def test_servers_of_one_machine_need_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word of it that names a file beside the run file is that file, from wherever the run is started."""
+    (tmp_path / "game.py").write_text("")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(99)))
+    spec = yaml.safe_load((ROOT / "examples/tiny-nim/run.yaml").read_text())
+    spec["spec"].pop("warmStart")
+    spec["spec"]["task"] |= {
+        "jsonl": {"path": "rows.jsonl"},
+        "environment": {"name": "server"},
+        "heldOut": {"size": 2},
+    }
+    spec["spec"]["environment"] = {"image": "game:1"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
+    assert main(["validate", str(tmp_path / "run.yaml")]) == 2
+    assert "spec.environment.command: no image is started on one machine" in capsys.readouterr().err
+    assert main(["validate", "--any-machine", str(tmp_path / "run.yaml")]) == 0
+    (tmp_path / "python3").symlink_to(sys.executable)
+    words = [str(tmp_path / "python3"), "game.py", "--port=$(PORT)"]
+    spec["spec"]["environment"]["command"] = words
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
+    found = load(tmp_path / "run.yaml").spec.environment
+    assert found is not None
+    assert found.command == [words[0], str(tmp_path / "game.py"), words[2]]
+    monkeypatch.delenv("SCALERL_ENVIRONMENT_URL", raising=False)
+    (tmp_path / "done.jsonl").write_text('{"prompt": "1", "answer": "1", "completion": "1"}\n')
+    given = ["score", str(tmp_path / "run.yaml"), "--completions", str(tmp_path / "done.jsonl")]
+    assert main(given) == 2
+    assert "the servers of spec.environment run with a run" in capsys.readouterr().err
+
+
 def test_examples_exist() -> None:
-    assert {f.parent.name for f in EXAMPLES} >= {"tiny", "gsm-hub", "own-jsonl"}
+    assert {f.parent.name for f in EXAMPLES} >= {"tiny", "gsm-hub", "agent-hub", "own-jsonl"}
 
 
 def test_command_is_a_module_with_help() -> None:

@@ -118,6 +118,9 @@ class GeneratorRequests:
         if request.reward_problem and not member.reward_problem:
             log.warning("%s: %s; its groups wait", member.name, request.reward_problem)
         member.reward_problem = request.reward_problem
+        if request.environment_problem and not member.environment_problem:
+            log.warning("%s: %s; its episodes wait", member.name, request.environment_problem)
+        member.environment_problem = request.environment_problem
         member.generated_leases = frozenset(request.generated_leases)
         for lease_id, progress in request.progress.items():
             core.book.extend(lease_id, member.name, progress, now)

@@ -56,6 +56,7 @@ class Member:
     """As last reported, since its registration."""
     teacher_problem: str = ""
     reward_problem: str = ""
+    environment_problem: str = ""
     """Why its groups wait for the teacher; empty if they do not."""
     generated_leases: frozenset[str] = frozenset()
     """Leases that it holds and whose completions are sampled."""

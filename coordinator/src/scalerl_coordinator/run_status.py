@@ -79,6 +79,7 @@ def build_status(core: Core) -> wire.Status:
         trainer_registered=not state.awaits_trainer,
         teacher_problem=_teacher_problem(core),
         reward_problem=_reward_problem(core),
+        environment_problem=_environment_problem(core),
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
         compute_tokens=float(core.compute_tokens),
@@ -150,6 +151,8 @@ def _waiting_for(core: Core, phase: Phase) -> str:
             return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"
     if problem := _reward_problem(core):
         return f"the reward service: {problem}"
+    if problem := _environment_problem(core):
+        return f"the environment: {problem}"
     for (version, task), evaluation in sorted(state.evaluations.items()):
         what = f"{len(evaluation.results)} of {evaluation.prompts} {core.settings.identity.evaluation_set(task).name} prompts"
         if core.settings.follows(task) or core.end_reason:
@@ -168,6 +171,11 @@ def _unsaved_version(core: Core) -> int:
 def _reward_problem(core: Core) -> str:
     members = sorted(core.membership.members.values(), key=lambda m: m.name)
     return next((f"{m.name}: {m.reward_problem}" for m in members if m.reward_problem), "")
+
+
+def _environment_problem(core: Core) -> str:
+    members = sorted(core.membership.members.values(), key=lambda m: m.name)
+    return next((f"{m.name}: {m.environment_problem}" for m in members if m.environment_problem), "")
 
 
 def _teacher_problem(core: Core) -> str:

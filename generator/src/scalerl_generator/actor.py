@@ -64,7 +64,7 @@ from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
 from scalerl_generator.delivery import Delivery
-from scalerl_generator.episodes import episode_sampler
+from scalerl_generator.episodes import EpisodeSampler, episode_sampler
 from scalerl_generator.interruption import (
     Interruption,
     ThoughtInterrupter,
@@ -158,6 +158,7 @@ async def run_actor(
         if distillation is not None:
             teacher = Teacher(session, distillation.teacher, os.environ.get(API_KEY, ""), metrics)
         graders: list[GroupGrader] = []
+        episodes: list[EpisodeSampler | None] = []
         registration = Registration(
             coordinator,
             state,
@@ -167,6 +168,9 @@ async def run_actor(
             control_url=arguments.advertise,
             teacher_problem=lambda: "" if teacher is None else teacher.problem,
             reward_problem=lambda: next(filter(None, (one.problem for one in graders)), ""),
+            environment_problem=lambda: next(
+                (one.gate.problem for one in episodes if one and one.gate and one.gate.problem), ""
+            ),
         )
         control = WeightControl(server, state, busy, metrics)
         await _serve(stack, actor_app(control, metrics, environment.token, registration.not_ready), arguments)
@@ -185,7 +189,7 @@ async def run_actor(
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
         problems = [*(one.section for one in spec.task.tasks), *(one.spec for one in tasks.sets)]
-        episodes = [
+        episodes += [
             episode_sampler(problem, codecs[i], graders[i], thread, metrics, busy)
             for i, problem in enumerate(problems)
         ]

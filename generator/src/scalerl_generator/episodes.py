@@ -31,6 +31,7 @@ from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_client import gather_all
 from scalerl_tasks.environments.episodes import EpisodeGrader
+from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.errors import TokenizerError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
@@ -61,6 +62,8 @@ class EpisodeSampler:
     metrics: ActorMetrics
     busy: BusyClock = field(default_factory=BusyClock)
     """Runs while a request is open."""
+    gate: EnvironmentGate | None = None
+    """``grader``, if it holds the episodes of an environment that fails."""
 
     async def sample(self, streams: CompletionStreams, prompt: Prompt, grading: Grading = ungraded) -> None:
         """Sample until every completion has an outcome.
@@ -71,6 +74,9 @@ class EpisodeSampler:
         """
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
         self._count(streams.completions)
+        if self.gate is not None:
+            ended = [c.outcome for c in streams.completions if c.outcome is not None]
+            self.gate.ended(sum(outcome.error is None for outcome in ended))
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
 
@@ -195,4 +201,6 @@ def episode_sampler(
         return None
     codec.tokenizer.check_turns()
     given = spec.environment
-    return EpisodeSampler(episodes, codec, given.max_turns, given.max_tokens_per_turn, thread, metrics, busy)
+    gate = EnvironmentGate(episodes, f"the environment {given.title}")
+    turns = (given.max_turns, given.max_tokens_per_turn)
+    return EpisodeSampler(gate, codec, *turns, thread, metrics, busy, gate)

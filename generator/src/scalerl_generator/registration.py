@@ -131,6 +131,7 @@ class Registration:
         control_url: where the trainer reaches the actor.
         teacher_problem: returns why the teacher does not answer; empty if it does.
         reward_problem: the same of the reward service.
+        environment_problem: the same of an environment that fails.
     """
 
     def __init__(
@@ -144,10 +145,12 @@ class Registration:
         control_url: str,
         teacher_problem: Callable[[], str] = str,
         reward_problem: Callable[[], str] = str,
+        environment_problem: Callable[[], str] = str,
     ) -> None:
         self._coordinator, self._state, self._busy, self._metrics = coordinator, state, busy, metrics
         self._name, self._control_url, self._teacher_problem = name, control_url, teacher_problem
         self._reward_problem = reward_problem
+        self._environment_problem = environment_problem
         self._wake = state.subscribe()
         self._registered = asyncio.Event()
         self._registered_start = 0
@@ -266,6 +269,7 @@ class Registration:
             generated_leases=sorted(self.generated_leases),
             teacher_problem=self._teacher_problem(),
             reward_problem=self._reward_problem(),
+            environment_problem=self._environment_problem(),
             progress=self._progress,
         )
 

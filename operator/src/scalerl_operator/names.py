@@ -50,7 +50,7 @@ SCRAPE: Final = f"{GROUP}/scrape"
 """Label of a namespace whose pods may scrape the metrics of runs: ``scalerl.dev/scrape: "true"`` on that of Prometheus."""
 
 PORTS: Final = {"http": 8080, "control": 8081, "vllm": 8000}
-"""Numbers of the named ports of containers."""
+"""Numbers of the named ports of containers, except that of environment servers, which the spec has."""
 MASTER_PORT_NUMBER: Final = 29500
 
 RUN_DIR: Final = "/run/scalerl/run"
@@ -133,6 +133,10 @@ class Names:
         """Deployment and PodDisruptionBudget."""
         self.extra_generators = f"{self.generator}-extra"
         """Deployment of the generators beyond the gang of a queued run."""
+        self.environment = f"{self.stem}-{Role.ENVIRONMENT}"
+        """Deployment, headless Service and NetworkPolicy of environment servers."""
+        self.extra_environments = f"{self.environment}-extra"
+        """Deployment of those beyond the gang of a queued run."""
         self.workload = f"{self.stem}-run"
         """Kueue's Workload of a queued run."""
         self.trainer = f"{self.stem}-{Role.TRAINER}"
@@ -144,6 +148,9 @@ class Names:
 
     def coordinator_url(self, namespace: str) -> str:
         return f"http://{self.coordinator}.{namespace}.svc:{PORTS['http']}"
+
+    def environment_url(self, namespace: str, port: int) -> str:
+        return f"http://{self.environment}.{namespace}.svc:{port}"
 
     def master(self, namespace: str, attempt: int) -> str:
         """Host name of rank 0, different for each attempt, so that a late rank of an earlier attempt cannot connect."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final, TypedDict
 
@@ -9,6 +10,7 @@ from scalerl_api import endpoints
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
+from scalerl_api.registry import DEFAULT_SESSIONS, SERVER
 from scalerl_api.source import EnvironmentSpec
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
@@ -31,7 +33,7 @@ from scalerl_operator.workloads import (
 def plan(run: ScaleRLRun) -> Plan:
     """The workloads of a run."""
     spec = run.spec
-    return Plan((_prepare(spec), _coordinator(spec), _generator(spec), _trainer(spec)))
+    return Plan((_prepare(spec), _coordinator(spec), _generator(spec), _trainer(spec), *_environment(spec)))
 
 
 # Compilation and large weights make first starts slow; an early failure of the startup probe would restart the process
@@ -40,6 +42,9 @@ _STARTUP_SECONDS = 1800
 _STARTUP_PERIOD_SECONDS = 1.0
 _WATERMARK = "0.1"
 """Share of the KV cache that the server keeps free when it admits a sequence, with ``generator.adaptiveConcurrency``."""
+
+
+_MAX_SERVERS: Final = 1024
 
 
 class _Probes(TypedDict):
@@ -97,7 +102,7 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
                 graders.append(grader)
     environments: list[tuple[EnvironmentSpec, list[VerifierSpec], str]] = []
     for task in spec.tasks:
-        if (own := task.stepping_environment) is not None and own.url is None:
+        if (own := task.stepping_environment) is not None and not own.is_server:
             key = own, list(task.scoring), task.combine  # one beside a verifier is started for each scoring
             if key not in environments:
                 environments.append(key)
@@ -204,6 +209,36 @@ def _generator(spec: RunSpec) -> Workload:
         **_probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60),
     )
     return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
+
+
+def environment_replicas(spec: RunSpec) -> int:
+    """Servers of ``spec.environment``: given, or as many as the sessions of all generators need."""
+    server = spec.environment
+    assert server is not None
+    if server.sessions_per_replica is None:
+        return server.replicas
+    own = {repr(task.environment): task.environment for task in spec.tasks if task.environment is not None}
+    sessions = [(one.parameters or {}).get("sessions") for one in own.values() if one.name == SERVER]
+    each = sum(one if type(one) is int and one > 0 else DEFAULT_SESSIONS for one in sessions)
+    needed = math.ceil(spec.generator.replicas * each / server.sessions_per_replica)
+    return min(max(server.replicas, needed), _MAX_SERVERS)
+
+
+def _environment(spec: RunSpec) -> tuple[Workload, ...]:
+    """A server gets nothing of the run but where to listen: it acts on the text of a model."""
+    server = spec.environment
+    if server is None:
+        return ()
+    host, port = f"$({BIND})", f"$({port_variable('environment')})"
+    command = (literal(word).replace("$$(HOST)", host).replace("$$(PORT)", port) for word in server.command)
+    container = Container(
+        name="environment",
+        argv=tuple(command),
+        env={"PYTHONUNBUFFERED": "1", "HOST": host, "PORT": port},
+        ports=("environment",),
+        **_probes("/health", "/health", "environment", stuck_seconds=300),
+    )
+    return (Workload(Role.ENVIRONMENT, Lifetime.SERVICE, (container,), environment_replicas(spec)),)
 
 
 def _server_options(spec: RunSpec) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ class Role(enum.StrEnum):
     COORDINATOR = "coordinator"
     GENERATOR = "generator"
     TRAINER = "trainer"
+    ENVIRONMENT = "environment"
+    """Servers of ``spec.environment``: a program of the user, so that its exit codes have no meaning here."""
 
 
 class Lifetime(enum.StrEnum):

@@ -251,6 +251,9 @@ def test_unavailable_reward_service_degrades_until_it_answers(reconciles: Reconc
     assert said is not None
     assert problem in (said.message or "")
     assert reconciles.reconcile(5, reward_problem="") == Reason.HEALTHY
+    failing = "generator-0: the environment game.py:Game failed in 40 of the last 64 episodes: KeyError"
+    assert reconciles.reconcile(10, environment_problem=failing) == Reason.ENVIRONMENT_FAILING
+    assert reconciles.reconcile(15, environment_problem="") == Reason.HEALTHY
 
 
 def test_unsaved_weights_are_neither_stalled_nor_failed(reconciles: Reconciles) -> None:

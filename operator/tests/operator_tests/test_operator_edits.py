@@ -10,7 +10,7 @@ from scalerl_operator.build import spec_hash
 from scalerl_operator.policy.resume_changes import forbidden_changes
 from scalerl_operator.workloads import Role
 
-ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
+ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER, Role.ENVIRONMENT)
 
 
 TAKEN = [*edits(refused=False), *entry_edits(refused=False)]

@@ -36,7 +36,8 @@ STEPS = 120
 RESTARTING = [
     edited
     for edited in (*edits(refused=False), *entry_edits(refused=False))
-    if edited.edit.effect is not Effect.AT_ONCE and not edited.path.startswith(UNKNOWN_PLUGINS)
+    if edited.edit.effect not in (Effect.AT_ONCE, Effect.ENVIRONMENT)
+    and not edited.path.startswith(UNKNOWN_PLUGINS)
 ]
 NOT_RESTARTING = [
     edited
@@ -197,7 +198,9 @@ def started(manifest: Object) -> World:
 
 def test_covered_fields_are_those_of_the_models() -> None:
     assert len(RESTARTING) > 80
-    assert {edited.edit.effect for edited in RESTARTING} == {*Effect} - {Effect.AT_ONCE, Effect.REFUSED}
+    # Environment servers have tests of their own: their failure ends a run after 20 restarts alone.
+    others = {Effect.AT_ONCE, Effect.ENVIRONMENT, Effect.REFUSED}
+    assert {edited.edit.effect for edited in RESTARTING} == {*Effect} - others
 
 
 @pytest.mark.parametrize("edited", RESTARTING, ids=str)

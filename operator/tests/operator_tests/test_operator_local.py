@@ -322,3 +322,47 @@ async def test_start_failure_names_the_log(tmp_path: Path) -> None:
     failure = await asyncio.wait_for(harness.run(), 120)
     assert failure is not None
     assert "prepare.log" in failure.reason
+
+
+async def test_environment_server_is_a_process_that_gets_where_to_listen_alone(tmp_path: Path) -> None:
+    """Generators get its address; its restarts are reported, and its exit codes, such as uvicorn's 3, end no run."""
+    path = tmp_path / "notes"
+    keep = script(
+        tmp_path,
+        "keep",
+        "import json, os, sys, time\nopen(sys.argv[1], 'a').write(json.dumps(dict(os.environ)) + '\\n')\nexec(sys.argv[2])",
+    )
+    served = {"HOST": "$(SCALERL_BIND)", "PORT": "$(SCALERL_PORT_ENVIRONMENT)"}
+    first = "import os; [time.sleep(600)] if os.path.exists(sys.argv[1] + '2') else open(sys.argv[1] + '2', 'w') and sys.exit(3)"
+    harness = Harness(
+        tmp_path,
+        workload(Role.COORDINATOR, Lifetime.SERVICE, *SLEEP),
+        workload(Role.GENERATOR, Lifetime.SERVICE, keep, f"{path}-generator", "time.sleep(600)"),
+        workload(
+            Role.ENVIRONMENT,
+            Lifetime.SERVICE,
+            *(keep, str(path), first),
+            ports=("environment",),
+            env=served,
+            replicas=3,
+        ),
+    )
+
+    async def scenario() -> None:
+        await eventually(lambda: len(notes(path)) == 2 and bool(notes(Path(f"{path}-generator"))))
+
+    await harness.while_running(scenario)
+    (of_generator,) = notes(Path(f"{path}-generator"))
+    for given in notes(path):
+        assert of_generator["SCALERL_ENVIRONMENT_URL"] == f"http://127.0.0.1:{given['PORT']}"
+        assert given["HOST"] == "127.0.0.1"
+        assert {name for name in given if name.startswith("SCALERL_")} == {
+            "SCALERL_BIND",
+            "SCALERL_PORT_ENVIRONMENT",
+            "SCALERL_PROCESS",
+        }
+    (event,) = harness.events
+    assert (event.unit, "restarting in 0.05 s" in event.text) == ("environment-0", True)
+    observed = harness.runtime.observed()
+    assert observed.environment is not None
+    assert observed.environment.bad_input is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from scalerl_api.registry import Kind
+from scalerl_api.registry import DEFAULT_SESSIONS, Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
-from scalerl_tasks.environments.openenv import DEFAULT_SESSIONS, EnvironmentServer
+from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.environments.verifier import EnvironmentConfig
@@ -208,12 +209,14 @@ def _with_paths(value: Any, directory: Path) -> Any:
 
 
 def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
-    """The server of ``environment.url``.
+    """The server of ``environment.url``, or those of ``spec.environment``, whose address the runtime gives.
 
     Raises:
         VerifierError: there is no such parameter, or it has another value.
     """
-    assert given.url is not None
+    from scalerl_api.process import ENVIRONMENT_URL  # as in open_grading_pool
+
+    url = given.url or os.environ.get(ENVIRONMENT_URL, "")
     parameters = dict(given.parameters or {})
     action, message = parameters.pop("action", None), parameters.pop("message", None)
     reward, bounds = parameters.pop("reward", "last"), parameters.pop("range", ["0", "1"])
@@ -221,7 +224,7 @@ def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
     if parameters:
         name, known = next(iter(parameters)), ("action", "message", "reward", "range", "sessions")
         raise VerifierError(
-            f"environment.url has no parameter {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+            f"an environment's server has no parameter {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
         )
     try:
         low, high = map(float, bounds)
@@ -240,7 +243,7 @@ def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
     if found := next((text for text, is_wrong in wrong.items() if is_wrong), ""):
         raise VerifierError(f"environment.parameters: correct {found}")
     return EnvironmentServer(
-        given.url, given.turn_timeout_seconds, action, message, reward == "sum", (low, high), sessions
+        url, given.turn_timeout_seconds, action, message, reward == "sum", (low, high), sessions
     )
 
 
@@ -312,7 +315,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
         kept = spec.environment.model_dump(
             mode="json", exclude={"turn_timeout_seconds", "memory", "workers"}, exclude_defaults=True
         )
-        if spec.environment.url is not None and "sessions" in kept.get("parameters", {}):  # a limit
+        if spec.environment.is_server and "sessions" in kept.get("parameters", {}):  # a limit
             del kept["parameters"]["sessions"]
             if not kept["parameters"]:
                 del kept["parameters"]
@@ -361,11 +364,11 @@ def open_grading_pool(
     ``directory``: as in :func:`verifier_config`; ``show_output``: as in :class:`GradingPool`.
 
     Raises:
-        VerifierError: ``verifier.memory`` is too small to grade anything, or ``environment.url`` has no such parameter.
+        VerifierError: ``verifier.memory`` is too small to grade anything, or see :func:`_environment_server`.
     """
     from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
 
-    if spec.own_environment is not None and spec.own_environment.url is not None:
+    if spec.own_environment is not None and spec.own_environment.is_server:
         return ServerGrader(_environment_server(spec.own_environment))
     pool: GradingPool | None = None
     if (environment := spec.stepping_environment) is not None:

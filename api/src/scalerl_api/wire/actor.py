@@ -57,6 +57,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     """Why the member's groups wait for the teacher of ``recipe.distillation``; empty if none waits."""
     reward_problem: str = ""
     """Why they wait for a reward service of ``verifier.http`` or a server of ``environment.url``; empty if none waits."""
+    environment_problem: str = ""
+    """Why they wait for an environment, of which most episodes fail; empty if none waits."""
     progress: dict[str, int] = {}
     """Tokens generated so far, by id of a held lease: its own and, before its first token, those of the leases that it waited
     for. An increase restarts the time of the lease."""

@@ -255,6 +255,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """The first member whose groups wait for the teacher of ``recipe.distillation``, with the reason; empty if none waits."""
     reward_problem: str = ""
     """The same for a reward service of ``verifier.http``."""
+    environment_problem: str = ""
+    """The same for an environment, of which most episodes fail."""
     supervised_steps: int = 0
     """Steps of mid-training applied to the weights."""
     supervised_tokens: int = 0

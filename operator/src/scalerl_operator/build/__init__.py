@@ -12,7 +12,16 @@ from dataclasses import replace
 
 from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import coordinator, gang, generator, network, prepare, storage, trainer
+from scalerl_operator.build import (
+    coordinator,
+    environment,
+    gang,
+    generator,
+    network,
+    prepare,
+    storage,
+    trainer,
+)
 from scalerl_operator.build.gang import Gang
 from scalerl_operator.build.scope import Desired, Images, Scope, finished, spec_hash
 from scalerl_operator.build.storage import secret
@@ -32,8 +41,8 @@ def render(
 ) -> list[Object]:
     """All objects of a run that should exist, in the order of creation, without its token (:func:`secret`).
 
-    The claim (unless the spec names one), the spec's ConfigMap and the NetworkPolicy always exist, the Services with the
-    coordinator or the trainer, Deployment and PodDisruptionBudget with a generator.
+    The claim (unless the spec names one), the spec's ConfigMap and the NetworkPolicies always exist, the Services with the
+    coordinator or the trainer, environment servers with the coordinator, Deployment and PodDisruptionBudget with a generator.
 
     A Job is immutable. If the annotation ``scalerl.dev/spec-hash`` of an existing one differs from :func:`spec_hash`, it was
     created for an earlier spec.
@@ -49,6 +58,9 @@ def render(
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]
+    has_servers = scope.spec.environment is not None
+    if has_servers:
+        objects.append(network.environment_policy(scope))
     if desired.prepare:
         objects.append(prepare.job(scope))
     if desired.coordinator or desired.trainer_attempt is not None:
@@ -57,6 +69,8 @@ def render(
         objects.append(_workload(scope, desired.gang))
     if desired.coordinator:
         objects.append(coordinator.stateful_set(scope))
+        if has_servers:
+            objects += [network.environment_service(scope), *environment.deployments(scope)]
     if desired.generators:
         objects += [generator.disruption_budget(scope), *generator.deployments(scope, desired.generators)]
     if desired.trainer_attempt is not None and (desired.gang is None or desired.gang.admitted):
@@ -73,6 +87,9 @@ def _workload(scope: Scope, of: Gang) -> Object:
         Role.GENERATOR: (of.generators, generator.deployment(scope, of.generators)["spec"]["template"]),
         Role.TRAINER: (job["parallelism"], job["template"]),
     }
+    if scope.spec.environment is not None and of.environments:
+        template = environment.deployment(scope, of.environments)["spec"]["template"]
+        templates[Role.ENVIRONMENT] = (of.environments, template)
     return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates, of.priority)
 
 

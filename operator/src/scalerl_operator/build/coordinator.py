@@ -41,13 +41,7 @@ def stateful_set(scope: Scope) -> Object:
         annotations=NEVER_EVICT,
     )
     template = pod_template(scope, settings)
-    given = template["spec"].get("tolerations", [])
-    # One without a key tolerates every taint, and one without an effect all effects.
-    keys = {one.get("key") for one in given if one.get("effect") in ("NoExecute", "", None)}
-    template["spec"]["tolerations"] = [
-        *given,
-        *(_toleration(key) for key in _TAINTS if keys.isdisjoint((key, None, ""))),
-    ]
+    leave_soon(template)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -62,6 +56,17 @@ def stateful_set(scope: Scope) -> Object:
             "template": template,
         },
     }
+
+
+def leave_soon(template: Object) -> None:
+    """Has Kubernetes evict the pods after :data:`TOLERATED_SECONDS`, unless the podTemplate says when."""
+    given = template["spec"].get("tolerations", [])
+    # One without a key tolerates every taint, and one without an effect all effects.
+    keys = {one.get("key") for one in given if one.get("effect") in ("NoExecute", "", None)}
+    template["spec"]["tolerations"] = [
+        *given,
+        *(_toleration(key) for key in _TAINTS if keys.isdisjoint((key, None, ""))),
+    ]
 
 
 def _toleration(key: str) -> Object:

@@ -1,9 +1,10 @@
-"""The gang of a queued run: one Workload of Kueue for its coordinator, its trainer and the least number of its generators.
+"""The gang of a queued run: one Workload of Kueue for its coordinator, its trainer, its environment servers and the least number of its
+generators.
 
 Kueue admits a Workload as a whole, so two runs in a queue cannot each hold the half that the other lacks. It knows the run as an
 external controller does: the operator creates the Workload, creates the pods once it is admitted, with the node labels and
-tolerations of the assigned flavors, and ends them when it is evicted (:mod:`..controller.gang`). Generators beyond the least number
-are in a Deployment of their own, whose pods Kueue queues one by one. ADR 0016.
+tolerations of the assigned flavors, and ends them when it is evicted (:mod:`..controller.gang`). Generators beyond the least number,
+and servers that were added later, are in a Deployment of their own, whose pods Kueue queues one by one. ADR 0016.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role
 
 WORKLOAD: Final = "Workload"
-ROLES: Final = (Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
+ROLES: Final = (Role.COORDINATOR, Role.GENERATOR, Role.TRAINER, Role.ENVIRONMENT)
 """The pod sets, by their names."""
 POD_SET: Final = "kueue.x-k8s.io/podset"
 OF_WORKLOAD: Final = "kueue.x-k8s.io/workload"
@@ -48,6 +49,7 @@ class Gang:
     """A run's Workload.
 
     generators: its number of generators.
+    environments: its number of environment servers.
     placement: JSON of what :meth:`of` returns, by role; empty while it has no quota.
     admitted: the trainer may run. An evicted gang keeps its placement, by which its pods are as they were while the trainer saves.
     priority: the value of its WorkloadPriorityClass; None: the run names none, or it does not exist.
@@ -57,6 +59,7 @@ class Gang:
     placement: str = ""
     admitted: bool = False
     priority: int | None = None
+    environments: int = 0
 
     def of(self, role: Role) -> Object:
         """``nodeSelector``, ``tolerations`` and ``topology`` (whether Kueue chooses the node of each pod) of a role."""

@@ -12,7 +12,8 @@ from scalerl_operator.workloads import MASTER_PORT, Role
 def network_policy(scope: Scope) -> Object:
     """Allows ingress from the run's own pods to any port (weight transfer uses free ports), from the operator's pods to the
     coordinator's API, and from namespaces labelled ``scalerl.dev/scrape: "true"`` to the ports with metrics. vLLM listens on
-    loopback only.
+    loopback only. Environment servers act on the text of a model: they have a policy of their own, :func:`environment_policy`, and may
+    not connect to the run's other pods.
 
     Egress is not restricted: the preparation downloads, and a user's environment may name any service.
     """
@@ -21,18 +22,40 @@ def network_policy(scope: Scope) -> Object:
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "scalerl", names.COMPONENT: "operator"}},
     }
     prometheus = {"namespaceSelector": {"matchLabels": {names.SCRAPE: "true"}}}
+    own: Object = {"matchLabels": names.selector(scope.uid)}
+    if scope.spec.environment is not None:
+        others = {"key": names.COMPONENT, "operator": "NotIn", "values": [str(Role.ENVIRONMENT)]}
+        own["matchExpressions"] = [others]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": scope.metadata(scope.names.network),
         "spec": {
-            "podSelector": {"matchLabels": names.selector(scope.uid)},
+            "podSelector": own,
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"from": [{"podSelector": {"matchLabels": names.selector(scope.uid)}}]},
+                {"from": [{"podSelector": own}]},
                 {"from": [operator], "ports": [_tcp("http")]},
                 {"from": [prometheus], "ports": [_tcp("http"), _tcp("control")]},
             ],
+        },
+    }
+
+
+def environment_policy(scope: Scope) -> Object:
+    """Only the run's generators connect to its environment servers, which connect to nothing. Policies add up: one of the user's, for
+    a label of ``environment.podTemplate``, allows more."""
+    generators = {"podSelector": {"matchLabels": names.selector(scope.uid, Role.GENERATOR)}}
+    port = {"protocol": "TCP", "port": scope.port(Role.ENVIRONMENT)}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": scope.metadata(scope.names.environment, Role.ENVIRONMENT),
+        "spec": {
+            "podSelector": {"matchLabels": names.selector(scope.uid, Role.ENVIRONMENT)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [generators], "ports": [port]}],
+            "egress": [],
         },
     }
 
@@ -49,6 +72,15 @@ def coordinator_service(scope: Scope) -> Object:
 def trainer_service(scope: Scope) -> Object:
     """DNS names of the trainer's pods, published before they are ready, for the ranks to connect."""
     return _service(scope, Role.TRAINER, MASTER_PORT, MASTER_PORT_NUMBER, {"clusterIP": "None"})
+
+
+def environment_service(scope: Scope) -> Object:
+    """DNS name of the environment servers that are ready, with the address of each: a session is a connection, for which an actor takes
+    one address after the other, so that replicas have equally many."""
+    port = str(Role.ENVIRONMENT)
+    made = _service(scope, Role.ENVIRONMENT, port, scope.port(port), {"clusterIP": "None"})
+    made["spec"]["publishNotReadyAddresses"] = False
+    return made
 
 
 def _service(scope: Scope, role: Role, port: str, number: int, spec: Object) -> Object:

@@ -7,6 +7,9 @@ With ``storage.mountedBy: Coordinator``, an emptyDir is in the place of the run'
 fetches the prepared model and the tables of ``task.dataset`` into it. That container has the trainer's image and environment, with the bucket's credentials; the
 others have their own role's environment only.
 
+Environment servers, which act on the text of a model, have nothing of the run: no volume, spec or token. Their image is a user's, so
+that their root file system is writable, for what its permissions let that user write.
+
 ``model.path`` and ``task.jsonl.path`` are paths in the containers, in a volume that ``podTemplate`` mounts for all roles: the
 coordinator, the actor and the preparation read the task, the preparation also the model, and reports a missing path. A hub's
 access token comes from a Secret by ``podTemplate.env``.
@@ -77,6 +80,8 @@ NEVER_EVICT: Final = {
 }
 
 
+_OF_THE_RUN: Final = (api.DIR, api.RUN_FILE, api.TOKEN_FILE, api.COORDINATOR_URL, api.OWN_DIRECTORY)
+"""Variables that environment servers do not have."""
 _RESTRICTED: Final[Object] = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -162,7 +167,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
 def _placement(scope: Scope, role: Role, given: PodTemplate) -> Object:
     # The API server copies the name to a deprecated field, and an apply that left it out would not take it back. The templates of
     # Jobs are never changed.
-    account = "default" if role in (Role.COORDINATOR, Role.GENERATOR) else None
+    account = "default" if role in (Role.COORDINATOR, Role.GENERATOR, Role.ENVIRONMENT) else None
     own_pods = {"labelSelector": {"matchLabels": names.selector(scope.uid, role)}}
     wanted = {
         "nodeSelector": given.node_selector,
@@ -202,7 +207,7 @@ def _fetches_model(scope: Scope, role: Role) -> bool:
         speculation = scope.spec.generator.speculation
         history = speculation is not None and speculation.history is not None
         return has_own_directory(scope) and (history or scope.spec.has_dataset)
-    return has_own_directory(scope) and role is not Role.PREPARE
+    return has_own_directory(scope) and role not in (Role.PREPARE, Role.ENVIRONMENT)
 
 
 def _fetch_container(scope: Scope, settings: PodSettings, given: PodTemplate) -> list[Object]:
@@ -246,7 +251,7 @@ def _container(
         "name": container.name,
         "image": image or scope.image(settings.role),
         "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
-        "command": [*(LAUNCHER if shared else ()), *container.argv],
+        **({"command": command} if (command := [*(LAUNCHER if shared else ()), *container.argv]) else {}),
         "env": _environment(scope, settings, given, container),
         "resources": resources(
             container,
@@ -265,7 +270,8 @@ def _container(
             *_mounts(scope, settings.role, container, main),
             *_given_mounts(given, container),
         ],
-        "securityContext": _RESTRICTED,
+        "securityContext": _RESTRICTED
+        | ({"readOnlyRootFilesystem": False} if settings.role is Role.ENVIRONMENT else {}),
         # Conditions show the last line of a role's log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -274,7 +280,7 @@ def _container(
     open_ports = [port for port in container.ports if port not in container.loopback]
     if open_ports:
         rendered["ports"] = [
-            {"name": port, "containerPort": PORTS[port], "protocol": "TCP"} for port in open_ports
+            {"name": port, "containerPort": scope.port(port), "protocol": "TCP"} for port in open_ports
         ]
     return rendered
 
@@ -370,11 +376,14 @@ def _environment(
         variable(api.COORDINATOR_URL, scope.names.coordinator_url(scope.namespace)),
         variable(BIND, "0.0.0.0"),  # noqa: S104 - the pod's own network, restricted by the NetworkPolicy
         from_field(ADDRESS, "status.podIP"),
+        *_environment_url(scope, settings.role),
         *([variable(api.OWN_DIRECTORY, "true")] if _is_own(scope, settings.role) else []),
         *settings.variables,
         from_field(api.NAME, "metadata.name") if settings.name is None else variable(api.NAME, settings.name),
-        *(variable(port_variable(port), str(PORTS[port])) for port in ports),
+        *(variable(port_variable(port), str(scope.port(port))) for port in ports),
     ]
+    if settings.role is Role.ENVIRONMENT:
+        fixed = [entry for entry in fixed if entry["name"] not in _OF_THE_RUN]
     planned = {
         "HOME": HOME,
         # torch needs a user name, and the image has no user with this number.
@@ -386,7 +395,9 @@ def _environment(
     fixed_names = {entry["name"] for entry in fixed}
     user = [entry for entry in given.env if entry["name"] not in fixed_names]
     overridden = {entry["name"] for entry in user}
-    if given.env_from:  # a variable that is not set here would come from there
+    if (
+        given.env_from and settings.role is not Role.ENVIRONMENT
+    ):  # a variable that is not set here would come from there
         planned = {name: "" for name in api.OPTIONAL if name not in fixed_names} | planned
         fixed += [entry for entry in _single_rank(settings) if entry["name"] not in fixed_names]
     return [
@@ -394,6 +405,14 @@ def _environment(
         *(variable(name, text) for name, text in planned.items() if name not in overridden),
         *user,
     ]
+
+
+def _environment_url(scope: Scope, role: Role) -> list[Object]:
+    environment = scope.spec.environment
+    if role is not Role.GENERATOR or environment is None:
+        return []
+    url = scope.names.environment_url(scope.namespace, environment.port)
+    return [variable(api.ENVIRONMENT_URL, url)]
 
 
 def _single_rank(settings: PodSettings) -> list[Object]:
@@ -502,14 +521,17 @@ def shared_memory_bytes(given: PodTemplate, workload: Workload) -> int:
 def _volumes(scope: Scope, given: PodTemplate, workload: Workload) -> list[Object]:
     claim = scope.spec.storage.claim_name or scope.names.claim
     own = _is_own(scope, workload.role)
+    of_the_run: list[Object] = [
+        {"name": _RUN, **({"emptyDir": {}} if own else {"persistentVolumeClaim": {"claimName": claim}})},
+        {"name": _SPEC, "configMap": {"name": scope.names.spec}},
+        {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
+    ]
     fetch = (_FETCH,) if _fetches_model(scope, workload.role) else ()
     return [
         *_models(scope, workload),
         *_compiled(scope, workload),
         *_source(scope, workload),
-        {"name": _RUN, **({"emptyDir": {}} if own else {"persistentVolumeClaim": {"claimName": claim}})},
-        {"name": _SPEC, "configMap": {"name": scope.names.spec}},
-        {"name": _TOKEN, "secret": {"secretName": scope.names.token, "defaultMode": 0o440}},
+        *(() if workload.role is Role.ENVIRONMENT else of_the_run),
         {"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(given, workload)}},
         *(
             {"name": _tmp(one.name), "emptyDir": TMP_LIMITS.get(one.name, {})}
@@ -576,13 +598,16 @@ def _mounts(scope: Scope, role: Role, container: Container, main: bool) -> list[
         models = [{"name": _MODELS, "mountPath": MODELS_DIR}]
         if cache.read_only or container.name != "prepare":
             models[0]["readOnly"] = True
-    return [
+    of_the_run = [
         run,
         *models,
         *_compiled_mount(scope, container),
         *_source_mount(scope, container),
         {"name": _SPEC, "mountPath": SPEC_DIR, "readOnly": True},
         {"name": _TOKEN, "mountPath": TOKEN_DIR, "readOnly": True},
+    ]
+    return [
+        *(() if role is Role.ENVIRONMENT else of_the_run),
         {"name": _tmp(container.name), "mountPath": "/tmp"},  # noqa: S108
         *([{"name": _SHM, "mountPath": "/dev/shm"}] if main else []),  # noqa: S108
     ]

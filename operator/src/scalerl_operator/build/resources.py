@@ -19,6 +19,7 @@ _FLOORS: Final = {
     "server": ("1", 1024 * _MI),
     "actor": ("250m", 256 * _MI),
     "trainer": ("1", 1024 * _MI),
+    "environment": ("500m", 512 * _MI),
 }
 _WAITING: Final = ("coordinator", "actor")
 NATIVE: Final = ("cpu", "memory", "ephemeral-storage")

@@ -19,7 +19,7 @@ from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
 from scalerl_operator.build.gang import Gang
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import Names
+from scalerl_operator.names import PORTS, Names
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
@@ -28,8 +28,11 @@ SECTION: Final = {
     Role.COORDINATOR: "coordinator",
     Role.GENERATOR: "generator",
     Role.TRAINER: "trainer",
+    Role.ENVIRONMENT: "environment",
 }
-"""The section of the spec with each role's podTemplate, and the name of its image in ``spec.images`` and :class:`Images`."""
+"""The section of the spec with each role's podTemplate."""
+IMAGE: Final = SECTION | {Role.ENVIRONMENT: "generator"}
+"""The name of each role's image in ``spec.images`` and :class:`Images`; of environment servers, unless ``spec.environment`` has one."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,26 @@ class Scope:
     def workload_metadata(self, name: str, role: Role) -> Object:
         """Metadata of a workload, with the operator's default image, which an upgrade does not replace during the run."""
         metadata = self.metadata(name, role)
-        if self.desired.gang is None or role is Role.PREPARE or name == self.names.extra_generators:
+        extra = (self.names.extra_generators, self.names.extra_environments)
+        if self.desired.gang is None or role is Role.PREPARE or name in extra:
             metadata["labels"] |= self.queue_labels
-        metadata["annotations"][names.IMAGE] = getattr(self.images, SECTION[role])
+        metadata["annotations"][names.IMAGE] = getattr(self.images, IMAGE[role])
         return metadata
 
     def image(self, role: Role) -> str:
         """Of the role's containers."""
-        return str(getattr(self.spec.images, SECTION[role]) or getattr(self.images, SECTION[role]))
+        own = own_image(self.spec, role)
+        return str(own or getattr(self.spec.images, IMAGE[role]) or getattr(self.images, IMAGE[role]))
+
+    def port(self, name: str) -> int:
+        """The number of a named port."""
+        environment = self.spec.environment
+        return environment.port if name == Role.ENVIRONMENT and environment is not None else PORTS[name]
+
+
+def own_image(spec: RunSpec, role: Role) -> str | None:
+    """``environment.image``, of that role."""
+    return spec.environment.image if role is Role.ENVIRONMENT and spec.environment is not None else None
 
 
 def metadata_of(
@@ -148,9 +163,12 @@ def metadata_of(
 def pod_template_of(spec: RunSpec, role: Role) -> PodTemplate:
     """``podTemplate`` of a role, merged with the run's; the preparation has the trainer's, without devices.
 
-    Generators, which grade untrusted text, have no service account but their own.
+    Generators, which grade untrusted text, have no service account but their own. Environment servers have nothing of the run's.
     """
-    own: PodTemplate = getattr(spec, SECTION[role]).pod_template or PodTemplate()
+    section = getattr(spec, SECTION[role])
+    own: PodTemplate = (None if section is None else section.pod_template) or PodTemplate()
+    if role is Role.ENVIRONMENT:
+        return own
     merged = own.over(spec.pod_template)
     if role is Role.PREPARE and merged.resource_claims:
         return merged.model_copy(update={"resource_claims": []})
@@ -167,9 +185,21 @@ def spec_hash(run: ScaleRLRun, role: Role) -> str:
     """
     spec = run.spec
     fields = _pruned(spec.model_dump(mode="json", exclude=_excluded(role), exclude_defaults=True))
-    image = getattr(spec.images, SECTION[role])
     pods = pod_template_of(spec, role).model_dump(mode="json", exclude_defaults=True)
-    content = [run.metadata.name, fields, pods, image, spec.device_resource, spec.storage.claim_name]
+    image: str | None = getattr(spec.images, IMAGE[role])
+    content: list[Any] = [
+        run.metadata.name,
+        fields,
+        pods,
+        image,
+        spec.device_resource,
+        spec.storage.claim_name,
+    ]
+    if (
+        role is Role.ENVIRONMENT
+    ):  # they have nothing of the run but, without an image of their own, the generators'
+        without = spec.environment is None or spec.environment.image is not None
+        content = [run.metadata.name, fields, pods, None if without else image]
     return _short_hash(_canonical(content))
 
 

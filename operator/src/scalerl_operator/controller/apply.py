@@ -386,6 +386,8 @@ def _labels_of(name: str, run: Run) -> dict[str, str]:
         names.coordinator: Role.COORDINATOR,
         names.generator: Role.GENERATOR,
         names.extra_generators: Role.GENERATOR,
+        names.environment: Role.ENVIRONMENT,
+        names.extra_environments: Role.ENVIRONMENT,
     }
     role = roles.get(name, Role.TRAINER)
     attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
@@ -409,6 +411,8 @@ def _to_be_drained(run: Run) -> list[tuple[str, str]]:
         workloads += [("Deployment", names.generator), ("Deployment", names.extra_generators)]
         workloads += [("StatefulSet", names.coordinator)]
         workloads += [("Job", names.trainer_job(memory.attempt))]
+        if run.obj["spec"].get("environment"):
+            workloads += [("Deployment", names.environment), ("Deployment", names.extra_environments)]
     return workloads
 
 

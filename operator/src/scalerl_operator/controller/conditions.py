@@ -93,7 +93,7 @@ def _admitted(findings: Findings) -> Value:
         text = f"the run as a whole ({findings.observed.gang.generators} generators) in the queue {queue}"
         return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang.why_waiting(findings.run)}")
     waiting = [role for role, job in jobs.items() if job.held]
-    for role in (Role.COORDINATOR, Role.GENERATOR):
+    for role in (Role.COORDINATOR, Role.GENERATOR, Role.ENVIRONMENT):
         problems = (pod.problem for pod in observed.of(role))
         if any(p is not None and p.reason is Reason.WAITING_FOR_QUOTA for p in problems):
             waiting.append(role)
@@ -174,9 +174,10 @@ def _progressing(findings: Findings) -> Value:
     if (problem := _journal_problem(coordinator) or _unsaved_problem(coordinator)) is not None:
         return False, problem
     waiting = f"waiting for {coordinator.waiting_for or 'the first lease'}"
-    failing = findings.observed.problem(Role.GENERATOR)
-    if failing is not None and coordinator.phase is CoordinatorPhase.WAITING:
-        waiting += f"; {Role.GENERATOR}: {failing.message}"
+    for role in (Role.GENERATOR, Role.ENVIRONMENT):
+        failing = findings.observed.problem(role)
+        if failing is not None and coordinator.phase is CoordinatorPhase.WAITING:
+            waiting += f"; {role}: {failing.message}"
     if coordinator.step == 0:
         return False, Problem(Reason.STALLED, waiting)
     # Time without a trainer, as in a suspension, does not count.
@@ -372,7 +373,7 @@ def _role_problem(observed: Observed) -> Problem | None:
     if generators.restarts > MAX_POD_RESTARTS:
         text = f"{generators.restarted} was restarted {generators.restarts} times"
         return Problem(Reason.GENERATORS_FAILING, text)
-    for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR):
+    for role in (Role.COORDINATOR, Role.TRAINER, Role.GENERATOR, Role.ENVIRONMENT):
         problem = observed.problem(role)
         # The condition Admitted reports the wait in a queue.
         if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
@@ -382,6 +383,7 @@ def _role_problem(observed: Observed) -> Problem | None:
 
 _NEEDED: Final = {
     "reward_problem": Reason.REWARD_SERVICE_UNAVAILABLE,
+    "environment_problem": Reason.ENVIRONMENT_FAILING,
     "teacher_problem": Reason.TEACHER_UNAVAILABLE,
     "checkpoint_problem": Reason.CHECKPOINT_FAILED,
 }

@@ -35,6 +35,9 @@ def lifecycle_input(run: Run, accepted: Accepted, observed: Observed) -> Lifecyc
         trainer=observed.trainer,
         coordinator=_service(accepted, observed, Role.COORDINATOR),
         generators=_service(accepted, observed, Role.GENERATOR),
+        environment=None
+        if spec is None or spec.environment is None
+        else _service(accepted, observed, Role.ENVIRONMENT),
         status=observed.coordinator,
         stop="" if run.state.autoscaler is None else run.state.autoscaler.stop,
         generators_wanted=run.before.generators.replicas if spec is None else spec.generator.replicas,

@@ -21,6 +21,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision
 from scalerl_operator.policy.memory_status import rfc3339
+from scalerl_operator.role_containers import environment_replicas
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
@@ -47,15 +48,17 @@ async def find(api: KubeApi, run: Run, accepted: Accepted, *, served: bool) -> G
         if not (served and label(run.obj, QUEUE)) or accepted.found is None or _queued_one_by_one(run):
             return None
         try:
-            return Gang(minimum(accepted.spec), priority=await _priority(api, run))
+            servers = 0 if accepted.spec.environment is None else environment_replicas(accepted.spec)
+            return Gang(minimum(accepted.spec), priority=await _priority(api, run), environments=servers)
         except errors.Forbidden:
             return None
     priority = live["spec"].get("priority", 0)
-    generators = next((s["count"] for s in live["spec"]["podSets"] if s["name"] == Role.GENERATOR), 1)
+    counts = {one["name"]: one["count"] for one in live["spec"]["podSets"]}
+    generators, servers = counts.get(Role.GENERATOR, 1), counts.get(Role.ENVIRONMENT, 0)
     admission = (live.get("status") or {}).get("admission")
     evicted = bool(true_condition(live, "Evicted"))
     if admission is None or not (evicted or true_condition(live, "Admitted")):
-        return Gang(generators, priority=priority)
+        return Gang(generators, priority=priority, environments=servers)
     known = (live["metadata"]["uid"], json.dumps(admission, sort_keys=True))
     if run.state.placement[0] != known:
         placement, unread = await _placement(api, admission)
@@ -63,7 +66,13 @@ async def find(api: KubeApi, run: Run, accepted: Accepted, *, served: bool) -> G
         run.state.unread_flavors = UNREAD_FLAVORS.format(", ".join(unread)) if unread else ""
         if unread:
             log.warning("%s/%s: %s", run.namespace, run.name, run.state.unread_flavors)
-    return Gang(generators, run.state.placement[1], admitted=not evicted, priority=priority)
+    return Gang(
+        generators,
+        run.state.placement[1],
+        admitted=not evicted,
+        priority=priority,
+        environments=servers,
+    )
 
 
 async def _priority(api: KubeApi, run: Run) -> int | None:
@@ -207,9 +216,10 @@ def _live(run: Run) -> Object | None:
 
 def _queued_one_by_one(run: Run) -> bool:
     """Whether Kueue has queued the run's workloads one by one, since it was started where there were no gangs."""
-    extra = Names(run.name).extra_generators
+    names = Names(run.name)
+    extra = (names.extra_generators, names.extra_environments)
     return any(
-        kind in WORKLOADS and label(obj, QUEUE) and label(obj, COMPONENT) in ROLES and name != extra
+        kind in WORKLOADS and label(obj, QUEUE) and label(obj, COMPONENT) in ROLES and name not in extra
         for (kind, name), obj in run.objects.items()
         if run.owns(obj)
     )

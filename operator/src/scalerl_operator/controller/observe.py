@@ -161,7 +161,7 @@ def pod_view(pod: Object, terminating_seconds: float = 0.0) -> PodView:
         restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
         problem=_problem(pod, status, conditions, containers),
         ends=ends,
-        bad_input=next(bad_inputs, None),
+        bad_input=None if label(pod, COMPONENT) == Role.ENVIRONMENT else next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
         lost=_is_lost(pod, conditions, terminating_seconds),
         started=bool(own) and all(c.get("started") is True for c in own),
@@ -266,7 +266,8 @@ def _quick_restarts(container: Object, pod_started: float) -> int:
     longest back-off, they are if the container has on average run for less than ten minutes.
     """
     waiting = (container.get("state") or {}).get("waiting") or {}
-    if waiting.get("reason") != "CrashLoopBackOff" or _last_end(container) == STEPS_LOST_EXIT_CODE:
+    lost = container.get("name") == Role.COORDINATOR and _last_end(container) == STEPS_LOST_EXIT_CODE
+    if waiting.get("reason") != "CrashLoopBackOff" or lost:
         return 0
     count = int(container.get("restartCount", 0))
     before = (container.get("lastState") or {}).get("terminated") or {}

@@ -14,7 +14,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.registry import Kind
 from scalerl_api.spec import KIND, RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_operator.build.scope import SECTION
+from scalerl_operator.build.scope import IMAGE, SECTION
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -25,6 +25,7 @@ from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import COMPONENT, Names
 from scalerl_operator.policy.memory_status import seconds
 from scalerl_operator.policy.problems import Problem, creation_problem
+from scalerl_operator.workloads import Role
 
 _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")
@@ -182,7 +183,8 @@ def spec_field(path: str, obj: Object, run: Object) -> str:
         containers = part["containers"]
         part, below = containers[int(entry["index"]) % len(containers)], entry["rest"][1:]
         if below == "image":
-            return f"spec.images.{member}"
+            own = member == Role.ENVIRONMENT and (run["spec"].get(member) or {}).get("image")
+            return f"spec.{member}.image" if own else f"spec.images.{IMAGE[Role(role)]}"
         entry = _ENTRY.match(below)
     spec = run["spec"]
     templates = {

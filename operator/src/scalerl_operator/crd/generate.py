@@ -2,7 +2,8 @@
 
 Types, enums, bounds, patterns and defaults come from pydantic, descriptions from the docstrings of fields, and checks from the CEL
 rules of :mod:`scalerl_operator.crd.cel_rules`. So an API server refuses the same specs as ``scalerl validate``, except values of
-``task.reasoningGym.parameters``, keys of labels, and raw Kubernetes objects, which the operator checks.
+``task.reasoningGym.parameters``, keys of labels, raw Kubernetes objects, and ``environment.podTemplate``, for which the size of a
+definition has no room; the operator checks those.
 
 The definition is stricter than the models in one point: paths are absolute. A field that is ``null`` is absent for the server.
 """
@@ -30,6 +31,7 @@ from scalerl_api.fields import DECIMAL_FORM
 from scalerl_api.load import to_yaml
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import set_by_others
+from scalerl_api.roles import EnvironmentServerSpec
 from scalerl_api.source import VerifierSpec, WeightedVerifier
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
@@ -234,6 +236,8 @@ class _Structural(GenerateJsonSchema):
         for base in reversed(model.__mro__):
             if issubclass(base, BaseModel):
                 docstrings |= _docstrings(sys.modules[base.__module__]).get(base.__name__, {})
+        if model is EnvironmentServerSpec:
+            fields["properties"]["podTemplate"] = {"type": "object"} | _ANY
         for name, field in model.model_fields.items():
             if name not in docstrings:
                 raise NotExpressible(

@@ -80,6 +80,9 @@ class LocalRun:
         self._wake = asyncio.Event()
         self._file = StatusFile(directory.paths.status, run)
         self._memory = self._file.memory
+        # A port has one process, which may have workers of its own.
+        of_one = (replace(w, replicas=1) if w.role is Role.ENVIRONMENT else w for w in plan.workloads)
+        plan = replace(plan, workloads=tuple(of_one))
         known = None
         if run.spec.autoscaling.mode != "Off":
             known = summary_of(directory.paths.decisions)
@@ -203,6 +206,7 @@ class LocalRun:
             trainer=roles.trainer,
             coordinator=roles.coordinator,
             generators=roles.generators,
+            environment=roles.environment,
             status=status,
             stop="" if self._autoscaler is None else self._autoscaler.stop,
             generators_wanted=self._runtime.replicas(Role.GENERATOR),

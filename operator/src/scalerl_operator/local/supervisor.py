@@ -65,6 +65,7 @@ class Roles:
     coordinator: Service
     generators: Service
     serving: bool
+    environment: Service | None = None
 
 
 class LocalRuntime:
@@ -97,6 +98,8 @@ class LocalRuntime:
         self._incarnation = uuid.uuid4().hex[:12]
         self._base = environment()
         self._coordinator_port = self._ports.take()
+        has_servers = any(workload.role is Role.ENVIRONMENT for workload in plan.workloads)
+        self._environment_port = self._ports.take() if has_servers else 0
         self._master_ports: dict[Role, tuple[int, int]] = {}  # (start, port)
         self._is_prepared = False
         self._is_serving = False
@@ -132,6 +135,7 @@ class LocalRuntime:
             self._service(Role.GENERATOR),
             self._is_serving
             or any(self._runs(unit) for unit in self.units if unit.lifetime is Lifetime.SERVICE),
+            self._service(Role.ENVIRONMENT) if self._environment_port else None,
         )
 
     def apply(self, decision: LifecycleDecision) -> None:
@@ -337,10 +341,13 @@ class LocalRuntime:
     def _members(self, workload: Workload, index: int) -> list[Member]:
         """The processes of one replica."""
         replica = workload.replica_name(index)
-        # All processes get the coordinator's address in their environment, so its port is chosen before all others.
-        of_coordinator = workload.role is Role.COORDINATOR
+        # Other processes get these addresses in their environment, so the ports are chosen before all others.
+        chosen = {
+            (Role.COORDINATOR, "http"): self._coordinator_port,
+            (Role.ENVIRONMENT, "environment"): self._environment_port,
+        }
         ports = {
-            name: self._coordinator_port if of_coordinator and name == "http" else self._ports.take()
+            name: chosen.get((workload.role, name)) or self._ports.take()
             for container in workload.containers
             for name in container.ports
         }
@@ -381,6 +388,10 @@ class LocalRuntime:
             ADDRESS: HOST,
             **{port_variable(port): str(number) for port, number in ports.items()},
         }
+        if self._environment_port:
+            variables[api.ENVIRONMENT_URL] = f"http://{HOST}:{self._environment_port}"
+        if workload.role is Role.ENVIRONMENT:
+            variables = {name: variables[name] for name in (BIND, port_variable("environment"))}
         if workload.lifetime is Lifetime.GANG:
             variables |= {
                 "RANK": str(index),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,7 @@ from scalerl_operator.local import prober
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.problems import last_log_line
 from scalerl_operator.run_view import Event, Failure, UnitState, UnitStatus
-from scalerl_operator.workloads import Container, Lifetime, Workload
+from scalerl_operator.workloads import Container, Lifetime, Role, Workload
 from scalerl_processes.child import ChildProcess, Command
 from scalerl_processes.waiting import cancel, first, pause
 
@@ -151,7 +151,11 @@ class Unit:
             bad_input = end.exit_code == api.BAD_INPUT_EXIT_CODE
             self.failure = Failure(self.name, self.status.role, how, bad_input, end.exit_code, str(log), line)
             return 0.0
-        outcome = restarts.decide(self._policy, self._record, end)
+        own = (
+            self.status.role is Role.ENVIRONMENT
+        )  # a program of the user's, whose exit codes say nothing here
+        known = replace(end, exit_code=1) if own and end.exit_code else end
+        outcome = restarts.decide(self._policy, self._record, known)
         if isinstance(outcome, restarts.GiveUp):
             self._give_up(f"{how}; {outcome.reason}", outcome.bad_input, end.exit_code, str(log), line)
             return GIVEN_UP_SECONDS

@@ -110,7 +110,10 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if memory.attempt == 0:  # disruptions of the preparation do not count for the trainer
         memory = replace(memory, record=replace(memory.record, disruptions=0))
     failure = (
-        memory.holding or _coordinator_failure(observed, memory) or _generator_failure(spec, observed, memory)
+        memory.holding
+        or _coordinator_failure(observed, memory)
+        or _generator_failure(spec, observed, memory)
+        or _environment_failure(observed, memory)
     )
     if failure is not None:
         # While the coordinator answers, a run that is held saves its training first. That drain goes on without an answer, and
@@ -269,6 +272,22 @@ def _generator_failure(spec: RunSpec, observed: LifecycleInput, memory: Memory) 
         return None
     reason = Reason.BAD_INPUT if generators.bad_input else Reason.BACKOFF_LIMIT_EXCEEDED
     return _failure(observed, memory, reason, f"generator: {end.message or 'its input is wrong'}")
+
+
+def _environment_failure(observed: LifecycleInput, memory: Memory) -> Outcome | None:
+    """The outcome of a run whose environment servers all fail for good, so that no episode goes on. One that has trained is held, to save
+    it: what fails is no role of the run."""
+    environment = observed.environment
+    if environment is None or environment.ready:
+        return None
+    if environment.restarts > restarts.MAX_POD_RESTARTS:
+        message = f"{environment.restarted} was restarted {environment.restarts} times"
+    elif environment.given_up is not None and not environment.starting:
+        message = environment.given_up.message or f"exited with {environment.given_up.exit_code}"
+    else:
+        return None
+    end = End.HELD if memory.has_trained else End.FAILED
+    return Outcome(end, Reason.BACKOFF_LIMIT_EXCEEDED, f"environment: {message}")
 
 
 def _generators(observed: LifecycleInput) -> int:

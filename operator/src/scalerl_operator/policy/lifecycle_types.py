@@ -88,6 +88,7 @@ class LifecycleInput:
     queued: a queue admits the run's Jobs.
     unadmitted: the queue has not admitted the run's gang, or has evicted it.
     serving: the coordinator or generators exist.
+    environment: its servers; None: the run has none.
     status: of the coordinator; None while it does not answer.
     stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
     steps: trained, as recorded in the run's status.
@@ -107,6 +108,7 @@ class LifecycleInput:
     trainer: Job = Job()
     coordinator: Service = Service()
     generators: Service = Service()
+    environment: Service | None = None
     status: Status | None = None
     stop: str = ""
     generators_wanted: int = 1
@@ -190,7 +192,7 @@ class Memory:
 class LifecycleDecision:
     """The objects that are to exist, and the actions.
 
-    prepare, coordinator: whether they exist.
+    prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
     generators: replicas.
     trainer: the attempt that exists; None: none.
     frozen: existing objects are not updated, also if the spec has changed.

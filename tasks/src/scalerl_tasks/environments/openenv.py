@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from scalerl_api.http_client import Unanswered, exchange
+from scalerl_api.registry import DEFAULT_SESSIONS
 from scalerl_processes.waiting import cancel
 from scalerl_tasks.answer_extraction import after_thought
 from scalerl_tasks.errors import VerifierError, did_you_mean
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 TOKEN: Final = "ENVIRONMENT_TOKEN"
 """Environment variable with the token of the server."""
-DEFAULT_SESSIONS: Final = 64
 _MAX_ANSWER_BYTES: Final = 4 << 20
 _OF_THE_SERVER: Final = {"FACTORY_ERROR": "cannot make an environment", "SESSION_ERROR": "ended a session"}
 _OF_A_REQUEST: Final = ("VALIDATION_ERROR", "EXECUTION_ERROR")
