@@ -295,10 +295,12 @@ async def test_actor_asks_for_a_bounded_number_of_scores_at_once(
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
 async def test_score_waits_for_a_teacher_that_answers_nobody(
     server: TeacherStandIn,
-    teacher: Teacher,
+    session: aiohttp.ClientSession,
     metrics: ActorMetrics,
     status: int,
 ) -> None:
+    timings = Timings(progress_seconds=0.05)
+    teacher = Teacher(session, TeacherSpec(url=server.url), "", metrics, timings)
     waited: list[str] = []
     server.status = status
     scoring = asyncio.create_task(teacher.score([5], [sampled(6)], lambda: waited.append(teacher.problem)))
