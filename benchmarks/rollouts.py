@@ -21,10 +21,11 @@ from coordinator import english
 
 from scalerl_api.wire import GroupText, PromptRef, Split, TrainedSequence, VersionSpan
 from scalerl_cli.main import parser as command_line
-from scalerl_cli.rollouts import select
+from scalerl_cli.rollout_search import select
 from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
-from scalerl_coordinator.rollout_record import RecordedGroup, RolloutRecord
+from scalerl_coordinator.recorded_rows import RecordedGroup
+from scalerl_coordinator.rollout_record import RolloutRecord
 
 GROUPS, COMPLETIONS, TOKENS = 32, 16, 512
 TEXTS = english(4096, TOKENS * 4)

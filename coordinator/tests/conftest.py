@@ -127,7 +127,11 @@ class Local:
 
 @asynccontextmanager
 async def serve(
-    root: Path, nonce: str = "local", history: ResponseStore | None = None, **options: object
+    root: Path,
+    nonce: str = "local",
+    history: ResponseStore | None = None,
+    exports_seconds: float = 5.0,
+    **options: object,
 ) -> AsyncIterator[Local]:
     """A coordinator on ``root`` while the context lasts; then an orderly stop. ``options`` are the journal's."""
     settings = Settings.of_run(
@@ -140,7 +144,9 @@ async def serve(
     await journal.start()
     train = Prompts("train", 397)
     server = Server(
-        *(core, journal, RunFiles(paths), TOKEN, [train], [Prompts("held-out", 3)]), history=history
+        *(core, journal, RunFiles(paths), TOKEN, [train], [Prompts("held-out", 3)]),
+        history=history,
+        exports_seconds=exports_seconds,
     )
     await server.start()
     served = runner(server.app, shutdown_seconds=1.0)

@@ -25,7 +25,8 @@ from scalerl_coordinator import rollout_record
 from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.journal_records import StoredGroup, decode_stored
-from scalerl_coordinator.rollout_record import RecordedGroup, RolloutRecord, schema
+from scalerl_coordinator.recorded_rows import RecordedGroup, schema
+from scalerl_coordinator.rollout_record import RolloutRecord
 
 ROOT = Path(__file__).parents[2]
 

@@ -324,9 +324,8 @@ async def test_status_reads_exports_in_background(serving_on, tmp_path, monkeypa
         return read(files)
 
     monkeypatch.setattr(RunFiles, "exports", count)
-    monkeypatch.setattr("scalerl_coordinator.server._EXPORTS_SECONDS", 1.0)
     started = loop.time()
-    async with serving_on(tmp_path):
+    async with serving_on(tmp_path, exports_seconds=1.0):
         async with asyncio.timeout(120):
             while reads == 0:  # noqa: ASYNC110 -- nothing announces it
                 await asyncio.sleep(0.01)
@@ -363,27 +362,28 @@ async def test_exports_of_a_trainer_with_its_own_directory_survive_a_restart(ser
             await report(client, "u", exports)
 
 
-async def test_status_does_not_wait_for_disk(local, serving, monkeypatch):
-    monkeypatch.setattr("scalerl_coordinator.server._EXPORTS_SECONDS", 0.1)
-    index = local.paths.exports / "exports.json"
-    index.parent.mkdir(parents=True)
-    index.write_text('{"failures": 3}')
-    async with asyncio.timeout(120):
-        while (exports := (await serving.status()).exports) is None:
-            pass  # asks again until a tick has read the file
-    assert exports.failures == 3
-    index.unlink()
-    os.mkfifo(index)  # a reader waits in it until the writer closes
-    writer = -1
-    async with asyncio.timeout(120):
-        while writer < 0:
-            try:
-                writer = os.open(index, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError:  # ENXIO: the server does not read yet
-                await asyncio.sleep(0.05)
-    try:
-        for _ in range(3):
-            assert (await asyncio.wait_for(serving.status(), 120)).exports == exports
-    finally:
+async def test_status_does_not_wait_for_disk(serving_on, tmp_path):
+    async with serving_on(tmp_path, exports_seconds=0.1) as local, aiohttp.ClientSession() as session:
+        serving = Client(session, local.url)
+        index = local.paths.exports / "exports.json"
+        index.parent.mkdir(parents=True)
+        index.write_text('{"failures": 3}')
+        async with asyncio.timeout(120):
+            while (exports := (await serving.status()).exports) is None:
+                pass  # asks again until a tick has read the file
+        assert exports.failures == 3
         index.unlink()
-        os.close(writer)
+        os.mkfifo(index)  # a reader waits in it until the writer closes
+        writer = -1
+        async with asyncio.timeout(120):
+            while writer < 0:
+                try:
+                    writer = os.open(index, os.O_WRONLY | os.O_NONBLOCK)
+                except OSError:  # ENXIO: the server does not read yet
+                    await asyncio.sleep(0.05)
+        try:
+            for _ in range(3):
+                assert (await asyncio.wait_for(serving.status(), 120)).exports == exports
+        finally:
+            index.unlink()
+            os.close(writer)

@@ -32,7 +32,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.trackers import TrackersSpec
 from scalerl_coordinator import main
 from scalerl_coordinator.files import RunFiles
-from scalerl_coordinator.rollout_record import table_of
+from scalerl_coordinator.recorded_rows import table_of
 from scalerl_coordinator.tracking import supervisor
 from scalerl_coordinator.tracking.sink import flat, hyperparameters, tracker_id
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
@@ -44,6 +44,7 @@ from scalerl_coordinator.tracking.tail import (
     sample_of_evaluation,
 )
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
+from scalerl_coordinator.tracking.wandb_sink import WandbSink
 
 Rows = dict[int, dict[str, float]]
 
@@ -640,11 +641,12 @@ def test_wandb_online_kill_sends_each_row_once(paths: RunPaths, monkeypatch: pyt
 def test_wandb_without_server_reports_reason(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("scalerl_coordinator.tracking.wandb_sink._INIT_SECONDS", 2.0)
     specify(paths, wandb={})
+    run = parse_run(paths.run_file.read_text(), "test")
+    sink = WandbSink(run, paths, run.spec.trackers.wandb, init_seconds=2.0)
     try:
         with pytest.raises(Exception, match="connection refused"):
-            in_process(paths, "wandb", lambda seconds: True)
+            follow(paths, sink, lambda step: None, lambda seconds: True)
     finally:
         import wandb
 
@@ -724,8 +726,7 @@ async def test_tracker_failure_is_logged_once_and_retried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(supervisor._PACKAGES, "wandb", "scalerl_no_such_package")
-    monkeypatch.setattr(supervisor, "BACKOFF_SECONDS", (0.01,))
-    trackers = Trackers(TrackersSpec.model_validate({"wandb": {}}))
+    trackers = Trackers(TrackersSpec.model_validate({"wandb": {}}), backoff_seconds=(0.01,))
     trackers.start()
     with caplog.at_level(logging.ERROR):
         async with asyncio.timeout(120):

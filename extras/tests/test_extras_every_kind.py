@@ -31,7 +31,7 @@ from scalerl_generator.vllm_server import ServerProblem, parse, vllm_arguments
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
-from scalerl_tasks.sources import grading_digest, open_episodes
+from scalerl_tasks.scoring import grading_digest, open_episodes
 from scalerl_trainer.algo.losses import TokenBatch
 from scalerl_trainer.checks import PrepareError, check_plugins
 from scalerl_trainer.spec_settings import make_loss

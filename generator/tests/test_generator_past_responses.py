@@ -70,7 +70,7 @@ LEASE = Lease(
 
 
 class World:
-    def __init__(self, memory_tokens: int = 100_000) -> None:
+    def __init__(self, memory_tokens: int = 100_000, **timings: float) -> None:
         self.coordinator, self.server, self.state = FakeCoordinator(), FakeServer(), ServerState()
         self.metrics = ActorMetrics(self.state, BusyClock())
         self.state.mark_up()
@@ -80,6 +80,7 @@ class World:
             self.state,
             self.metrics,
             memory_tokens,
+            **timings,
         )
 
     def count(self, name: str, **labels: str) -> float | None:
@@ -167,10 +168,8 @@ async def test_feed_does_not_ask_for_evaluations(world: World) -> None:
 
 
 @pytest.mark.parametrize("past", [CoordinatorDown("away"), None])
-async def test_feed_does_not_wait_for_a_coordinator(
-    world: World, past: Exception | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(past_responses, "_SECONDS", 0.05)
+async def test_feed_does_not_wait_for_a_coordinator(past: Exception | None) -> None:
+    world = World(wait_seconds=0.05)
     world.coordinator.past = past
     for _ in range(3):
         await world.feed.prepare(LEASE, PROMPT)
@@ -188,11 +187,9 @@ async def test_feed_survives_a_server_that_is_down(world: World) -> None:
     assert world.server.given == [response(1, 2).token_ids]
 
 
-async def test_feed_reports_drafts_of_a_server_that_restarted(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_feed_reports_drafts_of_a_server_that_restarted() -> None:
     """A new server has drafted less, or more in fewer steps: counters only grow."""
-    monkeypatch.setattr(past_responses, "_REPORT_SECONDS", 0.01)
+    world = World(report_seconds=0.01)
     reports: Sequence[DraftReport] = [
         DraftReport(
             steps=50,

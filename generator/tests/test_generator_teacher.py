@@ -34,7 +34,7 @@ from scalerl_api.wire import Split
 from scalerl_generator import teacher as teacher_module
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
+from scalerl_generator.teacher import API_KEY, Teacher, Timings, UnfitTeacher
 from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused
 from scalerl_tasks.sources import open_task
 from scalerl_tasks.text import ModelTokenizer
@@ -150,7 +150,8 @@ def metrics() -> ActorMetrics:
 
 @pytest.fixture
 def teacher(server: TeacherStandIn, session: aiohttp.ClientSession, metrics: ActorMetrics) -> Teacher:
-    return Teacher(session, TeacherSpec(url=server.url), "", metrics)
+    timings = Timings(max_backoff_seconds=0.02, progress_seconds=0.05)
+    return Teacher(session, TeacherSpec(url=server.url), "", metrics, timings)
 
 
 def tokenizer_of(model: Path) -> ModelTokenizer:
@@ -294,12 +295,12 @@ async def test_actor_asks_for_a_bounded_number_of_scores_at_once(
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
 async def test_score_waits_for_a_teacher_that_answers_nobody(
     server: TeacherStandIn,
-    teacher: Teacher,
+    session: aiohttp.ClientSession,
     metrics: ActorMetrics,
     status: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_PROGRESS_SECONDS", 0.05)
+    timings = Timings(progress_seconds=0.05)
+    teacher = Teacher(session, TeacherSpec(url=server.url), "", metrics, timings)
     waited: list[str] = []
     server.status = status
     scoring = asyncio.create_task(teacher.score([5], [sampled(6)], lambda: waited.append(teacher.problem)))
@@ -333,9 +334,8 @@ async def test_score_that_only_one_completion_is_refused_for_raises(
 
 
 async def test_score_waits_for_a_teacher_with_too_short_context(
-    server: TeacherStandIn, teacher: Teacher, model: Path, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher, model: Path
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     await teacher.check(tokenizer_of(model), CONTEXT)
     server.context, server.poison, server.poison_status = CONTEXT, 9, 400
     scoring = asyncio.create_task(teacher.score([5], [sampled(9)], lambda: None))
@@ -353,10 +353,9 @@ async def test_score_waits_for_a_teacher_with_too_short_context(
 
 
 async def test_completion_that_fails_while_others_are_answered_raises(
-    server: TeacherStandIn, teacher: Teacher, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher
 ) -> None:
     """Also where as many fail as the teacher scores at once."""
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     server.poison, server.status = 9, 503
     requests = teacher_module._REQUESTS
     poisoned = [asyncio.create_task(teacher.score([5], [sampled(9)], lambda: None)) for _ in range(requests)]
@@ -372,9 +371,8 @@ async def test_completion_that_fails_while_others_are_answered_raises(
 
 
 async def test_only_completion_left_raises_when_the_teacher_answers_probes(
-    server: TeacherStandIn, teacher: Teacher, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     server.poison = 9
     with pytest.raises(ServerRefused, match="HTTP 500"):
         await asyncio.wait_for(teacher.score([5, 6], [sampled(9)], lambda: None), 120)
@@ -385,10 +383,9 @@ async def test_only_completion_left_raises_when_the_teacher_answers_probes(
 
 
 async def test_completion_is_not_given_up_while_the_teacher_fails_on_probes(
-    server: TeacherStandIn, teacher: Teacher, model: Path, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher, model: Path
 ) -> None:
     """A teacher out of memory for so many tokens fails on a probe of as many, whatever it answers for shorter ones."""
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     await teacher.check(tokenizer_of(model), CONTEXT)
     server.status = 500
     scoring = asyncio.create_task(teacher.score([5], [sampled(6)], lambda: None))
@@ -410,9 +407,8 @@ async def scoring_during_an_outage(
 
 
 async def test_refused_probe_is_followed_by_the_completion(
-    server: TeacherStandIn, teacher: Teacher, model: Path, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher, model: Path
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     scoring = await scoring_during_an_outage(server, teacher, model)
     server.status = 413
     with pytest.raises(ServerRefused, match="HTTP 413"):
@@ -421,9 +417,8 @@ async def test_refused_probe_is_followed_by_the_completion(
 
 
 async def test_refused_probe_of_a_teacher_with_too_short_a_context_says_so(
-    server: TeacherStandIn, teacher: Teacher, model: Path, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher, model: Path
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     scoring = await scoring_during_an_outage(server, teacher, model)
     server.status, server.context = 400, CONTEXT
     await until(lambda: f"has a max_model_len of {CONTEXT}" in teacher.problem)
@@ -433,9 +428,8 @@ async def test_refused_probe_of_a_teacher_with_too_short_a_context_says_so(
 
 
 async def test_overload_is_not_counted_against_the_completion(
-    server: TeacherStandIn, teacher: Teacher, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn, teacher: Teacher
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
     server.poison, server.poison_status = 9, 503
     scoring = asyncio.create_task(teacher.score([5], [sampled(9)], lambda: None))
     await until(lambda: len(server.scored) > 4 * teacher_module._MAX_FAILURES)
@@ -445,10 +439,13 @@ async def test_overload_is_not_counted_against_the_completion(
 
 
 async def test_teacher_that_accepts_requests_and_answers_none_is_a_problem(
-    server: TeacherStandIn, teacher: Teacher, metrics: ActorMetrics, monkeypatch: pytest.MonkeyPatch
+    server: TeacherStandIn,
+    session: aiohttp.ClientSession,
+    metrics: ActorMetrics,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(teacher_module, "_SCORE_SECONDS", 0.2)
-    monkeypatch.setattr(teacher_module, "_MAX_BACKOFF_SECONDS", 0.02)
+    timings = Timings(score_seconds=0.2, max_backoff_seconds=0.02)
+    teacher = Teacher(session, TeacherSpec(url=server.url), "", metrics, timings)
     limits: list[float] = []
     call = teacher._call
     monkeypatch.setattr(teacher, "_call", lambda *given: (limits.append(given[2]), call(*given))[1])

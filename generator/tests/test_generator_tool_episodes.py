@@ -20,7 +20,7 @@ from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import Prompt, open_grading_pool
 from scalerl_tasks.environments.tool_calls import tools_of
-from scalerl_tasks.sources import open_episodes
+from scalerl_tasks.scoring import open_episodes
 
 PROMPT = Prompt("p", "345", "4")
 PARAMETERS = {"tools": [{"calculator": {"name": "c"}}, {"python": {"name": "p"}}], "format": "Text"}

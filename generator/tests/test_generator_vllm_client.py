@@ -11,7 +11,6 @@ from aiohttp import web
 from free_port import full_port
 
 from scalerl_api.wire import TensorSpec, WeightReceive
-from scalerl_generator import vllm_client
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import (
     UNVERSIONED,
@@ -158,11 +157,10 @@ async def test_client_errors_are_typed(serve: Serve) -> None:
     await nobody.close()
 
 
-async def test_client_names_the_limit_that_passed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_names_the_limit_that_passed(serve: Serve) -> None:
     """A server that accepts no connection is not one that has not answered for the limit of the answer."""
-    monkeypatch.setattr(vllm_client, "_CONNECT_SECONDS", 0.2)
     with full_port() as port:
-        unreachable = VllmClient(f"http://127.0.0.1:{port}", "secret")
+        unreachable = VllmClient(f"http://127.0.0.1:{port}", "secret", connect_seconds=0.2)
         with pytest.raises(ServerDown, match=r"generate: no connection in 0\.2 s$"):
             await unreachable.generate([1], n=1, max_tokens=1)
         with pytest.raises(ServerDown, match=r"generate: no connection in 0\.2 s$"):

@@ -9,7 +9,7 @@ import pytest
 from scalerl_api.source import EvaluationTaskSpec, WeightedVerifier
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.grading.combined import CombinedGrader
-from scalerl_tasks.sources import grading_digest
+from scalerl_tasks.scoring import grading_digest
 
 REWARDS = """
 def format(completion):

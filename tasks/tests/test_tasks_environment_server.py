@@ -19,7 +19,7 @@ from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
-from scalerl_tasks.sources import _environment_server, grading_digest
+from scalerl_tasks.scoring import _environment_server, grading_digest
 
 PROMPT = Prompt("row-7", "Say it.", "4", metadata={"level": 3})
 

@@ -16,7 +16,7 @@ from scalerl_tasks.environments.nim import Nim
 from scalerl_tasks.environments.protocol import MAX_MESSAGE_BYTES, Message, Step
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.python_verifier import PythonFunction
-from scalerl_tasks.sources import grading_digest
+from scalerl_tasks.scoring import grading_digest
 
 GAME = Prompt("game", "13 3", "1")
 CODE = """

@@ -513,8 +513,7 @@ async def test_pool_refuses_use_before_start():
 
 async def test_pool_fails_without_fork_server(monkeypatch):
     """No scores are invented, and no group waits for ever."""
-    monkeypatch.setattr("scalerl_tasks.grading.grading_pool._FIRST_BACK_OFF_SECONDS", 0.001)
-    async with GradingPool(VerifierConfig("exact")) as pool:
+    async with GradingPool(VerifierConfig("exact"), back_off_seconds=0.001) as pool:
         assert await pool.score_group(FOUR, ["4"]) == [RIGHT]
         monkeypatch.setattr("sys.executable", "/nonexistent/python")
         for pid in children():

@@ -12,8 +12,7 @@ import pytest
 from aiohttp import web
 
 from scalerl_tasks import Graded, Prompt, Verdict
-from scalerl_tasks.grading import http_grader
-from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
+from scalerl_tasks.grading.http_grader import HttpGrader, RewardService, Timings
 
 PROMPT = Prompt("row-7", "2 + 2?", "4", metadata={"level": 3})
 Handler = Callable[[list[dict[str, Any]]], Awaitable[web.Response] | web.Response]
@@ -63,16 +62,16 @@ async def serving(port: int = 0) -> AsyncIterator[tuple[Service, str]]:
         await runner.cleanup()
 
 
-@pytest.fixture(autouse=True)
-def short_back_off(monkeypatch):
-    monkeypatch.setattr(http_grader, "_FIRST_BACK_OFF_SECONDS", 0.02)
-    monkeypatch.setattr(http_grader, "_MAX_BACK_OFF_SECONDS", 0.05)
-    monkeypatch.setattr(http_grader, "_WAITING_SECONDS", 0.02)
+def grading(url: str, **service: Any) -> HttpGrader:
+    """A grader with short pauses."""
+    return HttpGrader(
+        RewardService(url, **service), Timings(first_back_off=0.02, max_back_off=0.05, waiting=0.02)
+    )
 
 
 async def test_completions_of_groups_share_requests(monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "secret")
-    async with serving() as (service, url), HttpGrader(RewardService(url, batch=8, concurrency=2)) as grader:
+    async with serving() as (service, url), grading(url, batch=8, concurrency=2) as grader:
         found = await asyncio.gather(*(grader.score_group(PROMPT, ["4", "5", "4"]) for _ in range(10)))
         assert found == [[Graded(Verdict(1.0)), Graded(Verdict(0.0)), Graded(Verdict(1.0))]] * 10
         assert len(service.requests) < 10
@@ -90,7 +89,7 @@ async def test_completions_of_groups_share_requests(monkeypatch):
 
 
 async def test_range_null_and_wrong_scores():
-    async with serving() as (service, url), HttpGrader(RewardService(url, range=(-1.0, 1.0))) as grader:
+    async with serving() as (service, url), grading(url, range=(-1.0, 1.0)) as grader:
         service.handler = lambda rows: scores([-1, 0.5, None, 3])
         low, high, none, wrong = await grader.score_group(PROMPT, ["a", "b", "c", "d"])
     assert (low, high) == (Graded(Verdict(0.0, {"reward": -1.0})), Graded(Verdict(0.75, {"reward": 0.5})))
@@ -133,7 +132,7 @@ async def test_service_that_fails_makes_groups_wait(handler, says, caplog):
         nonlocal calls
         calls += 1
 
-    async with serving() as (service, url), HttpGrader(RewardService(url, timeout_seconds=0.2)) as grader:
+    async with serving() as (service, url), grading(url, timeout_seconds=0.2) as grader:
         service.handler = handler
         group = asyncio.create_task(grader.score_group(PROMPT, ["4", "5"], on_graded=waits))
         while not (grader.problem and calls > 3):
@@ -150,7 +149,7 @@ async def test_service_that_fails_makes_groups_wait(handler, says, caplog):
 async def test_service_that_is_not_there_yet():
     async with serving() as (_, url):
         port = int(url.split(":")[2].partition("/")[0])
-    async with HttpGrader(RewardService(url)) as grader:
+    async with grading(url) as grader:
         group = asyncio.create_task(grader.score_group(PROMPT, ["4"]))
         while not grader.problem:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -163,7 +162,7 @@ async def test_completion_that_the_service_fails_on_is_the_only_one_without_a_ve
     def broken(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=500) if any(row["completion"] == "bad" for row in rows) else right(rows)
 
-    async with serving() as (service, url), HttpGrader(RewardService(url, retries=2)) as grader:
+    async with serving() as (service, url), grading(url, retries=2) as grader:
         service.handler = broken
         found = await grader.score_group(PROMPT, ["4", "bad", "5"])
     assert [one.score for one in found] == [1.0, 0.0, 0.0]
@@ -179,7 +178,7 @@ async def test_service_whose_model_is_down_makes_groups_wait(before):
     def down(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=500 if rows else 200, text='{"scores": []}')
 
-    async with serving() as (service, url), HttpGrader(RewardService(url, retries=2)) as grader:
+    async with serving() as (service, url), grading(url, retries=2) as grader:
         if before:
             await grader.score_group(PROMPT, ["5"])
         service.handler = down
@@ -197,7 +196,7 @@ async def test_completion_that_the_service_refuses():
     def refuses(rows: list[dict[str, Any]]) -> web.Response:
         return web.Response(status=422) if any(row["completion"] == "bad" for row in rows) else right(rows)
 
-    async with serving() as (service, url), HttpGrader(RewardService(url, retries=50)) as grader:
+    async with serving() as (service, url), grading(url, retries=50) as grader:
         service.handler = refuses
         found = await grader.score_group(PROMPT, ["4", "bad"])
         assert [one.verdict is None for one in found] == [False, True]
@@ -206,7 +205,7 @@ async def test_completion_that_the_service_refuses():
 
 
 async def test_cancelled_group_does_not_disturb_others():
-    async with serving() as (service, url), HttpGrader(RewardService(url, batch=1, concurrency=1)) as grader:
+    async with serving() as (service, url), grading(url, batch=1, concurrency=1) as grader:
         gate = asyncio.Event()
 
         async def wait(rows: list[dict[str, Any]]) -> web.Response:

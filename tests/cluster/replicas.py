@@ -89,10 +89,10 @@ def noting(reconciled: list[Key]) -> main.MakeReconcile:
 
 
 async def an_operator(
-    served: Cluster, namespace: str, reconciled: list[Key], identity: str = "test"
+    served: Cluster, namespace: str, reconciled: list[Key], identity: str = "test", **timings: float
 ) -> main.Operator:
     chosen = settings(served, namespace, identity)
-    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(reconciled))
+    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(reconciled), **timings)
 
 
 async def asked(operator: main.Operator, path: str) -> tuple[int, str]:

@@ -409,15 +409,12 @@ def bare() -> Iterator[Cluster]:
         yield cluster
 
 
-async def test_operator_survives_a_missing_crd(
-    bare: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_operator_survives_a_missing_crd(bare: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """The chart may bring the operator before its CRDs; then it is not ready, says why, and does not end."""
-    monkeypatch.setattr(main, "WAIT_LOG_SECONDS", 1.0)
     reconciled: list[Key] = []
     namespace = "default"
     configuration = await connection.load(str(bare.kubeconfig))
-    made = await an_operator(bare, namespace, reconciled)
+    made = await an_operator(bare, namespace, reconciled, wait_log_seconds=1.0)
     async with KubeApi(configuration) as api, running(made) as operator:
         await until(lambda: operator.address and "waiting for the first list of ScaleRLRun" in caplog.text)
         await asyncio.sleep(3)  # all but the runs are listed

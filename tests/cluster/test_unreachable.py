@@ -9,7 +9,7 @@ import pytest
 from replicas import until
 from stage import Coordinator, Stage, tiny
 
-from scalerl_operator.controller import coordinator_poller
+from scalerl_operator.controller.coordinator_poller import Timings
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
@@ -45,9 +45,8 @@ async def with_coordinator(there: Stage, name: str, address: str) -> None:
 
 
 async def test_forty_unreachable_coordinators_do_not_delay_a_healthy_run(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
+    there: Stage,
 ) -> None:
-    monkeypatch.setattr(coordinator_poller, "ANSWER_SECONDS", SILENT_SECONDS)
     silent, seen, steps = Coordinator(), dict[Key, float](), dict[Key, int | None]()
     silent.silent = True
 
@@ -64,6 +63,7 @@ async def test_forty_unreachable_coordinators_do_not_delay_a_healthy_run(
         operator_namespace="scalerl",
         on_status=lambda key, status, _: steps.__setitem__(key, status.step if status else None),
         wake=queue.wake,
+        poll_timings=Timings(answer=SILENT_SECONDS),
     )
     await there.account()
     async with silent.serving():

@@ -27,14 +27,13 @@ from trainer_run import until
 
 from scalerl_api import wire
 from scalerl_api.paths import RunPaths
-from scalerl_trainer import checkpointer as checkpointer_module
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
 from scalerl_trainer.checkpoint_copies import (
     RUN_FILE,
     CheckpointCopies,
     PrefixTaken,
 )
-from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
+from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.object_store import ObjectStore, StoreError
@@ -43,6 +42,7 @@ from scalerl_trainer.uploader import Uploader, UploadState
 pytestmark = pytest.mark.slow
 
 RETRIED = "another attempt follows"
+QUICK = Timings(exchange=0.02)
 RUN = {"namespace": "", "name": "run", "seed": 0, "model": {}}
 
 
@@ -59,7 +59,6 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
         monkeypatch.delenv(variable)
     for variable, value in s3_server.environ.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(checkpointer_module, "_EXCHANGE_SECONDS", 0.02)
     return s3_server
 
 
@@ -148,7 +147,7 @@ class Trainer:
         self.engine = Weights()
         ranks: Any = OnlyRank(60.0)
         engine: Any = self.engine
-        self.checkpointer = Checkpointer(volume, ranks, engine, uploader=self.uploader)
+        self.checkpointer = Checkpointer(volume, ranks, engine, uploader=self.uploader, timings=QUICK)
         self.version = self.checkpointer.load()
 
     def save(self, step: int, size: int = 0, best: int = -1) -> None:

@@ -24,10 +24,9 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.wire import EvaluationPoint
-from scalerl_trainer import exporter
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.export_targets import Folder, Models, TargetError, open_target
-from scalerl_trainer.exporter import Exporter, SelectedPoints
+from scalerl_trainer.exporter import STOPPED_SECONDS, Exporter, SelectedPoints
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models import load_model, write_scratch
@@ -58,7 +57,15 @@ def point(
 class Run:
     """A run's directory, a model whose weights are the version, and the exporter."""
 
-    def __init__(self, root: Path, to: str | None = None, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        to: str | None = None,
+        *,
+        enabled: bool = True,
+        stopped_seconds: float = STOPPED_SECONDS,
+    ) -> None:
+        self.stopped_seconds = stopped_seconds
         self.paths = RunPaths(root)
         whole = load_run(EXAMPLE).spec.model_dump(by_alias=True, exclude_none=True)
         whole["trainer"]["export"] = {"enabled": enabled} | ({"to": to} if to else {})
@@ -75,7 +82,13 @@ class Run:
     def start(self, copy_pauses: tuple[float, ...] = (0.05,) * 40, fence: Fence | None = None) -> None:
         self.metrics = Metrics()
         self.exporter = Exporter(
-            self.paths, self.spec, self.metrics, fence=fence, write_pauses=(0.01,), copy_pauses=copy_pauses
+            self.paths,
+            self.spec,
+            self.metrics,
+            fence=fence,
+            write_pauses=(0.01,),
+            copy_pauses=copy_pauses,
+            stopped_seconds=self.stopped_seconds,
         )
 
     def write(self, version: int) -> None:
@@ -374,8 +387,7 @@ def test_exporter_close_does_not_wait_for_copy_after_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount on which every copy of a file hangs."""
-    monkeypatch.setattr(exporter, "STOPPED_SECONDS", 0.2)
-    run = Run(tmp_path / "run", to=str(tmp_path / "out"))
+    run = Run(tmp_path / "run", to=str(tmp_path / "out"), stopped_seconds=0.2)
     run.write(10)
     until(lambda: run.folders == [name(10)])
     ended = threading.Event()

@@ -11,7 +11,6 @@ from hostile_server import MARK, REDIRECTS, Hostile
 
 from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
-from scalerl_trainer import coordinator_client
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorError
 from scalerl_trainer.publish import actor_control
 from scalerl_trainer.publish.actor_control import ActorControl
@@ -22,14 +21,13 @@ ATTACKS = ("gzip", "deflate", "endless", "endless-error", "announced", "deep", *
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_client, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(actor_control, "LATE_ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(actor_control, "MAX_ANSWER_BYTES", 2**20)
 
 
 def ask_coordinator(url: str) -> str:
     message = wire.NextRequest(incarnation="i", version=0, wait_seconds=0.0)
-    coordinator = Coordinator(url, "t", "i")
+    coordinator = Coordinator(url, "t", "i", answer_seconds=1.0)
     with pytest.raises(CoordinatorError) as refused:
         coordinator._once("/v1/trainer/next", message, wire.Next, 0.0, 2**20)
     coordinator.close()

@@ -23,18 +23,14 @@ from scalerl_api.wire import INTERRUPTED
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task, task_problems
 from scalerl_tasks.text import ModelTokenizer
-from scalerl_trainer import checkpointer, mid_training
+from scalerl_trainer import mid_training
 from scalerl_trainer.checkpoint import CheckpointError
+from scalerl_trainer.checkpointer import Timings
 from scalerl_trainer.checks import PrepareError
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
-from scalerl_trainer.mid_training import (
-    MidTraining,
-    Pairs,
-    held_out_examples,
-    keep_rows,
-    of_source,
-    solved_pairs,
-)
+from scalerl_trainer.mid_training import MidTraining
+from scalerl_trainer.mid_training_examples import Pairs, held_out_examples, of_source, solved_pairs
+from scalerl_trainer.mid_training_rows import keep_rows
 from scalerl_trainer.models import write_scratch
 from scalerl_trainer.prepare import prepare
 from scalerl_trainer.sft import Progress, encode_pair, encode_shard, encode_usable
@@ -322,12 +318,10 @@ class OneRank:
 
 @pytest.fixture
 def held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path
 ) -> tuple[MidTraining, list[tuple[str, bool]], threading.Event]:
-    """Mid-training that has ended, what it reports of failed checkpoints, and its stop."""
-    monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(checkpointer, "BLIND_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(mid_training, "LAST_RETRY_SECONDS", 0.0)
+    """Mid-training that has ended, what it reports of failed checkpoints, and its stop. Parameter: its timings."""
+    timings = {"timings": Timings(retry=0.0, blind_retry=0.0, last_retry=0.0)} | getattr(request, "param", {})
     reports: list[tuple[str, bool]] = []
     coordinator = SimpleNamespace(
         while_full=None,
@@ -337,7 +331,7 @@ def held(
     engine = SimpleNamespace(settings=SimpleNamespace(zero_stage=1, dtype="float32"))
     stop = threading.Event()
     spec, paths = own_file_run(tmp_path, steps=1), RunPaths(tmp_path)
-    training = MidTraining(engine, spec, paths, OneRank(), coordinator, stop, None)  # type: ignore[arg-type]
+    training = MidTraining(engine, spec, paths, OneRank(), coordinator, stop, None, **timings)  # type: ignore[arg-type]
     return training, reports, stop
 
 
@@ -357,13 +351,13 @@ def test_reference_that_cannot_be_written_is_tried_again(
     assert reports[-1] == ("", False), "the coordinator shows it no more"
 
 
+@pytest.mark.parametrize(
+    "held", [{"timings": Timings(retry=0.1, blind_retry=0.1), "poll_seconds": 0.05}], indirect=True
+)
 def test_time_counts_while_the_weights_cannot_be_written(
-    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event], monkeypatch: pytest.MonkeyPatch
+    held: tuple[MidTraining, list[tuple[str, bool]], threading.Event],
 ) -> None:
     training, _, _ = held
-    monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(checkpointer, "BLIND_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(mid_training, "POLL_SECONDS", 0.05)
     failures = ["No space left on device"] * 2
     asked: list[tuple[int, int]] = []
     training._coordinator.supervised = lambda steps, tokens, seconds, retry: (
@@ -378,6 +372,7 @@ def test_time_counts_while_the_weights_cannot_be_written(
     assert set(asked) == {(3, 7)}
 
 
+@pytest.mark.parametrize("held", [{"report_seconds": 0.0}], indirect=True)
 @pytest.mark.parametrize("cancelled", [True, False])
 def test_interruption_that_is_cancelled_during_a_hold(
     held: tuple[MidTraining, list[tuple[str, bool]], threading.Event],
@@ -396,7 +391,6 @@ def test_interruption_that_is_cancelled_during_a_hold(
 
     training._coordinator.supervised = supervised
     monkeypatch.setattr(training, "_save_last", hold)
-    monkeypatch.setattr(mid_training, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(mid_training, "_row", lambda *_: {})
     with contextlib.nullcontext() if cancelled else pytest.raises(Stopped):
         assert not training._after_step(Progress(steps=3), SimpleNamespace(), 0.0)  # type: ignore[arg-type]

@@ -62,8 +62,7 @@ def cache(tmp_path: Path, hub: HubModels, monkeypatch: pytest.MonkeyPatch) -> Mo
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(model_cache, "POLL_SECONDS", 0.05)
-    return ModelCache(tmp_path / "models")
+    return ModelCache(tmp_path / "models", poll_seconds=0.05)
 
 
 def environment(hub: HubModels) -> dict[str, str]:

@@ -218,11 +218,10 @@ def test_data_set_is_read_once_for_all_pods(
 def test_fetch_model_says_what_is_missing(
     tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fetch_model, "PAUSES", (0.0,))
     paths, _ = make(tmp_path / "spec", checkpoint={"to": f"s3://{BUCKET}/never"})
     for variable, value in environment_of(paths, tmp_path / "pod").items():
         monkeypatch.setenv(variable, value)
-    assert fetch_model.main([]) == 1
+    assert fetch_model.main([], pauses=(0.0,)) == 1
     assert caplog.messages[-1] == f"s3://{BUCKET}/never/model: the preparation has not uploaded it"
     make(tmp_path / "spec")
     assert fetch_model.main([]) == 2

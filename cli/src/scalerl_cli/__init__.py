@@ -14,15 +14,15 @@
                                ├ run_spec()   the unfinished runs, one after the other
                                └ Table   Recipe: its runs' fits ▶ the rule of curvefit ▶ Markdown, CSV, PNG
 
-``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and displays its reports (``view``). ``scalerl view`` serves a page (``page``).
+``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and prints its reports (``progress``). ``scalerl view`` serves a page (``page``).
 
 ``scalerl get``, ``why``, ``logs``, ``fetch`` and ``submit`` are for runs on a cluster (:mod:`.clusters`).
 
-This package contains: arguments, output for people (views, tables, pictures, error messages), exit codes, and
+This package contains: arguments, output for people (progress, tables, pictures, error messages), exit codes, and
 the checks that need more than the spec: files, tasks, this machine.
 
 It does not contain: code that decides about a run or starts a process (the operator does that), or an import
-that delays the first child process: matplotlib, scipy, rich and aiohttp are imported where they are used.
+that delays the first child process: matplotlib, scipy and aiohttp are imported where they are used.
 
 A command that cannot go on raises ``exits.Refused``, in whose place ``main`` prints the reasons.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +12,11 @@ import yaml
 from pydantic import BaseModel
 
 from scalerl_api import plugins
-from scalerl_api.load import SpecError, SpecProblem, load_run, parse_run, to_yaml
+from scalerl_api.load import SpecError, SpecProblem, data_paths, load_run, parse_run, to_yaml
 from scalerl_api.roles import EnvironmentServerSpec
 from scalerl_api.source import EnvironmentSpec, ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
+from scalerl_api.spec_warnings import past_deadline
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import say
 from scalerl_coordinator.tracking.supervisor import missing_package
@@ -96,19 +98,37 @@ def _absolute(base: Path, path: str) -> str:
     return str((base / Path(path).expanduser()).resolve())
 
 
-def quick_problems(run: ScaleRLRun) -> list[SpecProblem]:
-    """Problems that can be found in milliseconds, before any process starts: files, devices, memory.
+def problems(
+    run: ScaleRLRun, *, thorough: bool, machine: bool = True, files: bool = True
+) -> list[SpecProblem]:
+    """Problems of a run before it starts, each once. Of a hub, data sets are downloaded, models are not.
 
-    Checks that need the libraries of the task or of the model are done by the ``prepare`` process, the first of a run, and by
-    ``validate``.
+    Args:
+        thorough: with the checks that take seconds to minutes (classes of the model, reference answers, parameters of plugins),
+            which the ``prepare`` process of a run repeats; else what milliseconds can find.
+        machine: whether this machine is to run it.
+        files: whether paths of the spec are those of this machine.
     """
-    return [
-        *_suspended(run.spec),
-        *plugin_problems(run.spec),
-        *model_problems(run.spec, structure=False),
-        *_file_problems(run.spec),
-        *machine_problems(run),
+    spec = run.spec
+    late = past_deadline(spec, time.time()) if thorough else None
+    found = [
+        *(() if late is None else [late]),
+        *(() if thorough else _suspended(spec)),
+        *(plugin_problems(spec, load=thorough) if files else ()),
+        *(model_problems(spec, structure=thorough) if files or spec.model.path is None else ()),
+        *(task_problems(spec, answers=thorough) if _reads_tasks(spec, thorough, files) else ()),
+        *(machine_problems(run) if machine else ()),
     ]
+    return list(dict.fromkeys(found))
+
+
+def _reads_tasks(spec: RunSpec, thorough: bool, files: bool) -> bool:
+    """Whether the tasks can be read here: of files of pods none, of a hub only thoroughly, and no more than files in milliseconds."""
+    if not files:
+        # A data set of a hub may be too large to be read here.
+        return not any(path is not None for path in data_paths(spec).values()) and not spec.has_dataset
+    own = spec.warm_start is not None and spec.warm_start.jsonl is not None
+    return thorough or own or any(task.jsonl is not None for task in spec.tasks)
 
 
 def plugin_problems(spec: RunSpec, *, load: bool = False) -> Iterator[SpecProblem]:
@@ -165,12 +185,6 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
     for problem in (vllm_problem(run.spec), gpu_problem(run.spec), memory_problem(run.spec)):
         if problem is not None:
             yield problem
-
-
-def _file_problems(spec: RunSpec) -> Iterator[SpecProblem]:
-    own = spec.warm_start is not None and spec.warm_start.jsonl is not None
-    if own or any(task.jsonl is not None for task in spec.tasks):
-        yield from task_problems(spec, answers=False)
 
 
 def problem_sections(spec: RunSpec) -> list[tuple[str, str, ProblemSpec, PromptSpec]]:

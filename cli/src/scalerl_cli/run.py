@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.load import SpecProblem
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused
-from scalerl_cli.inputs import load, quick_problems
+from scalerl_cli.inputs import load, problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import say
-from scalerl_cli.view import LateView
+from scalerl_cli.progress import Progress
 from scalerl_operator.autoscaling.decision_log import RecordError
 from scalerl_operator.coordinator_client import CoordinatorRefused
 from scalerl_operator.local.run import LocalRun
@@ -115,9 +114,8 @@ def read_spec(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRu
         Refused, SpecError: lists every problem.
     """
     spec = load(file, changes)
-    problems: list[SpecProblem] = quick_problems(spec)
-    if problems:
-        raise Refused(*(f"{file}: {problem}" for problem in problems))
+    if found := problems(spec, thorough=False):
+        raise Refused(*(f"{file}: {problem}" for problem in found))
     return spec
 
 
@@ -134,14 +132,14 @@ def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirecto
 async def _run_displayed(
     spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
 ) -> tuple[RunResult, int]:
-    view = LateView(spec)
+    progress = Progress(spec)
     local = LocalRun(
         spec,
         plan,
         directory,
         settings=settings,
-        on_event=view.event,
-        on_snapshot=view.snapshot,
+        on_event=progress.event,
+        on_snapshot=progress.snapshot,
         started=started,
     )
     interrupts = 0
@@ -155,17 +153,14 @@ async def _run_displayed(
             else "ending everything now"
         )
         local.interrupt()
-        view.event(Event(signal.Signals(number).name, what))
+        progress.event(Event(signal.Signals(number).name, what))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The parent process may have set signals to be ignored: nohup, or a shell's `&`.
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, partial(interrupt, number))
-    try:
-        return await local.run(), interrupts
-    finally:
-        view.close()
+    return await local.run(), interrupts
 
 
 def _finish(

@@ -12,12 +12,10 @@ import msgspec
 from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
+from scalerl_cli import labels
+from scalerl_cli.curves import formatting
 from scalerl_cli.output import replace_text
-from scalerl_cli.view import labels
 from scalerl_operator.run_view import RunResult
-
-_FILE_WIDTH = 140
-"""Columns of the table where standard output is no terminal."""
 
 
 def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
@@ -168,16 +166,5 @@ def _reward(summary: dict[str, Any], which: str) -> str:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The table for standard output: on a terminal with its width and colours, elsewhere 140 columns wide."""
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(title=summary["run"], show_header=False, title_justify="left")
-    for row in rows(summary):
-        drawn.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    with console.capture() as captured:
-        console.print(drawn)
-    return captured.get().removesuffix("\n")
+    """The table for standard output."""
+    return "\n".join([summary["run"], *formatting.table(rows(summary))])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +11,10 @@ from scalerl_api.compute import rl_token_cost, rl_tokens, supervised_tokens
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import RunSpec
-from scalerl_api.spec_warnings import past_deadline, warnings_of
+from scalerl_api.spec_warnings import warnings_of
+from scalerl_cli import inputs
 from scalerl_cli.exits import BAD_INPUT, DONE
-from scalerl_cli.inputs import load, machine_problems, model_problems, plugin_problems, task_problems
+from scalerl_cli.inputs import load
 from scalerl_cli.output import say
 
 
@@ -73,17 +73,8 @@ def split_lines(spec: RunSpec) -> list[str]:
 
 
 def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
-    """All problems of one file. Of a hub, data sets are downloaded, models are not."""
+    """All problems of one file."""
     try:
-        run = load(file)
+        return inputs.problems(load(file), thorough=True, machine=not any_machine)
     except SpecError as error:
         return error.problems
-    late = past_deadline(run.spec, time.time())
-    found = [
-        *(() if late is None else [late]),
-        *plugin_problems(run.spec, load=True),
-        *model_problems(run.spec, structure=True),
-        *task_problems(run.spec, answers=True),
-        *(() if any_machine else machine_problems(run)),
-    ]
-    return list(dict.fromkeys(found))  # a name of a task is checked twice

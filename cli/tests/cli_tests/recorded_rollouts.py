@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from scalerl_coordinator.rollout_record import table_of
+from scalerl_coordinator.recorded_rows import table_of
 
 ROW = {
     "split": "train",

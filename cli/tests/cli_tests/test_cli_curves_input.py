@@ -155,7 +155,6 @@ def test_bad_arguments_are_refused_before_anything_is_read(
     [
         (["--target", "1.2"], "--target"),
         (["--device-hours-column", "hours"], "no column 'hours'"),
-        (["--compare", "nowhere.csv"], "nowhere.csv"),
     ],
 )
 def test_questions_that_have_no_answer(
@@ -203,7 +202,7 @@ def test_only_pictures_need_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     curve = write_plain(tmp_path / "curve.csv")
     assert "pip install 'matplotlib" in refused(curve, capsys)
-    assert main(["fit", str(curve), "--alternatives"]) == 0
+    assert main(["fit", str(curve)]) == 0
 
 
 def test_stated_scales_other_encodings_and_blank_lines_are_read(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Figure:
     """The figure of a command."""
     figures: list[Figure] = []
     monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
-    assert main([*arguments, "--plot", "out.png"]) == 0
+    monkeypatch.chdir(Path(arguments[1 if arguments[0] != "plan" else 2]).parent)
+    more = ["--dir", "."] if arguments[0] == "compare" else ["--plot", "out.png"]
+    assert main([*arguments, *more]) == 0
     (figure,) = figures
     return figure
 
@@ -151,7 +153,7 @@ def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.Mo
             line.get_xdata() for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"
         ][:1]
         assert float(np.asarray(points)[0]) > 0.0
-    both = drawn(monkeypatch, "fit", str(path), "--compare", str(path))
+    both = drawn(monkeypatch, "compare", str(path), str(path))
     assert "hollow: burn-in" in legend(both)
     assert hollow(both, burnt) == [True, True]
 
@@ -185,7 +187,7 @@ def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pyte
         assert two.axes[0].get_ylabel() == "mean evaluation reward (0 to 100)"
         two.canvas.draw()
         assert "60" in texts(two.axes[0].get_yticklabels())
-    both = drawn(monkeypatch, "fit", str(percent), "--compare", str(percent), "--scale=0,100")
+    both = drawn(monkeypatch, "compare", str(percent), str(percent), "--scale=0,100")
     assert both.axes[0].get_ylim()[1] > 60
     assert "percent.csv: A 6" in legend(both) or f"{percent}: A 6" in legend(both)
 

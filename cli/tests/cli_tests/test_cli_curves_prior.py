@@ -143,11 +143,6 @@ def test_newest_fifty_count(files: list[str], tmp_path: Path, capsys: pytest.Cap
     assert left_out == [str(path) for path in many[:2]]
 
 
-def test_comparison_takes_no_prior(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", files[0], "--compare", files[1], "--prior", files[2]]) == 2
-    assert "--prior: not with --compare" in capsys.readouterr().err
-
-
 def test_plan_names_its_prior(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     now, *earlier = files
     assert main(["plan", "--from", now, "--prior", *earlier]) == 0

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from scalerl_api.load import SpecError, run_from_object
-from scalerl_cli.clusters.submit import problems_without_files
+from scalerl_cli import inputs
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main
 from scalerl_cli.validate import problems
@@ -212,7 +212,7 @@ def test_data_set_paths_are_absolute_on_a_cluster(tmp_path: Path) -> None:
         run_from_object(run)
     assert "spec.task.dataset.files[0]: must be absolute on a cluster" in str(caught.value)
     run["spec"]["task"]["dataset"]["files"] = ["/data/*.parquet"]
-    assert problems_without_files(run_from_object(run).spec) == []
+    assert inputs.problems(run_from_object(run), thorough=True, machine=False, files=False) == []
 
 
 def test_compare_knows_a_data_set_by_its_content(tmp_path: Path) -> None:

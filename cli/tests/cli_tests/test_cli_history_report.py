@@ -45,7 +45,6 @@ def test_report_has_a_row_an_epoch(tmp_path: Path, capsys: pytest.CaptureFixture
     assert float(third["rank_correlation"]) == pytest.approx(1 - 6 * 380 / 7980)
     assert (third["reuse"], third["moved"], third["accepted"]) == ("", "0.05", "")
     assert "| 2 | 20 | 40.0% | 9.8 | 14.8 | 1.000 | 0.0% |" in (run / "report.md").read_text()
-    assert (run / "report-history.png").stat().st_size > 5000
     printed = capsys.readouterr().out
     assert "rank correlation" in printed
     assert "accepted" not in printed
@@ -101,7 +100,6 @@ def test_report_of_drafts_by_position_and_difficulty(
     assert "| 2 | 2 | 1 |  | 10.0 | 2.0 |  | 0.0% | 1.82 | 1.09 | 75.0% | 75.0% | 75.0% |" in report
     assert "| 2 |  | 3 |  | 10.0 | 2.0 |  | 0.0% | 1.38 | 0.69 | 55.0% | 50.0% | 75.0% |" in report
     assert "| 3 |  | 1 |  | 10.0 | 10.0 |  | 0.0% |  |  |  |  |  |" in report
-    assert (run / "report-history.png").stat().st_size > 5000
     assert "at 2" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Summary, picture and views from what a run leaves and says."""
+"""Summary, picture and progress from what a run leaves and says."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
+from scalerl_cli import labels
 from scalerl_cli.curves import plotting
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.main import main
 from scalerl_cli.plot import budget_compute, draw_run
+from scalerl_cli.progress import Progress
 from scalerl_cli.summary import rows, summarize, write
-from scalerl_cli.view import labels
-from scalerl_cli.view.live import LiveView, render
-from scalerl_cli.view.plain import PlainView
 from scalerl_operator.policy.eta import Rates
 from scalerl_operator.run_view import Event, Failure, RunResult, Snapshot, Startup, UnitState, UnitStatus
 from scalerl_operator.workloads import Role
@@ -254,7 +252,7 @@ def test_plot_of_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "run.yaml" in capsys.readouterr().err
 
 
-# --- views -------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 def snapshot(elapsed: float, current: Status | None, units: dict[str, UnitState] | None = None) -> Snapshot:
@@ -264,7 +262,7 @@ def snapshot(elapsed: float, current: Status | None, units: dict[str, UnitState]
 
 
 def test_lines_say_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
-    view = PlainView(RUN)
+    view = Progress(RUN)
     view.snapshot(snapshot(0.3, None, {"prepare": UnitState.STARTING}))
     view.snapshot(snapshot(3.0, None, {"prepare": UnitState.DONE, "trainer": UnitState.STARTING}))
     view.event(Event("trainer", "trainer-0 was killed by SIGKILL; restarting in 1 s", True))
@@ -287,7 +285,7 @@ def test_lines_say_each_thing_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_waiting_line_is_not_repeated_every_second(capsys: pytest.CaptureFixture[str]) -> None:
-    view = PlainView(RUN)
+    view = Progress(RUN)
     waiting = status(phase=Phase.WAITING, waiting_for="generator-0 to load its weights", step=0, points=[])
     for second in range(40):
         view.snapshot(snapshot(float(second), waiting))
@@ -305,35 +303,3 @@ def test_waiting_line_has_the_last_error_of_what_it_waits_for() -> None:
         "waiting for a generator to register "
         "(generator-0-server exited with code 1 before it was ready: no such layer)"
     )
-
-
-def test_table_shows_what_was_asked_for() -> None:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(render(RUN, snapshot(65.0, status(), {"trainer": UnitState.READY})))
-    text = console.export_text()
-    for words in (
-        "20/100",
-        "0.500 ± 0.020 at v10  (first 0.300)",
-        "3,210 generated, 1,234 trained",
-        "1.25 steps (max 3, allowed 8)",
-        "0.0021 (KL",
-        "running",
-        "1 min 5 s, left 2 min 40 s",
-        "ready",
-    ):
-        assert words in text
-
-
-def test_live_view_starts_and_ends(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w") as out:
-        console = Console(file=out, force_terminal=True, width=100)
-        view = LiveView(RUN, console)
-        view.snapshot(snapshot(1.0, None, {"prepare": UnitState.STARTING}))
-        view.event(Event("trainer", "something", True))
-        view.snapshot(snapshot(2.0, status(), {"trainer": UnitState.BACK_OFF}))
-        view.close()
-    text = (tmp_path / "out").read_text()
-    assert "preparing the model" in text
-    assert "trainer: something" in text
-    assert "back-off" in text

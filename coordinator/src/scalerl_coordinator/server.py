@@ -39,8 +39,9 @@ from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal, JournalRefused
 from scalerl_coordinator.membership import UnknownMember, new_member_id
 from scalerl_coordinator.metrics import Metrics
+from scalerl_coordinator.recorded_rows import RecordedGroup
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
-from scalerl_coordinator.rollout_record import RecordedGroup, RolloutRecord
+from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
@@ -59,8 +60,6 @@ HELLO_BODY_BYTES = 2**29
 """Limit of a trainer's hello, which may carry a checkpoint's snapshot."""
 _MAX_POLL_SECONDS = 60.0
 _TICK_SECONDS = 0.25
-_EXPORTS_SECONDS = 5.0
-"""Maximum age of the exports in the status while the run trains. Once it has finished, every tick reads them."""
 _ROTATE_AT_CHECKPOINT_BYTES = 2**20
 """Size of a segment from which on a committed checkpoint starts a new one."""
 _LOOKUPS = 4
@@ -87,6 +86,7 @@ class Server:
         history: store of past responses, or None. The server starts and closes it.
         make_trace: makes the run's trace, given a function that counts lost lines; None for no trace.
         make_record: makes the record of rollouts likewise. The server starts and closes it.
+        exports_seconds: maximum age of the exports in the status while the run trains. Once it has finished, every tick reads them.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class Server:
         history: ResponseStore | None = None,
         make_trace: Callable[[Callable[[int], None]], Trace] | None = None,
         make_record: Callable[[Callable[[int], None]], RolloutRecord] | None = None,
+        exports_seconds: float = 5.0,
     ) -> None:
-        self._core = core
+        self._core, self._exports_seconds = core, exports_seconds
         self._journal = journal
         self._files = files
         self._prompts = {
@@ -208,7 +209,7 @@ class Server:
                 self._write_trace()
                 if self._record is not None:
                     self._record.end_evaluations(self._core.state.evaluations)
-            due = self._core.finished or time.monotonic() - last_exports >= _EXPORTS_SECONDS
+            due = self._core.finished or time.monotonic() - last_exports >= self._exports_seconds
             # In a separate task: a slow disk must not delay the ticks.
             if due and (self._exports_read is None or self._exports_read.done()):
                 last_exports = time.monotonic()

@@ -25,9 +25,6 @@ from scalerl_generator.vllm_replies import Sampled, VllmError
 
 logger = logging.getLogger("scalerl.actor.drafts")
 
-_SECONDS = 2.0
-"""Maximum time that generation waits for past responses."""
-_REPORT_SECONDS = 5.0
 _BYTES_A_CALL = 1 << 18
 """Bound on the responses of one call: the server needs a few seconds for a million tokens, and samples nothing meanwhile."""
 _OVERHEAD_TOKENS = 76
@@ -39,6 +36,8 @@ class PastResponseFeed:
 
     Args:
         memory_tokens: number of tokens that the server remembers.
+        wait_seconds: maximum time that generation waits for past responses.
+        report_seconds: between two reports of drafts.
     """
 
     def __init__(
@@ -48,7 +47,11 @@ class PastResponseFeed:
         state: ServerState,
         metrics: ActorMetrics,
         memory_tokens: int,
+        *,
+        wait_seconds: float = 2.0,
+        report_seconds: float = 5.0,
     ) -> None:
+        self._wait_seconds, self._report_seconds = wait_seconds, report_seconds
         self._coordinator, self._server, self._state, self._metrics = coordinator, server, state, metrics
         # Pages of running prompts are kept, at most half of the default memory, so the others are overwritten earlier.
         self._memory_tokens = memory_tokens // 2
@@ -61,11 +64,11 @@ class PastResponseFeed:
         self._warned = False
 
     async def prepare(self, lease: Lease, prompt: EncodedPrompt) -> None:
-        """Send past responses to a lease's prompt to the server. Does not raise, and takes at most ``_SECONDS``."""
+        """Send past responses to a lease's prompt to the server. Does not raise, and takes at most ``wait_seconds``."""
         if lease.split is not Split.TRAIN:
             return
         try:
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(self._wait_seconds):
                 await self._pass_on(lease, prompt)
         except (TimeoutError, CoordinatorError, VllmError) as error:
             self._metrics.past_responses_failed.inc()
@@ -73,7 +76,7 @@ class PastResponseFeed:
                 self._warned = True
                 logger.warning(
                     "cannot send past responses to the server; later failures are only counted: %s",
-                    error or f"no answer in {_SECONDS:g} s",
+                    error or f"no answer in {self._wait_seconds:g} s",
                 )
 
     async def _pass_on(self, lease: Lease, prompt: EncodedPrompt) -> None:
@@ -98,7 +101,7 @@ class PastResponseFeed:
         for completion in completions:
             self._add(prompt, completion.token_ids.astype("<i4").tobytes())
         try:
-            async with asyncio.timeout(_SECONDS):
+            async with asyncio.timeout(self._wait_seconds):
                 return await self._server.take_draft_tally(prompt.key)
         except (TimeoutError, VllmError):
             return None
@@ -106,7 +109,7 @@ class PastResponseFeed:
     async def report(self) -> None:
         """Update the metrics of drafts until cancelled."""
         while True:
-            await asyncio.sleep(_REPORT_SECONDS)
+            await asyncio.sleep(self._report_seconds)
             if self._state.up:
                 try:
                     report = await self._server.draft_report()

@@ -26,6 +26,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -58,15 +59,12 @@ API_KEY = "TEACHER_API_KEY"
 _MAX_ANSWER_BYTES = 2**26
 """A scored token has some 100 bytes."""
 _CHECK_SECONDS = 60.0
-_SCORE_SECONDS = 120.0
 _SCORED_TOKENS_PER_SECOND = 100.0
-"""The timeout of the first attempt is ``_SCORE_SECONDS`` plus the tokens divided by this rate: 280 s for 16,000 tokens.
+"""The timeout of the first attempt is ``Timings.score_seconds`` plus the tokens divided by this rate: 280 s for 16,000 tokens.
 The rate is far below any teacher's prefill rate, since the requests of all actors may be queued before this one."""
 _MAX_SCORE_SECONDS = 3600.0
 """Upper limit of the timeout, which doubles after each attempt without an answer: a cancelled request loses its place in
 the queue of a teacher that is only busy."""
-_MAX_BACKOFF_SECONDS = 30.0
-_PROGRESS_SECONDS = 1.0
 _REQUESTS = 16
 """Maximum number of concurrent requests of this actor; vLLM queues the requests of all actors."""
 _MAX_FAILURES = 5
@@ -86,6 +84,17 @@ _PROBES = (
 )
 
 Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Times of the client, in seconds."""
+
+    score_seconds: float = 120.0
+    """Timeout of a request without tokens."""
+    max_backoff_seconds: float = 30.0
+    progress_seconds: float = 1.0
+    """Between two calls of ``on_waiting``."""
 
 
 class UnfitTeacher(Exception):
@@ -122,9 +131,14 @@ class Teacher:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, spec: TeacherSpec, key: str, metrics: ActorMetrics
+        self,
+        session: aiohttp.ClientSession,
+        spec: TeacherSpec,
+        key: str,
+        metrics: ActorMetrics,
+        timings: Timings = Timings(),
     ) -> None:
-        self._session, self._metrics = session, metrics
+        self._session, self._metrics, self._timings = session, metrics, timings
         self._url, self._model = spec.url.rstrip("/"), spec.model
         self._headers = {**IDENTITY, "Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -153,7 +167,7 @@ class Teacher:
             UnfitTeacher: see the module's table.
         """
         self._context_tokens = context_tokens
-        backoff = Backoff(0.5, _MAX_BACKOFF_SECONDS)
+        backoff = Backoff(0.5, self._timings.max_backoff_seconds)
         with self._request() as request:
             while True:
                 try:
@@ -189,7 +203,7 @@ class Teacher:
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed: the teacher is available but cannot score these completions.
         """
-        async with calling(on_waiting, _PROGRESS_SECONDS):
+        async with calling(on_waiting, self._timings.progress_seconds):
             return await gather_all(self._score(prompt, completion) for completion in completions)
 
     async def _score(self, prompt: Sequence[int], completion: Sampled) -> NDArray[np.float32]:
@@ -208,7 +222,7 @@ class Teacher:
         result distinguishes a failing teacher, for which the request waits, from a failing completion, which is dropped.
         """
         probe = body | {"prompt": body["prompt"][:1] * len(body["prompt"])}
-        backoff, failures, timeouts, answers = Backoff(0.5, _MAX_BACKOFF_SECONDS), 0, 0, -1
+        backoff, failures, timeouts, answers = Backoff(0.5, self._timings.max_backoff_seconds), 0, 0, -1
         with self._request() as request:
             while True:
                 async with self._free:  # released during the back-off, so that other requests proceed
@@ -237,7 +251,7 @@ class Teacher:
 
     def limit_seconds(self, tokens: int, timeouts: int) -> float:
         """Timeout of a request with ``tokens`` tokens, after ``timeouts`` attempts that timed out."""
-        first = _SCORE_SECONDS + tokens / _SCORED_TOKENS_PER_SECOND + 2 * self._answer_seconds
+        first = self._timings.score_seconds + tokens / _SCORED_TOKENS_PER_SECOND + 2 * self._answer_seconds
         return min(first * 2.0 ** min(timeouts, 10), _MAX_SCORE_SECONDS)
 
     async def _answer(self, body: dict[str, Any], timeouts: int) -> bytes:

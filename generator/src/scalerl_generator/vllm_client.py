@@ -45,7 +45,6 @@ from scalerl_generator.vllm_replies import (
     read_weight_version,
 )
 
-_CONNECT_SECONDS = 5.0
 _CONTROL_SECONDS = 30.0
 _MARGIN_SECONDS = 15.0
 """The client's timeout is this much longer than the worker's, so that the worker's error arrives."""
@@ -115,12 +114,13 @@ class VllmClient:
     Args:
         base_url: such as ``http://127.0.0.1:8000``.
         token: the server's token (``SCALERL_VLLM_TOKEN``).
+        connect_seconds: timeout of a connection.
 
     Use as an async context manager, or call :meth:`close`.
     """
 
-    def __init__(self, base_url: str, token: str) -> None:
-        self._base = base_url.rstrip("/")
+    def __init__(self, base_url: str, token: str, connect_seconds: float = 5.0) -> None:
+        self._base, self._connect_seconds = base_url.rstrip("/"), connect_seconds
         self._headers = {
             "Authorization": f"Bearer {token}",
             "Content-Type": "application/json",
@@ -207,7 +207,7 @@ class VllmClient:
         params = _sampling(n, max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key) | {"stream": True}
         timeout = aiohttp.ClientTimeout(
-            sock_connect=min(_CONNECT_SECONDS, timeout_seconds), sock_read=timeout_seconds
+            sock_connect=min(self._connect_seconds, timeout_seconds), sock_read=timeout_seconds
         )
         answer = StreamedAnswer(_GENERATE, n)
         url = self._base + _GENERATE
@@ -415,7 +415,7 @@ class VllmClient:
     ) -> bytes:
         session = self._session_for(path)
         timeout = aiohttp.ClientTimeout(
-            total=timeout_seconds, sock_connect=min(_CONNECT_SECONDS, timeout_seconds)
+            total=timeout_seconds, sock_connect=min(self._connect_seconds, timeout_seconds)
         )
         data = None if body is None else _ENCODE(body)
         try:

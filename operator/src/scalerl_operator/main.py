@@ -60,8 +60,6 @@ LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
 """After so long without kopf's stream, while the API server responds, the kubelet restarts the process."""
 UNKNOWN_WORKLOADS_SECONDS: Final = 5.0
 """Between two reconciles of a run in a queue, while Workloads cannot be listed."""
-WAIT_LOG_SECONDS: Final = 10.0
-"""Between two log lines of a replica that is not ready yet."""
 _REFUSED: Final = {
     401: "no valid bearer token",
     403: "the token's user may not get the path /metrics: bind it to the chart's ClusterRole for metrics",
@@ -96,12 +94,20 @@ class Parts:
 
 
 class Operator:
-    """One replica."""
+    """One replica.
+
+    wait_log_seconds: between two log lines while it is not ready yet.
+    """
 
     def __init__(
-        self, settings: Settings, configuration: Configuration, make_reconcile: MakeReconcile
+        self,
+        settings: Settings,
+        configuration: Configuration,
+        make_reconcile: MakeReconcile,
+        *,
+        wait_log_seconds: float = 10.0,
     ) -> None:
-        self._settings = settings
+        self._settings, self._wait_log_seconds = settings, wait_log_seconds
         self._make_reconcile = make_reconcile
         self.metrics = Metrics()
         self.api = KubeApi(
@@ -240,7 +246,7 @@ class Operator:
         for complete in (self.watches.listed, *(informer.synced for informer in self._needed())):
             while not complete.is_set():
                 try:
-                    async with asyncio.timeout(WAIT_LOG_SECONDS):
+                    async with asyncio.timeout(self._wait_log_seconds):
                         await complete.wait()
                 except TimeoutError:
                     log.warning("waiting for %s", self._awaited())

@@ -18,11 +18,11 @@ from aiohttp import web
 from operator_tests.scaling import status
 from scalerl_api import endpoints
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Stop
-from scalerl_operator.controller import coordinator_poller
 from scalerl_operator.controller.coordinator_poller import (
-    LONGEST_PAUSE_SECONDS,
+    TIMINGS,
     Answer,
     CoordinatorPollers,
+    Timings,
     _Poller,
 )
 from scalerl_operator.controller.parts import PodView
@@ -113,13 +113,17 @@ class Tokens:
 
 @asynccontextmanager
 async def coordinators(
-    leads: bool = True, wake: Callable[[Key], None] = lambda run: None, *, background: bool = True
+    leads: bool = True,
+    wake: Callable[[Key], None] = lambda run: None,
+    *,
+    background: bool = True,
+    timings: Timings = TIMINGS,
 ) -> AsyncIterator[CoordinatorPollers]:
     def fence(what: str) -> None:
         if not leads:
             raise Fenced("does not lead", what=what)
 
-    made = CoordinatorPollers(fence, wake, background=background)
+    made = CoordinatorPollers(fence, wake, background=background, timings=timings)
     try:
         yield made
     finally:
@@ -172,10 +176,9 @@ async def test_reconciles_with_equal_observations_share_a_poll() -> None:
         assert len(set(second.asked)) == 2
 
 
-async def test_coordinator_is_polled_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_poller, "POLL_SECONDS", 0.05)
+async def test_coordinator_is_polled_periodically() -> None:
     there, token = Coordinator(), Tokens()
-    async with there.serving() as pod, coordinators() as ours:
+    async with there.serving() as pod, coordinators(timings=Timings(poll=0.05)) as ours:
         await coordinator_report(ours, RUN, [pod], token, 1)
         for _ in range(12000):
             if len(there.asked) >= 4:
@@ -184,13 +187,10 @@ async def test_coordinator_is_polled_periodically(monkeypatch: pytest.MonkeyPatc
         assert len(there.asked) >= 4
 
 
-async def test_unready_coordinator_is_not_polled_and_silent_one_delays_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(coordinator_poller, "ANSWER_SECONDS", 0.3)
+async def test_unready_coordinator_is_not_polled_and_silent_one_delays_none() -> None:
     silent, token = Coordinator(), Tokens()
     silent.answers = False
-    async with silent.serving() as pod, coordinators() as ours:
+    async with silent.serving() as pod, coordinators(timings=Timings(answer=0.3)) as ours:
         assert await ours.poll(RUN, [], token, 1) == Answer(True)
         assert await ours.poll(RUN, [a_pod(pod.ip, ready=False), a_pod("")], token, 1) == Answer(True)
         assert not await ours.request_stop(RUN, "interrupted")
@@ -212,8 +212,8 @@ async def test_started_but_unready_coordinator_is_polled() -> None:
 
 
 def test_silent_coordinator_is_polled_with_jittered_back_off() -> None:
-    poller = _Poller(cast(Any, None), "", "")
-    for failures, longest in enumerate((2.0, 4.0, 8.0, LONGEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS), 1):
+    poller = _Poller(cast(Any, None), "", "", Timings())
+    for failures, longest in enumerate((2.0, 4.0, 8.0, 15.0, 15.0), 1):
         poller.failures = failures
         some = {poller.pause() for _ in range(50)}
         assert len(some) > 40
@@ -264,11 +264,11 @@ async def test_another_token_is_tried_at_once() -> None:
         assert (await coordinator_report(ours, RUN, [pod], token, 1)).status is not None
 
 
-async def test_forty_silent_coordinators_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_poller, "ANSWER_SECONDS", 60.0)
+async def test_forty_silent_coordinators_delay_no_other() -> None:
     silent, there, token = Coordinator(), Coordinator(), Tokens()
     silent.answers = False
-    async with silent.serving() as no_word, there.serving() as pod, coordinators() as ours:
+    timings = Timings(answer=60.0)
+    async with silent.serving() as no_word, there.serving() as pod, coordinators(timings=timings) as ours:
         for n in range(40):
             assert await ours.poll(f"silent-{n}", [no_word], token, 1) == Answer(False)
         began = time.monotonic()
@@ -292,12 +292,10 @@ async def test_late_response_of_an_earlier_poll_is_dropped() -> None:
         assert answer.status.stop_reason == "interrupted"
 
 
-async def test_unawaited_poll_wakes_the_run_only_on_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_poller, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(coordinator_poller, "ASK_AGAIN_SECONDS", 0.02)
+async def test_unawaited_poll_wakes_the_run_only_on_change() -> None:
     there, token, woken = Coordinator(), Tokens(), list[str]()
-
-    async with there.serving() as pod, coordinators(wake=woken.append) as ours:
+    timings = Timings(poll=0.02, ask_again=0.02)
+    async with there.serving() as pod, coordinators(wake=woken.append, timings=timings) as ours:
         await coordinator_report(ours, RUN, [pod], token, 1)
         woken.clear()
         await asked(there, 5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_operator.kube import errors, scrape_access
+from scalerl_operator.kube import errors
 from scalerl_operator.kube.scrape_access import (
     FRESH_SECONDS,
     MAX_ANSWERS,
@@ -92,11 +92,10 @@ async def test_allowed_token_is_served_for_an_hour_of_an_outage(api: Api) -> Non
     assert await access.status("Bearer good") == 503
 
 
-async def test_slow_review_does_not_hold_up_the_others(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_review_does_not_hold_up_the_others(api: Api) -> None:
     """Neither those beside it nor, however many tokens are tried, one that was allowed before."""
-    monkeypatch.setattr(scrape_access, "WAIT_SECONDS", 0.5)
     now = 0.0
-    access = ScrapeAccess(api, lambda: now)  # type: ignore[arg-type]
+    access = ScrapeAccess(api, lambda: now, wait_seconds=0.5)  # type: ignore[arg-type]
     assert await access.status("Bearer good") == 200
     now = FRESH_SECONDS
     api.answers.clear()

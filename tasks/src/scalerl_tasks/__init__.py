@@ -53,16 +53,15 @@ from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
 from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
 from scalerl_tasks.mixture import Mixture
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
+from scalerl_tasks.scoring import open_grading_pool, verifier_config
 from scalerl_tasks.sources import (
     EvaluationPrompts,
     RunTasks,
     Task,
-    open_grading_pool,
     open_source,
     open_task,
     open_tasks,
     open_warm_start,
-    verifier_config,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
 from scalerl_tasks.task_checks import Rejected, TaskProblem, check_answers, task_problems

@@ -10,7 +10,7 @@ import threading
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +18,9 @@ from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import ParameterError, PromptError, SourceError, did_you_mean
 from scalerl_tasks.gym_loader import load_task_classes
 from scalerl_tasks.prompts import Prompt, check_index
+
+if TYPE_CHECKING:
+    from scalerl_api.source import ProblemSpec
 
 # Not parameters of a task here, because every task has them and a run sets them separately.
 _RESERVED = ("seed", "size")
@@ -181,3 +184,11 @@ def _parameter_error(task: str, parameters: Mapping[str, Any], error: BaseExcept
 
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none"
+
+
+def gym_task(spec: ProblemSpec) -> GymTask | None:
+    """The Reasoning Gym task of a section; None of another source."""
+    section = spec.reasoning_gym
+    if section is None:
+        return None
+    return GymTask(section.name, section.parameters, section.seed, section.size)

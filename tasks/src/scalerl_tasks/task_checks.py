@@ -42,16 +42,8 @@ from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.sources import (
-    RunTasks,
-    grading_digest,
-    group_problem,
-    open_episodes,
-    open_grading_pool,
-    open_source,
-    open_tasks,
-    open_warm_start,
-)
+from scalerl_tasks.scoring import grading_digest, group_problem, open_episodes, open_grading_pool
+from scalerl_tasks.sources import RunTasks, open_source, open_tasks, open_warm_start
 
 if TYPE_CHECKING:
     from scalerl_api.spec import ProblemSpec, RunSpec

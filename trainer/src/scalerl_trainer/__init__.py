@@ -18,7 +18,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens
     ``models``        the policy: loading, from scratch, head
     ``engine``        the update, by DeepSpeed or FSDP2
-    ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints
+    ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints, on the pairs of
+                      ``mid_training_examples``
     ``prepare``       writes the run's model into its directory; ``checks`` finds errors that would end the run later,
                       ``model_checks`` those of the model's folder, also for ``scalerl validate``
     ``fork``          copies another run's checkpoint into the directory of a new one

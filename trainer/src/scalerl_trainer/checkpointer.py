@@ -39,15 +39,24 @@ IDLE_TIMEOUT_SHARE = 0.5
 has no limit."""
 
 
-RETRY_SECONDS = 30.0
-"""Time between two attempts to write a checkpoint."""
-BLIND_RETRY_SECONDS = 120.0
-"""The same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and each
-attempt fills it for all that write to it."""
-_EXCHANGE_SECONDS = 1.0
-"""Time between two exchanges of the ranks' states while they wait for a checkpoint, written or read from the object store."""
-LAST_RETRY_SECONDS = 3.0
-"""Pause before the last attempt of a trainer that received SIGTERM."""
+@dataclass(frozen=True)
+class Timings:
+    """Times of the writing of checkpoints, in seconds.
+
+    retry: between two attempts.
+    blind_retry: the same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and
+        each attempt fills it for all that write to it.
+    last_retry: pause before the last attempt of a trainer that received SIGTERM.
+    exchange: between two exchanges of the ranks' states while they wait for a checkpoint, written or read from the object store.
+    """
+
+    retry: float = 30.0
+    blind_retry: float = 120.0
+    last_retry: float = 3.0
+    exchange: float = 1.0
+
+
+TIMINGS = Timings()
 
 
 class NoUsableCheckpoint(TrainerError):
@@ -101,10 +110,10 @@ class FailedSave:
     time: float = field(default_factory=time.monotonic)
     """Of ``time.monotonic()``."""
 
-    def may_retry(self, volume: VolumeState) -> bool:
+    def may_retry(self, volume: VolumeState, timings: Timings) -> bool:
         """Whether another attempt may succeed on ``volume``, its present state."""
         waited = time.monotonic() - self.time
-        return waited >= (RETRY_SECONDS if volume.better_than(self.volume) else BLIND_RETRY_SECONDS)
+        return waited >= (timings.retry if volume.better_than(self.volume) else timings.blind_retry)
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,9 @@ class Checkpointer:
         otherwise: str = "start a new run",
         uploader: Uploader | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        timings: Timings = TIMINGS,
     ) -> None:
+        self.timings = timings
         self._otherwise, self.uploader, self._stopped = otherwise, uploader, stopped
         self._store, self._ranks, self._engine = store, ranks, engine
         settings = engine.settings
@@ -266,7 +277,7 @@ class Checkpointer:
         """Wait until all ranks have written, or one has failed or makes no progress."""
         assert pending.thread is not None
         while True:
-            pending.thread.join(min(_EXCHANGE_SECONDS, self._idle_seconds / 4))
+            pending.thread.join(min(self.timings.exchange, self._idle_seconds / 4))
             if pending.hangs(self._idle_seconds):
                 pending.error = (
                     f"rank {self._ranks.rank}: the write made no progress for {self._idle_seconds:g} s"
@@ -506,7 +517,7 @@ class Checkpointer:
         thread = threading.Thread(target=guarded, name="read", daemon=True)
         thread.start()
         while True:
-            thread.join(_EXCHANGE_SECONDS)
+            thread.join(self.timings.exchange)
             states = self._ranks.all_gather((outcome[0], self._stopped()), tuple[_Outcome, bool])
             if all(o.ended for o, _ in states):
                 return [o for o, _ in states]

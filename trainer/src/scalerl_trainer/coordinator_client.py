@@ -23,7 +23,6 @@ from scalerl_api.http_client import Backoff, decode_problem, wire_headers
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 30.0
 """Timeout of one attempt of a call; that of a long poll is its wait plus this."""
 
 MAX_ANSWER_BYTES = 2**26
@@ -78,8 +77,9 @@ class Coordinator:
         incarnation: str,
         retry_seconds: float = 300.0,
         interrupted: Callable[[], bool] = lambda: False,
+        answer_seconds: float = 30.0,
     ) -> None:
-        self._incarnation = incarnation
+        self._incarnation, self._answer_seconds = incarnation, answer_seconds
         self._retry_seconds = retry_seconds
         self._interrupted = interrupted
         self.while_full: Callable[[], object] = lambda: None
@@ -219,7 +219,7 @@ class Coordinator:
         Raises:
             CoordinatorUnreachable: no response, or an invalid one.
         """
-        timeout = httpx.Timeout(ANSWER_SECONDS)
+        timeout = httpx.Timeout(self._answer_seconds)
         try:
             code, content = request(self._http, "GET", endpoints.STATUS, b"", timeout, MAX_ANSWER_BYTES)
             if code != httpx.codes.OK:
@@ -271,7 +271,7 @@ class Coordinator:
     ) -> T:
         if deadline is None:
             deadline = time.monotonic() + wait_seconds + self._retry_seconds
-        timeout = httpx.Timeout(ANSWER_SECONDS + wait_seconds, connect=5.0)
+        timeout = httpx.Timeout(self._answer_seconds + wait_seconds, connect=5.0)
         try:
             body = msgspec.msgpack.encode(message)
             code, content = request(self._http, "POST", path, body, timeout, limit, deadline)

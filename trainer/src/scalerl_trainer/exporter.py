@@ -90,10 +90,12 @@ class Exporter:
         to: str | None = None,
         write_pauses: Sequence[float] = WRITE_PAUSES,
         copy_pauses: Sequence[float] = COPY_PAUSES,
+        stopped_seconds: float = STOPPED_SECONDS,
     ) -> None:
         self._paths, self._spec, self._metrics = paths, spec, metrics
         self._to = spec.trainer.export.to or to
         self._write_pauses, self._copy_pauses = write_pauses, copy_pauses
+        self._stopped_seconds = stopped_seconds
         self._staging = paths.exports if fence is None else fence.folder / "exports"
         self._closing = threading.Event()
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="export")
@@ -181,7 +183,7 @@ class Exporter:
             self._submit(self._disk, "write", self._select_and_remove)
 
     def close(self, stopped: Callable[[], bool] = lambda: False, seconds: float = CLOSE_SECONDS) -> None:
-        """Wait for tasks in progress, up to ``seconds``, or :data:`STOPPED_SECONDS` after ``stopped`` returns True.
+        """Wait for tasks in progress, up to ``seconds``, or ``stopped_seconds`` after ``stopped`` returns True.
 
         Failed copies are not retried.
         """
@@ -190,7 +192,7 @@ class Exporter:
         while under_way := [task for task in tuple(self._tasks) if not task.done()]:
             now = time.monotonic()
             if stopped():
-                deadline = min(deadline, now + STOPPED_SECONDS)
+                deadline = min(deadline, now + self._stopped_seconds)
             if now >= deadline:
                 log.error("an export or its copy did not finish in time and is abandoned")
                 break

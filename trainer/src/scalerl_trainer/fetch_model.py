@@ -24,8 +24,8 @@ PAUSES = (1.0, 4.0, 15.0, 60.0)
 """Seconds before each retry. A trainer's pod does not restart its init container: a failure ends the attempt of all ranks."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code (see the module)."""
+def main(argv: Sequence[str] | None = None, pauses: Sequence[float] = PAUSES) -> int:
+    """Run the command; returns the exit code (see the module). pauses: seconds before each retry."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if to is None:
         log.error("checkpoint.to: it is not set, so there is no store to fetch from")
         return BAD_INPUT_EXIT_CODE
-    for pause in (*PAUSES, None):
+    for pause in (*pauses, None):
         try:
             store, problem_text = ObjectStore(to), ""
             for folder in of_run(spec):

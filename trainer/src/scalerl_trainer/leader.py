@@ -44,7 +44,7 @@ from scalerl_trainer.algo.mismatch import BEYOND_RATIO, by_position
 from scalerl_trainer.background import in_background, new_stream, on_stream
 from scalerl_trainer.batch import UNUSABLE_FRACTION, Staleness
 from scalerl_trainer.checkpoint import CheckpointError
-from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, FailedSave, held_by
+from scalerl_trainer.checkpointer import FailedSave, held_by
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable, VolumeFull
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
@@ -721,12 +721,12 @@ class Leader:
     def _wait_to_retry(self) -> bool:
         """Wait until the next attempt to save the last version; returns whether it is the last one."""
         assert self._failed is not None
-        reported = -math.inf
+        reported, timings = -math.inf, self._worker.checkpointer.timings
         while not self._may_retry():
             if self._sync_and_check_stop():
-                time.sleep(LAST_RETRY_SECONDS)
+                time.sleep(timings.last_retry)
                 return True
-            if time.monotonic() - reported >= RETRY_SECONDS:  # the coordinator may have restarted
+            if time.monotonic() - reported >= timings.retry:  # the coordinator may have restarted
                 reported = time.monotonic()
                 self._report_failure()
             self._worker.stop.wait(POLL_SECONDS)
@@ -736,7 +736,8 @@ class Leader:
         """Whether the last checkpoint failed and another attempt may succeed."""
         if self._failed is None:
             return False
-        return self._failed.may_retry(self._worker.checkpointer.volume())
+        checkpointer = self._worker.checkpointer
+        return self._failed.may_retry(checkpointer.volume(), checkpointer.timings)
 
     def _save(self) -> None:
         """Start a checkpoint of the current version, unless there is one. A failure is counted, not raised."""
@@ -777,12 +778,13 @@ class Leader:
         worker, uploader = self._worker, self._worker.checkpointer.uploader
         if uploader is None:
             return ""
+        retry_seconds = worker.checkpointer.timings.retry
         deadline = math.inf if self._own_directory else time.monotonic() + UPLOAD_SECONDS
         reported = time.monotonic()
         while uploader.busy and time.monotonic() < deadline:
             if self._sync_and_check_stop():
                 deadline = min(deadline, time.monotonic() + STOPPED_UPLOAD_SECONDS)
-            if self._own_directory and uploader.problem and time.monotonic() - reported >= RETRY_SECONDS:
+            if self._own_directory and uploader.problem and time.monotonic() - reported >= retry_seconds:
                 reported, self._holding = time.monotonic(), True
                 self._failed = FailedSave(worker.version, uploader.problem, worker.checkpointer.volume())
                 self._report_failure()

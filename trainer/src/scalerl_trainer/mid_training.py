@@ -9,61 +9,48 @@ ends, or stops, only when its last weights are in a checkpoint: until then, the 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from scalerl_api.compute import supervised_tokens
 from scalerl_api.paths import RunPaths
-from scalerl_api.spec import PromptSpec, RunSpec, TrainingTask
+from scalerl_api.spec import PromptSpec, RunSpec
 from scalerl_api.wire import INTERRUPTED
 from scalerl_tasks import (
-    Mixture,
-    PromptError,
-    PromptSource,
     TokenizerError,
-    Train,
-    open_tasks,
-    open_warm_start,
-    render_prompt,
 )
-from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer.checkpoint import STAGE, CheckpointError, CheckpointStore
-from scalerl_trainer.checkpointer import LAST_RETRY_SECONDS, RETRY_SECONDS, Checkpointer, FailedSave, held_by
+from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, FailedSave, Timings, held_by
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
 from scalerl_trainer.fence import Fence
+from scalerl_trainer.mid_training_examples import held_out_examples, of_source, solved_pairs
+from scalerl_trainer.mid_training_rows import append_row, keep_rows
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.sft import Progress, encode_pair, train_supervised
+from scalerl_trainer.sft import Progress, train_supervised
 
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_STEPS = 50
-HELD_OUT_EXAMPLES = 256
-POLL_SECONDS = 5.0
-"""Time between two collectives while the ranks wait for space."""
-REPORT_SECONDS = 2.0
-"""Seconds between reports to the coordinator; the time of a killed trainer after its last report is not counted."""
 
 
 class MidTraining:
-    """The mid-training of one run. All methods are collectives, except where noted."""
+    """The mid-training of one run. All methods are collectives, except where noted.
+
+    Args:
+        poll_seconds: between two collectives while the ranks wait for space.
+        report_seconds: between reports to the coordinator; the time of a killed trainer after its last report is not counted.
+    """
 
     def __init__(
         self,
@@ -74,14 +61,18 @@ class MidTraining:
         coordinator: Coordinator,
         stop: threading.Event,
         fence: Fence | None,
+        *,
+        timings: Timings = TIMINGS,
+        poll_seconds: float = 5.0,
+        report_seconds: float = 2.0,
     ) -> None:
         assert spec.warm_start is not None
         self._engine, self._spec, self._wanted = engine, spec, spec.warm_start
         self._paths, self._ranks, self._coordinator, self._stop = paths, ranks, coordinator, stop
         store = CheckpointStore(paths.mid_training, spec.checkpoint.keep, fence=fence)
-        self._checkpointer = Checkpointer(
-            store, ranks, engine, f"remove {paths.mid_training.root} to begin mid-training again"
-        )
+        self._timings, self._poll_seconds, self._report_seconds = timings, poll_seconds, report_seconds
+        otherwise = f"remove {paths.mid_training.root} to begin mid-training again"
+        self._checkpointer = Checkpointer(store, ranks, engine, otherwise, timings=timings)
         self._failed: FailedSave | None = None
         """The last attempt to write a checkpoint, if it failed."""
         self._holding = False
@@ -193,11 +184,13 @@ class MidTraining:
     def _after_step(self, done: Progress, stats: StepStats, seconds: float) -> bool:
         reason, retry = "", False
         if self._ranks.is_leader:
-            retry = self._failed is not None and self._failed.may_retry(self._checkpointer.volume())
+            retry = self._failed is not None and self._failed.may_retry(
+                self._checkpointer.volume(), self._timings
+            )
             append_row(self._paths.supervised_metrics, _row(done, stats, seconds))
             if done.steps % _LOG_EVERY_STEPS == 0:
                 log.info("mid-training step %d: loss %.4f", done.steps, stats.loss)
-            if time.monotonic() - self._reported >= REPORT_SECONDS:
+            if time.monotonic() - self._reported >= self._report_seconds:
                 reason = self._report(done)
         states = self._ranks.all_gather(
             (self._stop.is_set(), self._checkpointer.flushed, reason, retry), tuple[bool, bool, str, bool]
@@ -321,19 +314,21 @@ class MidTraining:
         assert self._failed is not None
         reported = -math.inf
         while True:
-            retry = self._ranks.is_leader and self._failed.may_retry(self._checkpointer.volume())
+            retry = self._ranks.is_leader and self._failed.may_retry(
+                self._checkpointer.volume(), self._timings
+            )
             states = self._ranks.all_gather((self._stop.is_set(), retry), tuple[bool, bool])
             if any(stop for stop, _ in states):
-                time.sleep(LAST_RETRY_SECONDS)
+                time.sleep(self._timings.last_retry)
                 return True
             if states[0][1]:
                 return False
-            if time.monotonic() - reported >= RETRY_SECONDS:  # the coordinator may have restarted
+            if time.monotonic() - reported >= self._timings.retry:  # the coordinator may have restarted
                 reported = time.monotonic()
                 self._report_failure(self._failed.reason)
                 if self._ranks.is_leader:  # the time of the hold counts
                     self._report(done)
-            self._stop.wait(POLL_SECONDS)
+            self._stop.wait(self._poll_seconds)
 
     def _save(self, done: Progress) -> None:
         """Start a checkpoint, unless there is one of this step."""
@@ -387,177 +382,3 @@ def _row(done: Progress, stats: StepStats, seconds: float) -> dict[str, Any]:
         "replaced": done.replaced,
         "seconds": seconds,
     }
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a line to ``mid-training.jsonl``. A failed write, such as on a full disk, is only logged."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        log.error("cannot write %s: %s", path, error.strerror)
-
-
-def keep_rows(path: Path, steps: int) -> None:
-    """Drop the rows from step ``steps`` on, which are trained again, and lines truncated by a crash or a full disk."""
-
-    def is_kept(line: str) -> bool:
-        try:
-            return line.endswith("\n") and json.loads(line)["step"] < steps
-        except (ValueError, LookupError, TypeError):
-            return False
-
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if is_kept(line)]
-        staged = path.with_name(f".{path.name}")
-        staged.write_text("".join(kept), encoding="utf-8")
-        staged.rename(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        log.error("cannot write %s: %s", path, error.strerror)
-
-
-def held_out_examples(spec: RunSpec, model: Path) -> list[PackedSequence]:
-    """Up to about 256 held-out prompts with their worked solutions; in a mix, in proportion to the tasks' weights.
-
-    Examples that cannot be generated, have no solution or do not fit a micro-batch are left out.
-    """
-    found = []
-    opened = open_tasks(spec, model.parent)  # the run's directory
-    for one, task in zip(opened.sections, opened.tasks, strict=True):
-        tokenizer = ModelTokenizer(
-            model, one.section.prompt, f"{one.field}.prompt", tools_of(one.section.environment)
-        )
-        count = min(math.ceil(HELD_OUT_EXAMPLES * one.weight), len(task.held_out))
-        pairs = Pairs(task.held_out, one.section.prompt, tokenizer, np.arange(count))
-        for index in range(count):
-            # A prompt without a usable solution is left out here and is still evaluated during RL.
-            with contextlib.suppress(BadBatchError):
-                found.append(encode_pair(tokenizer, *pairs[index]))
-    return [pair for pair in found if pair.tokens <= spec.micro_batch_tokens]
-
-
-def own_examples(
-    source: PromptSource, train: Train, field: str
-) -> tuple[PromptSource, npt.NDArray[np.int64]]:
-    """The separate problems of ``warmStart``, and the indices of those that are not held out, int64. ``field``: theirs in the spec.
-
-    Raises ``MidTrainingError`` if all are held out.
-    """
-    kept = np.array([index for index in range(len(source)) if not train.excludes(source[index])], np.int64)
-    if not len(kept):
-        raise MidTrainingError(
-            f"{field}: every prompt is held out by task.heldOut or evaluation.sets: add others, or leave it out"
-        )
-    if len(kept) < len(source):
-        log.warning(
-            "%s: %d of %d prompts are held out by task.heldOut or evaluation.sets, and not trained on",
-            *(field, len(source) - len(kept), len(source)),
-        )
-    return source, kept
-
-
-def of_source(done: Progress, spec: RunSpec, digest: str) -> Progress:
-    """``done`` with the digest of the examples' source. Raises ``MidTrainingError`` if the digest has changed."""
-    if done.source not in ("", digest):
-        own = spec.warm_start.own if spec.warm_start is not None else ""
-        where = f"{own}: the examples" if own else "task: the training prompts"
-        raise MidTrainingError(
-            f"{where}, digest {digest[:12]}, is not what mid-training has trained on up to step {done.steps}, digest "
-            f"{done.source[:12]}: put the examples back, or start a new run"
-        )
-    return msgspec.structs.replace(done, source=digest)
-
-
-def solved_pairs(spec: RunSpec, model: Path) -> Pairs | MixedPairs:
-    """The training pairs in an order fixed by the seed, without those that ``steps`` cannot reach.
-
-    Pairs of a mix are in its proportions. ``model``: the folder with the tokenizer. Raises ``MidTrainingError`` as
-    :func:`own_examples`.
-    """
-    wanted = spec.warm_start
-    assert wanted is not None
-    most = None if wanted.steps is None else wanted.steps * wanted.batch_size
-    opened = open_tasks(spec, model.parent)  # the run's directory
-    given = opened.sections
-
-    def pairs(
-        source: PromptSource, kept: npt.NDArray[np.int64], one: TrainingTask, seed: int | tuple[int, int]
-    ) -> Pairs:
-        tokenizer = ModelTokenizer(
-            model, one.section.prompt, f"{one.field}.prompt", tools_of(one.section.environment)
-        )
-        order = kept[np.random.default_rng(seed).permutation(len(kept))[:most]]
-        return Pairs(source, one.section.prompt, tokenizer, order)
-
-    own = open_warm_start(spec, model.parent)
-    if own is not None:
-        # One task's exclusions suffice: each task excludes the held-out prompts of all tasks from training.
-        return pairs(*own_examples(own, opened.tasks[0].train, wanted.own), given[0], spec.seed)
-    train = [task.train for task in opened.tasks]
-    if len(train) == 1:
-        return pairs(train[0], np.arange(len(train[0])), given[0], spec.seed)
-    parts = [
-        pairs(prompts, np.arange(len(prompts)), one, (spec.seed, at))
-        for at, (one, prompts) in enumerate(zip(given, train, strict=True))
-    ]
-    return MixedPairs.of(parts, [one.weight for one in given], spec.seed, opened.digest)
-
-
-@dataclass(frozen=True)
-class Pairs(Sequence[tuple[Sequence[int], str]]):
-    """Pairs of a prompt's token ids and its worked solution, each made on access; the same on all ranks.
-
-    Access raises ``BadBatchError`` for a prompt that cannot be generated or rendered, or has neither solution nor answer.
-    """
-
-    source: PromptSource
-    wording: PromptSpec
-    tokenizer: ModelTokenizer
-    order: npt.NDArray[np.int64]
-
-    @property
-    def digest(self) -> str:
-        """Digest of the source."""
-        return self.source.digest
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: Any) -> Any:
-        try:
-            prompt = self.source[int(self.order[index])]
-            rendered = render_prompt(prompt, self.wording.template, self.wording.system)
-            (ids,) = self.tokenizer.encode_prompts([rendered])
-            return ids, prompt.worked_solution
-        except (PromptError, TokenizerError, ValueError) as error:
-            raise BadBatchError(str(error)) from error
-
-
-@dataclass(frozen=True)
-class MixedPairs(Sequence[tuple[Sequence[int], str]]):
-    """Pairs of the tasks of a mix, in its proportions; the task that is used up first limits their number."""
-
-    parts: Sequence[Pairs]
-    mixture: Mixture
-    total: int
-    digest: str
-    """Digest of the mix's training prompts."""
-
-    @classmethod
-    def of(cls, parts: Sequence[Pairs], weights: Sequence[Fraction], seed: int, digest: str) -> MixedPairs:
-        """Mix ``parts`` by ``weights``, in their order.
-
-        In every prefix, each task's count deviates from its proportion by less than the number of tasks.
-        """
-        sizes = [int((len(part) - len(parts)) / weight) for part, weight in zip(parts, weights, strict=True)]
-        return cls(parts, Mixture(weights, seed), max(1, min(sizes)), digest)
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, index: Any) -> Any:
-        at, place = self.mixture.place(int(index))
-        return self.parts[at][place % len(self.parts[at])]

@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 LIST: Final = ".files.json"
 WAIT_SECONDS: Final = 6 * 3600.0
 """Longest wait for the download of another preparation; the Job then retries."""
-POLL_SECONDS: Final = 1.0
 REPORT_SECONDS: Final = 60.0
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _NO_LOCKS: Final = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -64,8 +63,8 @@ class CachedFile:
 class ModelCache:
     """The cache below ``root``. read_only: nothing is downloaded."""
 
-    def __init__(self, root: Path, *, read_only: bool = False) -> None:
-        self._root, self._read_only = root, read_only
+    def __init__(self, root: Path, *, read_only: bool = False, poll_seconds: float = 1.0) -> None:
+        self._root, self._read_only, self._poll_seconds = root, read_only, poll_seconds
 
     def folder(
         self,
@@ -93,7 +92,7 @@ class ModelCache:
                 "model.cache.readOnly is false"
             )
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(entry.with_name(f".{commit}.lock"), f"{name} at {commit}") as own:
+        with _locked(entry.with_name(f".{commit}.lock"), f"{name} at {commit}", self._poll_seconds) as own:
             if not _is_intact(entry):
                 staged = entry.with_name(f".{commit}.partial{'' if own else f'-{socket.gethostname()}'}")
                 self._store(name, commit, patterns, check, staged, entry)
@@ -242,7 +241,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _locked(file: Path, what: str) -> Iterator[bool]:
+def _locked(file: Path, what: str, poll_seconds: float) -> Iterator[bool]:
     """Hold the lock ``file``, which ends with this process. Yields False where the file system has no locks.
 
     Raises:
@@ -263,7 +262,7 @@ def _locked(file: Path, what: str) -> Iterator[bool]:
                 if reported == start or now - reported > REPORT_SECONDS:
                     log.info("waiting for another preparation to download %s (%.0f s)", what, now - start)
                     reported = now
-                time.sleep(POLL_SECONDS)
+                time.sleep(poll_seconds)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise

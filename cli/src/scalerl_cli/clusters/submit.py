@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from scalerl_api.load import SpecError, SpecProblem, data_paths, parse_objects, run_from_object
-from scalerl_api.spec import API_VERSION, RunSpec
-from scalerl_api.spec_warnings import cluster_warnings_of, past_deadline, warnings_of
+from scalerl_api.load import SpecError, SpecProblem, parse_objects, run_from_object
+from scalerl_api.spec import API_VERSION
+from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
 from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
-from scalerl_cli.inputs import model_problems, task_problems
+from scalerl_cli.inputs import problems
 from scalerl_cli.output import say
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN, Kind
@@ -44,12 +44,12 @@ class _Document:
 def submit(session: Session, arguments: argparse.Namespace) -> int:
     """Apply all documents of all files, or none if one is invalid or refused."""
     found = [(_shown(file), obj) for file in arguments.files for obj in read_objects(file)]
-    problems = [
+    invalid = [
         f"{source}: {problem}" for source, obj in found for problem in _problems(obj, session.namespace)
     ]
-    for problem in problems:
+    for problem in invalid:
         say(problem, error=True)
-    if problems:
+    if invalid:
         raise Trouble("nothing was applied", BAD_INPUT)
     own_kinds = dict(kind for _, obj in found if obj["kind"] == _CRD for kind in _kinds_of(obj))
     own_namespaces = {obj["metadata"]["name"] for _, obj in found if obj["kind"] == _NAMESPACE}
@@ -145,18 +145,7 @@ def _problems(obj: Object, namespace: str) -> list[SpecProblem]:
         run = run_from_object({**obj, "metadata": {"namespace": namespace, **metadata}})
     except SpecError as error:
         return error.problems
-    late = past_deadline(run.spec, time.time())
-    return [*(() if late is None else [late]), *problems_without_files(run.spec)]
-
-
-def problems_without_files(spec: RunSpec) -> list[SpecProblem]:
-    """Problems of model and tasks whose files are not in the pods: a model by its name or made by the run, tasks without
-    files."""
-    found = [] if spec.model.path is not None else [*model_problems(spec, structure=True)]
-    # A data set of a hub may be too large to be read here.
-    if not any(path is not None for path in data_paths(spec).values()) and not spec.has_dataset:
-        found += task_problems(spec, answers=True)
-    return found
+    return problems(run, thorough=True, machine=False, files=False)
 
 
 def _document(

@@ -28,7 +28,6 @@ from scalerl_curvefit import (
     Forecast,
     Hindcast,
     LateRises,
-    PowerLaw,
     RequestError,
     compute_to,
     detect_collapse,
@@ -37,7 +36,6 @@ from scalerl_curvefit import (
     forecast,
     forecast_pool,
     hindcasts,
-    power_law,
 )
 from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION
 from scalerl_curvefit.curve import FloatArray
@@ -201,11 +199,6 @@ class Analysis:
         """``earlier`` in the form of ``--json``."""
         return [{"run": use.name, "weight": use.weight, "reason": use.reason} for use in self.earlier]
 
-    @property
-    def power_law(self) -> PowerLaw:
-        """Least-squares power law, for comparison only."""
-        return power_law(self.fitted.curve)
-
     def reach(self, target: float) -> ComputeToTarget:
         """Compute to a target, on the file's axis.
 
@@ -226,9 +219,7 @@ class Analysis:
             high=found.high + self.start,
         )
 
-    def as_json(
-        self, target: float | None = None, budget: float | None = None, *, alternatives: bool = False
-    ) -> dict[str, Any]:
+    def as_json(self, target: float | None = None, budget: float | None = None) -> dict[str, Any]:
         """The object of ``--json``; intervals are 90 %.
 
         Raises:
@@ -260,13 +251,6 @@ class Analysis:
             reached = self.reach(target)
             ends = {name: end if math.isfinite(end) else None for name, end in interval_json(reached).items()}
             shown["target"] = {"reward": target, **ends, "probability": reached.probability}
-        if alternatives and going:
-            law, last = self.power_law, self.scale.level(float(fitted.curve.reward[-1]))
-            at_2x = self.scale.level(float(law.reward(np.array(2.0 * fitted.now))))
-            shown["alternatives"] = {
-                "power_law": {"A": self.scale.level(law.A), "B": law.B, "at_2x": at_2x},
-                "last_value": last,
-            }
         return shown
 
 

@@ -95,9 +95,6 @@ def _add_fit(commands: Commands) -> None:
     )
     fit.add_argument("curve", type=Path, metavar="CURVE.csv", help=_CURVE_HELP)
     fit.add_argument(
-        "--compare", type=Path, metavar="OTHER.csv", help="compare with this curve by the paper's rule"
-    )
-    fit.add_argument(
         "--at",
         type=positive,
         nargs="+",
@@ -109,7 +106,6 @@ def _add_fit(commands: Commands) -> None:
         "--target", type=float, metavar="T", help="forecast the compute at which this reward is reached"
     )
     fit.add_argument("--budget", type=positive, metavar="C", help="total compute available")
-    fit.add_argument("--alternatives", action="store_true", help="also show a power law and the last value")
     fit.add_argument("--log", action="store_true", help="plot compute on a logarithmic axis")
     _add_common(fit)
 

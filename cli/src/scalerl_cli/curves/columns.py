@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.tables import Table, is_finite, is_number, number
+from scalerl_cli.curves.tables import Table, is_number, number
 
 COMPANION: Final = re.compile(r"__(MIN|MAX)$")
 """Columns with the band of a series, which a W&B chart exports too."""
@@ -23,28 +21,6 @@ KEYS: Final = ("key", "tag")
 RUNS: Final = ("run_id", "run_uuid", "run")
 MOST_SHOWN: Final = 30
 """Limit on the columns that a message lists."""
-
-_X_WORDS: Final = (
-    r"^compute$",
-    r"flop",
-    r"tokens?($|_seen|_total)",
-    r"(gpu|device).?hours",
-    r"(samples|examples|prompts)(_seen|_total)?$",
-    r"(^|[/_])(global_?)?step$",
-    r"iter|update",
-    r"epoch",
-    r"time|hours|seconds|runtime",
-)
-"""Patterns of names for compute, the likeliest first."""
-_Y_WORDS: Final = (
-    (r"reward|score|(^|[/_ ])acc(uracy)?($|[/_@ ])|pass|success|solve|mean@", 4),
-    (r"(^|[/_ ])(eval|val|valid|validation|test|held.?out)($|[-/_ ])", 3),
-    (r"val-core", 1),
-    (r"/mean$|mean@", 1),
-    (r"std|stderr|(^|[/_])(min|max)$|worst@|best@|maj@|loss|kl|grad|entropy|learning_rate|clip|len", -6),
-    (r"time|timing|runtime|per_second|_step$|epoch|seed", -8),
-)
-"""Patterns in names of evaluation rewards, with their scores; negative for similar names of other metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +78,7 @@ def choose(table: Table, wanted: Columns) -> Chosen:
     """Select the columns of the curve, and the rows that have both.
 
     Raises:
-        CurveProblem: a column is missing or ambiguous, or no row has both; the message lists the columns and the two
-            likeliest for each option.
+        CurveProblem: a column is missing or ambiguous, or no row has both; the message lists the columns.
     """
     if not table.lines:
         _pair(table, wanted)
@@ -115,7 +90,7 @@ def choose(table: Table, wanted: Columns) -> Chosen:
     pairs = zip(table.cells(x) or [], table.cells(y) or [], strict=True)
     kept = [i for i, pair in enumerate(pairs) if all(pair)]
     if not kept:
-        raise CurveProblem(f"{table.path}: no row has both {x} and {y}{_proposed(table)}")
+        raise CurveProblem(f"{table.path}: no row has both {x} and {y}{_named_by(table.header)}")
     named = (x.lower(), y.lower()) != ("compute", "reward")
     last = _last_pass(kept, table.cells(x) or []) if wanted.resumed else kept
     return Chosen(table.take(last), x, y, named, len(table.lines) - len(kept), len(kept) - len(last))
@@ -152,7 +127,7 @@ def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
     message = f"{table.top}: {missing}{first}"
     if all(is_number(name) for name in table.header):
         raise CurveProblem(f"{message}; the first line names the columns: compute,reward[,samples]")
-    raise CurveProblem(f"{message}{_proposed(table)}")
+    raise CurveProblem(f"{message}{_named_by(table.header)}")
 
 
 def _export(table: Table) -> tuple[str | None, list[str]]:
@@ -182,11 +157,11 @@ def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
     values = table.cells("value") or []
     series = {name: [values[i] for i in at] for name, at in rows.items()}
     if wanted.y is not None:
-        name = _match(list(series), wanted.y, f"{table.path}: --y {wanted.y}", _tail(["step"], series))
+        name = _match(list(series), wanted.y, f"{table.path}: --y {wanted.y}", _named_by(list(series)))
     elif len(series) == 1:
         name = next(iter(series))
     else:
-        raise CurveProblem(f"{table.path}: {len(series)} metrics in one column{_tail(['step'], series)}")
+        raise CurveProblem(f"{table.path}: {len(series)} metrics in one column{_named_by(list(series))}")
     taken = table.take(rows[name])
     columns = [*taken.columns, series[name]]
     one = Table(table.path, [*table.header, name], columns, taken.lines, table.head_line, table.counted)
@@ -198,7 +173,7 @@ def _named(table: Table, wanted: str, option: str) -> str:
     if found is not None:
         return found
     series = [name for name in table.header if not COMPANION.search(name)]
-    return _match(series, wanted, f"{table.top}: {option} {wanted}", _proposed(table))
+    return _match(series, wanted, f"{table.top}: {option} {wanted}", _named_by(table.header))
 
 
 def _match(names: Sequence[str], wanted: str, prefix: str, tail: str) -> str:
@@ -213,56 +188,11 @@ def _match(names: Sequence[str], wanted: str, prefix: str, tail: str) -> str:
     return found[0]
 
 
-def _proposed(table: Table) -> str:
-    """The end of a message: the columns of the table, and the two likeliest for each option."""
-    columns = {name: cells for name, cells in zip(table.header, table.columns, strict=True) if name}
-    xs = likeliest_x(columns)
-    return _tail(xs, {name: cells for name, cells in columns.items() if name not in xs}, list(columns))
-
-
-def _tail(xs: Sequence[str], series: dict[str, list[str]], listed: Sequence[str] = ()) -> str:
-    likely = [("--x", xs), ("--y", likeliest_y(series))]
-    proposals = [
-        " or ".join(f"{option} {shlex.quote(name)}" for name in names) for option, names in likely if names
-    ]
-    named = (
-        f"; name the columns, likeliest {', and '.join(proposals)}"
-        if proposals
-        else "; name the columns by --x and --y"
-    )
-    return f"{named}; there are {_listed(listed or list(series))}"
+def _named_by(names: Sequence[str]) -> str:
+    """The end of a message: the columns or metrics that there are."""
+    return f"; name the columns by --x and --y; there are {_listed([name for name in names if name])}"
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return ", ".join(names[:MOST_SHOWN]) + more
-
-
-def likeliest_x(columns: dict[str, list[str]]) -> list[str]:
-    """The two columns that are most likely compute, by name, among numeric columns that never decrease."""
-    ranked = []
-    for name, cells in columns.items():
-        rank = next((i for i, word in enumerate(_X_WORDS) if re.search(word, name.lower())), None)
-        values = [number(cell) for cell in cells if is_finite(cell)]
-        grows = all(a <= b for a, b in itertools.pairwise(values)) and (
-            not values or values[0] < values[-1] or len(values) == 1
-        )
-        if rank is not None and grows and not COMPANION.search(name) and _numeric(cells):
-            ranked.append((rank, name))
-    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])[:2]]
-
-
-def likeliest_y(columns: dict[str, list[str]]) -> list[str]:
-    """The two columns that are most likely the reward of an evaluation, by name."""
-    ranked = []
-    for name, cells in columns.items():
-        score = sum(points for word, points in _Y_WORDS if re.search(word, name.lower()))
-        if score > 0 and not COMPANION.search(name) and _numeric(cells):
-            ranked.append((-score, name))
-    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])[:2]]
-
-
-def _numeric(cells: Sequence[str]) -> bool:
-    """Whether the first ``MOST_SHOWN`` non-empty cells are numbers."""
-    given = [cell for cell in cells if cell][:MOST_SHOWN]
-    return all(is_number(cell) for cell in given) and (bool(given) or not cells)

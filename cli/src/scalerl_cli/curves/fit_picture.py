@@ -12,7 +12,6 @@ from scalerl_cli.curves import axis, formatting, plotting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
-from scalerl_curvefit import power_law
 
 
 def draw_fit(
@@ -22,7 +21,6 @@ def draw_fit(
     title: str = "",
     budget: float | None = None,
     target: float | None = None,
-    alternatives: bool = False,
     log: bool = False,
 ) -> None:
     """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``.
@@ -33,7 +31,7 @@ def draw_fit(
         CurveProblem: the picture cannot be written.
     """
     with plotting.picture(path) as (_, grid):
-        _draw(grid[0, 0], made, title or made.file.path.stem, budget, target, alternatives, log)
+        _draw(grid[0, 0], made, title or made.file.path.stem, budget, target, log)
 
 
 def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: float | None = None) -> None:
@@ -65,7 +63,6 @@ def _draw(
     name: str,
     budget: float | None,
     target: float | None,
-    alternatives: bool,
     log: bool,
 ) -> None:
     file, fitted, scale, broken = made.file, made.fitted, made.scale, made.state is State.BROKEN
@@ -80,9 +77,6 @@ def _draw(
         shown += [end for point in drawn for end in (point.low, point.high)]
         label = f"forecast of an evaluation, 90 %; at 2×: {scale.rewards(made.forecasts[0])}"
         plotting.draw_forecasts(axes, [point.compute for point in made.forecasts], drawn, label)
-    if alternatives and not broken:
-        law = scale.level(power_law(file.segment.curve).reward(grid - made.start))
-        axes.plot(grid, law, color=plotting.FAINT, lw=1.2, ls="-.", label="power law A − D/C^B", zorder=1.9)
     if not broken:
         asymptote = scale.levels(fitted.A)
         shown += [asymptote.low, asymptote.high]

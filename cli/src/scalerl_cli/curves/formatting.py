@@ -140,13 +140,6 @@ def probability(p: float) -> str:
     return "> .99" if p > 0.995 else "< .01" if p < 0.005 else reward(p)
 
 
-def hours(value: float) -> str:
-    """``40 min``, ``3.2 h``, ``12 days``."""
-    if value < 1.0:
-        return f"{60 * value:.0f} min"
-    return f"{value:.1f} h" if value < 72.0 else f"{amount(float(round(value / 24.0)))} days"
-
-
 def date(now: datetime, hours_ahead: float) -> str:
     """The date ``hours_ahead`` from now, to the minute; ``beyond 9999`` after that year."""
     try:

@@ -67,9 +67,9 @@ class Part:
 def run_report(arguments: argparse.Namespace) -> int:
     """Print the tables, and write ``report.md`` and the files of each part; returns the exit code.
 
-    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Turns of episodes: ``report-turns.csv``. Epochs: ``report-history.csv`` and ``.png``.
+    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Turns of episodes: ``report-turns.csv``. Epochs: `X.
     """
-    from scalerl_cli.curves.report_picture import draw_epochs, draw_labels
+    from scalerl_cli.curves.report_picture import draw_labels
 
     runs = named_runs(arguments.runs)
     tasks, turns, epochs = task_rows(runs), turn_rows(runs), epoch_rows(runs)
@@ -82,7 +82,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         Part("report", table(rows), [_csv_row(row, rows) for row in rows], partial(draw_labels, rows)),
         Part("report-tasks", task_table(tasks), [vars(row) for row in tasks]),
         Part("report-turns", turn_table(turns), [*map(turn_csv, turns)]),
-        Part("report-history", epoch_table(epochs), [*map(epoch_csv, epochs)], partial(draw_epochs, epochs)),
+        Part("report-history", epoch_table(epochs), [*map(epoch_csv, epochs)]),
     ]
     parts = [part for part in parts if part.rows]
     folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))

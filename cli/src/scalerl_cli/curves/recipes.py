@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.curves.report import left_out
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
 from scalerl_curvefit import Better, CurveError, Estimate, SeedComparison, compare_seeds, draws
@@ -56,8 +58,9 @@ class Recipe:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Reasons to distrust its fits, without duplicates."""
-        return tuple(dict.fromkeys(doubt for made in self.made for doubt in made.doubts))
+        """Reasons to distrust its fits, including active alarms, without duplicates."""
+        every = ((*made.guarded.reasons, *made.doubts, *_bounds(made)) for made in self.made)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(every)))
 
     def reward_at(self, compute: float) -> EqualCompute | None:
         """Mean reward of the runs at ``compute``; None if no curve reaches it."""
@@ -102,6 +105,17 @@ class EqualCompute:
         half = _t90(freedom) * math.sqrt(self.variance / self.runs + other.variance / other.runs)
         apart = self.mean - other.mean
         return Estimate(apart, apart - half, apart + half)
+
+
+def _bounds(made: Analysis) -> Iterator[str]:
+    """Parameters that a bound of the prior determines instead of the points; without ρ, which describes the noise."""
+    for edge in made.fitted.edges:
+        if edge.parameter != "rho":
+            at = f"{edge.parameter} is at its {edge.side} bound, {made.bound(edge)}"
+            yield f"{at}, with probability {formatting.probability(edge.mass)}"
+    highest = made.fitted.settings.a_highest
+    if highest <= made.fitted.point.A:
+        yield f"the least-squares A is at its high bound, {formatting.amount(made.scale.level(highest))}"
 
 
 def _t90(freedom: int) -> float:
@@ -317,6 +331,9 @@ class Table:
             yield f"Of {len(self.against)} comparisons at 90 % about {chance} separate by chance."
         if self.unit:
             yield f"Compute is in {self.unit}."
+        for recipe in self.recipes:
+            lines = (line.strip() for made in recipe.made for line in left_out(made))
+            yield from dict.fromkeys(f"{recipe.label}: {line}." for line in lines)
 
     def csv_rows(self) -> Iterator[dict[str, Any]]:
         """Rows of ``comparison.csv``, one per recipe, with all digits."""

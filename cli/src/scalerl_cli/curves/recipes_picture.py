@@ -14,18 +14,17 @@ _DETAILED: Final = 2
 """Limit on the recipes that are drawn with error bars and both bands of their fits; of more, only the 90 % band is drawn, lighter."""
 
 
-def draw_recipes(table: Table, path: Path, title: str = "") -> None:
+def draw_recipes(table: Table, path: Path) -> None:
     """Draw every curve and its fit into ``path``.
 
     Raises:
         CurveProblem: the picture cannot be written.
     """
     size = (10.4, 5.2 + 0.11 * len(table.recipes))
-    with plotting.picture(path, size, (1, 2), sharey=True) as (figure, ((linear, log),)):
+    with plotting.picture(path, size, (1, 2), sharey=True) as (_, ((linear, log),)):
         _panel(linear, table, log=False)
         _panel(log, table, log=True)
         log.set_ylabel("")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 def _panel(axes: Any, table: Table, *, log: bool) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.pace import Pace
@@ -19,9 +17,7 @@ MEANINGS = {
 }
 
 
-def report(
-    made: Analysis, pace: Pace, target: float | None, budget: float | None, alternatives: bool
-) -> list[str]:
+def report(made: Analysis, pace: Pace, target: float | None, budget: float | None) -> list[str]:
     """The lines of the report.
 
     Raises:
@@ -33,7 +29,6 @@ def report(
         parameters(made),
         _verdict(made),
         _ahead(made, pace, target, budget),
-        _alternatives(made) if alternatives else (),
         _basis(made),
         ["what the numbers mean: docs/forecast.md"],
     ]
@@ -165,24 +160,6 @@ def _ahead(made: Analysis, pace: Pace, target: float | None, budget: float | Non
     if spent is not None:
         yield ""
         yield f"reward at the budget of {formatting.amount(spent.compute)}: {made.scale.rewards(spent)}"
-
-
-def _alternatives(made: Analysis) -> Iterator[str]:
-    if made.state is State.BROKEN:
-        return
-    law = made.power_law
-    twice = float(law.reward(np.array(2.0 * made.fitted.now)))
-    yield "alternatives, for comparison only"
-    last = float(made.file.segment.curve.reward[-1])
-    yield from formatting.table(
-        [
-            [
-                "power law A − D/C^B",
-                f"A {made.scale.reward(law.A)}, B {formatting.significant(law.B)}, at 2× {made.scale.reward(twice)}",
-            ],
-            ["the last value stays", f"at 2× {made.scale.reward(last)}"],
-        ]
-    )
 
 
 def _basis(made: Analysis) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -262,8 +261,3 @@ def is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_finite(cell: str) -> bool:
-    """Whether the cell is a finite number."""
-    return is_number(cell) and math.isfinite(number(cell))

@@ -69,7 +69,7 @@ def _fitted(made: Analysis) -> dict[str, Any]:
         "grid": grid.tolist(),
         "bands": made.scale.level(made.bands(grid)).tolist(),
         "now": made.now,
-        "text": "\n".join(report(made, pace_of(made.file), None, None, False)),
+        "text": "\n".join(report(made, pace_of(made.file), None, None)),
         "why": list(made.guarded.reasons) if broken else list(_why(made)),
     }
     if not broken:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
-from scalerl_cli import argument_types, rollouts
+from scalerl_cli import argument_types, rollout_search
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.appended import Appended
@@ -158,7 +158,7 @@ class Run:
     # --- rollouts ---------------------------------------------------------------------------------------
 
     def rollouts(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollouts.Problem``."""
+        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollout_search.Problem``."""
         notes: list[str] = []
         arguments, full = self._arguments(query), query.get("full") == "1"
         arguments.limit = min(arguments.limit, _MAX_FULL_ROWS if full else MAX_ROWS)
@@ -215,9 +215,9 @@ class Run:
 
 
 def _select(arguments: argparse.Namespace, **options: Any) -> tuple[list[dict[str, Any]], int, int]:
-    """As :func:`scalerl_cli.rollouts.select`; gives the memory of the search back."""
+    """As :func:`scalerl_cli.rollout_search.select`; gives the memory of the search back."""
     try:
-        return rollouts.select(arguments, **options)
+        return rollout_search.select(arguments, **options)
     finally:
         if find_spec("pyarrow") is not None:
             import pyarrow

@@ -18,7 +18,8 @@ from typing import Any, Final
 from aiohttp import web
 
 from scalerl_cli.page.runs import NotARun, Query, Run
-from scalerl_cli.rollouts import Problem, finite
+from scalerl_cli.rollout_search import Problem
+from scalerl_cli.rollouts import finite
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

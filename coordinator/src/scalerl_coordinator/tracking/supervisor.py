@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -46,8 +47,8 @@ def missing_package(name: str) -> str | None:
 class Trackers:
     """Runs one process per tracker in ``spec`` from :meth:`start` until :meth:`close`."""
 
-    def __init__(self, spec: TrackersSpec) -> None:
-        self._supervisors = [_TrackerSupervisor(name) for name in spec.asked_for]
+    def __init__(self, spec: TrackersSpec, backoff_seconds: Sequence[float] = BACKOFF_SECONDS) -> None:
+        self._supervisors = [_TrackerSupervisor(name, backoff_seconds) for name in spec.asked_for]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -75,8 +76,8 @@ class Trackers:
 class _TrackerSupervisor:
     """Runs one tracker's process and restarts it whenever it ends."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, backoff_seconds: Sequence[float]) -> None:
+        self.name, self._backoff_seconds = name, backoff_seconds
         self.tracker = Tracker(name=name)
         self.closing = asyncio.Event()
 
@@ -95,7 +96,7 @@ class _TrackerSupervisor:
             if final_attempt or (self.closing.is_set() and not problem):
                 return
             consecutive_failures = 1 if self.tracker.step > before else consecutive_failures + 1
-            seconds = BACKOFF_SECONDS[min(consecutive_failures, len(BACKOFF_SECONDS)) - 1]
+            seconds = self._backoff_seconds[min(consecutive_failures, len(self._backoff_seconds)) - 1]
             await pause(seconds, until=self.closing)
 
     def _mark_failed(self, problem: str) -> None:

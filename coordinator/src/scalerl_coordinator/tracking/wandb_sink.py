@@ -18,7 +18,6 @@ os.environ["WANDB_ERROR_REPORTING"] = "false"
 
 import wandb
 
-_INIT_SECONDS: Final = 30.0
 _VERSION: Final = f"{HELD_OUT}version"
 _ROLLOUTS: Final = f"{HELD_OUT}rollouts"
 _MAX_POINTS: Final = 100_000
@@ -37,10 +36,12 @@ class WandbSink:
     Offline, each process writes all steps to its own file and deletes the previous file, so ``wandb sync`` finds each step
     once. Online, W&B's own process sends rows and retries; the next tracker process queries the server's newest step and
     evaluated versions, and sends the missing rows. W&B's own step is the row number.
+
+    init_seconds: timeout of the first requests.
     """
 
-    def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: WandbSpec) -> None:
-        self._run = run
+    def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: WandbSpec, init_seconds: float = 30.0) -> None:
+        self._run, self._init_seconds = run, init_seconds
         self._paths = paths
         self._spec = spec
         self._wandb: Any = None
@@ -61,7 +62,7 @@ class WandbSink:
                 mode="offline" if self._spec.offline else "online",
                 resume=None if self._spec.offline else "allow",
                 root_dir=str(self._paths.root),
-                init_timeout=_INIT_SECONDS,
+                init_timeout=self._init_seconds,
                 silent=True,
                 # Send metrics and spec only: no code, console output or machine metrics.
                 console="off",
@@ -82,7 +83,7 @@ class WandbSink:
         """The first step that the server lacks, and the versions whose evaluations it has."""
         if not self._wandb.resumed:
             return 0, set()
-        run = wandb.Api(timeout=int(_INIT_SECONDS)).run(self._wandb.path)
+        run = wandb.Api(timeout=int(self._init_seconds)).run(self._wandb.path)
         measured = run.history(samples=_MAX_POINTS, keys=[_VERSION], pandas=False)
         return int(run.summary.get("step", -1)) + 1, {int(row[_VERSION]) for row in measured}
 

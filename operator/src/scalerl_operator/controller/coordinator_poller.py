@@ -38,16 +38,28 @@ from scalerl_processes.waiting import cancel, pause
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS: Final = 3.0
-"""Timeout of a request."""
-LONGEST_PAUSE_SECONDS: Final = 15.0
-"""Longest back-off of requests to a coordinator that does not respond."""
 OLDEST_ANSWER_SECONDS: Final = 30.0
 """An older response is out of date: the poller was delayed, as on a machine that was suspended."""
 _JITTER: Final = (0.8, 0.95)
 """Range of factors on a pause: a poll precedes the run's next reconcile, and pollers do not synchronize."""
 CHECK_SECONDS: Final = 120.0
 """Between two reads of a run's Secret."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Times of the pollers, in seconds."""
+
+    answer: float = 3.0
+    """Timeout of a request."""
+    poll: float = POLL_SECONDS
+    ask_again: float = ASK_AGAIN_SECONDS
+    """Between two requests to a coordinator that ends, and the first back-off of one that does not respond."""
+    longest_pause: float = 15.0
+    """Longest back-off."""
+
+
+TIMINGS: Final = Timings()
 
 
 @dataclass(frozen=True)
@@ -67,8 +79,8 @@ class Answer:
 class _Poller:
     """The poller of one run. answer: the last response; None: the coordinator does not respond."""
 
-    def __init__(self, client: CoordinatorClient, url: str, token: str) -> None:
-        self.client, self.url, self.token = client, url, token
+    def __init__(self, client: CoordinatorClient, url: str, token: str, timings: Timings) -> None:
+        self.client, self.url, self.token, self._timings = client, url, token, timings
         self.answer: Status | None = None
         self.answered_at = 0.0
         self.failures = 0
@@ -104,11 +116,12 @@ class _Poller:
 
     def pause(self) -> float:
         """Seconds to the next request."""
+        times = self._timings
         if self.failures:
-            longest = min(ASK_AGAIN_SECONDS * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_SECONDS)
+            longest = min(times.ask_again * 2.0 ** min(self.failures - 1, 10), times.longest_pause)
         else:
             ending = self.answer is not None and bool(self.answer.stop_reason)
-            longest = ASK_AGAIN_SECONDS if ending else POLL_SECONDS
+            longest = times.ask_again if ending else times.poll
         return longest * random.uniform(*_JITTER)
 
 
@@ -126,8 +139,9 @@ class CoordinatorPollers:
         wake: Callable[[Key], None] = lambda run: None,
         *,
         background: bool = True,
+        timings: Timings = TIMINGS,
     ) -> None:
-        self._fence = fence
+        self._fence, self._timings = fence, timings
         self._wake = wake
         self._background = background
         self._pollers: dict[Key, _Poller] = {}
@@ -264,8 +278,8 @@ class CoordinatorPollers:
         current_token = await token(reread)
         if poller is None or (poller.url, poller.token) != (url, current_token):
             await self.forget(run)
-            client = CoordinatorClient(url, current_token, timeout_seconds=ANSWER_SECONDS)
-            poller = self._pollers[run] = _Poller(client, url, current_token)
+            client = CoordinatorClient(url, current_token, timeout_seconds=self._timings.answer)
+            poller = self._pollers[run] = _Poller(client, url, current_token, self._timings)
             if self._background:
                 name = f"coordinator of run {_name(run)}"
                 poller.task = asyncio.create_task(self._run(run, poller), name=name)

@@ -30,7 +30,13 @@ from scalerl_operator.controller import gang
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
-from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, ask_coordinator, request_stop
+from scalerl_operator.controller.coordinator_poller import (
+    TIMINGS,
+    CoordinatorPollers,
+    Timings,
+    ask_coordinator,
+    request_stop,
+)
 from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
 from scalerl_operator.controller.observe import ignore_young_pods, observe
@@ -63,7 +69,7 @@ class Reconciler:
     on_status: called with each run's status and figures at each reconcile; None: the run is gone.
     gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
     wake: called for a run whose coordinator has responded.
-    background: see :class:`.CoordinatorPollers`.
+    background, poll_timings: see :class:`.CoordinatorPollers`.
     clock: Unix seconds.
     monotonic: seconds that no correction of the clock changes.
     """
@@ -81,6 +87,7 @@ class Reconciler:
         on_status: Callable[[Key, RunStatus | None, RunFigures], None] = lambda key, status, figures: None,
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
+        poll_timings: Timings = TIMINGS,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,7 +95,9 @@ class Reconciler:
         self._cache = cache
         self._run = RunObject(api, cache)
         self._applier = Applier(api, cache, images, operator_namespace, namespaced=namespaced)
-        self.coordinators = CoordinatorPollers(lambda what: api.must_lead(what), wake, background=background)
+        self.coordinators = CoordinatorPollers(
+            lambda what: api.must_lead(what), wake, background=background, timings=poll_timings
+        )
         self._gangs = gangs
         self._make_autoscaler = autoscaler
         self._on_status = on_status

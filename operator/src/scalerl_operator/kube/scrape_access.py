@@ -23,8 +23,6 @@ FRESH_SECONDS: Final = 60.0
 """How long an answer of the API server counts."""
 STALE_SECONDS: Final = 3600.0
 """How long an allowed token is served while the API server does not answer."""
-WAIT_SECONDS: Final = 8.0
-"""For a review, with the wait for others: less than Prometheus' default timeout of a scrape, 10 s."""
 REVIEWS_AT_ONCE: Final = 4
 """Of tokens that are not known as allowed, and as many of those that are, which do not wait for tokens that are tried at random."""
 MAX_ANSWERS: Final = 64
@@ -35,10 +33,15 @@ log = logging.getLogger(__name__)
 
 
 class ScrapeAccess:
-    """Decides on requests by their ``Authorization`` header."""
+    """Decides on requests by their ``Authorization`` header.
 
-    def __init__(self, api: KubeApi, clock: Callable[[], float] = time.monotonic) -> None:
-        self._api, self._clock = api, clock
+    wait_seconds: for a review, with the wait for others: less than Prometheus' default timeout of a scrape, 10 s.
+    """
+
+    def __init__(
+        self, api: KubeApi, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float = 8.0
+    ) -> None:
+        self._api, self._clock, self._wait_seconds = api, clock, wait_seconds
         self._answers: dict[bytes, tuple[float, int]] = {}
         self._reviews = {allowed: asyncio.Semaphore(REVIEWS_AT_ONCE) for allowed in (False, True)}
         self._may_review = True
@@ -55,7 +58,7 @@ class ScrapeAccess:
         at, last = self._answers.get(key, (0.0, 0))
         allowed = last == 200 and self._clock() - at < STALE_SECONDS
         try:
-            async with asyncio.timeout(WAIT_SECONDS), self._reviews[allowed]:
+            async with asyncio.timeout(self._wait_seconds), self._reviews[allowed]:
                 if (known := self._known(key)) is not None:
                     return known
                 answer = await self._review(token.strip())

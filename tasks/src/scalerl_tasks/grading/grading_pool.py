@@ -30,7 +30,6 @@ MIN_MEMORY_BYTES = 64 << 20
 _MAX_REQUEST_CHARACTERS = 4 << 20  # of one message to a grader, unless a single completion is longer
 _MAX_DEATHS = 2  # a grader can die of other causes: a completion fails when its grader has died twice
 _MAX_FORK_ATTEMPTS = 6  # for one grader
-_FIRST_BACK_OFF_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,7 @@ class GradingPool:
         memory_bytes: limit on a grader's allocations after its fork (address space, RLIMIT_AS).
         start_timeout_seconds: limit on the fork server's start, with the opening of the verifier.
         show_output: whether what the verifier prints goes to standard error.
+        back_off_seconds: before the second attempt to start a grader; it doubles with each.
     """
 
     problem = ""
@@ -107,6 +107,7 @@ class GradingPool:
         memory_bytes: int = 1 << 30,
         start_timeout_seconds: float = 60.0,
         show_output: bool = False,
+        back_off_seconds: float = 0.1,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers is {workers}, must be at least 1")
@@ -120,7 +121,7 @@ class GradingPool:
         self._setup = Setup(verifier, Limits(timeout_seconds, memory_bytes), show_output)
         self._whole = False
         self._workers = workers
-        self._start_timeout_seconds = start_timeout_seconds
+        self._start_timeout_seconds, self._back_off_seconds = start_timeout_seconds, back_off_seconds
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._server: ForkServer | None = None
         self._server_lock = asyncio.Lock()
@@ -330,7 +331,7 @@ class GradingPool:
                 grader = await server.fork()
             except GradingError as error:
                 last = error
-                await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**attempt)
+                await asyncio.sleep(self._back_off_seconds * 2**attempt)
             else:
                 self.counts.forks += 1
                 return grader

@@ -46,8 +46,6 @@ TOKEN = "REWARD_TOKEN"
 _OF_THE_COMPLETION = (400, 413, 422)
 _MAX_ANSWER_BYTES = 1 << 20
 _ANSWER_BYTES_PER_SCORE = 256
-_FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
-_WAITING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,16 @@ class RewardService:
     system: str | None = None
     retries: int = 5
     """Failures of a completion, while others succeed, after which it has no verdict: the cause is then the completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times of the client, in seconds."""
+
+    first_back_off: float = 0.5
+    max_back_off: float = 30.0
+    waiting: float = 1.0
+    """Between two calls that keep a lease alive."""
 
 
 class _Scores(msgspec.Struct):
@@ -93,8 +101,8 @@ class _Down(Exception):
 class HttpGrader:
     """Grades by a service; the interface of :class:`~.grading_pool.GradingPool`. Use it from one event loop."""
 
-    def __init__(self, service: RewardService) -> None:
-        self._service = service
+    def __init__(self, service: RewardService, timings: Timings = Timings()) -> None:
+        self._service, self._timings = service, timings
         self.part_names: tuple[str, ...] = () if service.range == SCORE_RANGE else (REWARD,)
         self.counts = PoolCounts()
         self.problem = ""
@@ -102,7 +110,7 @@ class HttpGrader:
         self._changed = asyncio.Event()
         self._senders: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
-        self._delay = _FIRST_BACK_OFF_SECONDS
+        self._delay = timings.first_back_off
         self._scored_row: dict[str, Any] | None = None
         """A completion that had a score, to ask whether the service works: a judge may answer an empty request while its model is
         down."""
@@ -153,7 +161,7 @@ class HttpGrader:
         ]
         self._waiting.extend(items)
         self._changed.set()
-        async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
+        async with calling(on_graded or (lambda: None), self._timings.waiting):
             return list(await asyncio.gather(*(item.done for item in items)))
 
     async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
@@ -191,7 +199,7 @@ class HttpGrader:
                         log.warning("%s; completions wait", error)
                     self.problem = str(error)
                     await asyncio.sleep(self._delay)
-                    self._delay = min(_MAX_BACK_OFF_SECONDS, 2 * self._delay)
+                    self._delay = min(self._timings.max_back_off, 2 * self._delay)
             else:
                 self._up()
                 self._scored_row = items[0].row
@@ -212,7 +220,7 @@ class HttpGrader:
     def _up(self) -> None:
         if self.problem:
             log.info("the reward service %s answers again", self._service.url)
-        self.problem, self._delay = "", _FIRST_BACK_OFF_SECONDS
+        self.problem, self._delay = "", self._timings.first_back_off
 
     def _next(self) -> list[_Item]:
         """The completions of the next request; one that failed goes alone."""

@@ -1,10 +1,9 @@
-"""Numbers and states as text, the same in every view. Pure."""
+"""Numbers and states of a run as text. Pure."""
 
 from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint, Phase
-from scalerl_operator.autoscaling.models import Decision
-from scalerl_operator.run_view import Snapshot, UnitState, UnitStatus
+from scalerl_operator.run_view import Snapshot, UnitState
 from scalerl_operator.workloads import Role
 
 UNKNOWN = "–"
@@ -72,16 +71,3 @@ def waiting(snapshot: Snapshot) -> str:
     if status.stop_reason:
         text += f" ({status.stop_reason})"
     return f"{text}: waiting for {status.waiting_for}{failing}" if status.waiting_for else text
-
-
-def state(unit: UnitStatus) -> str:
-    """State of a unit, with the number of its restarts."""
-    text = str(unit.state)
-    if unit.restarts:
-        text += f", {unit.restarts} restart{'s' if unit.restarts > 1 else ''}"
-    return text
-
-
-def decision(made: Decision) -> str:
-    """State that the autoscaler decided on, and its first reason."""
-    return f"{made.state}: {made.reasons[0]}" if made.reasons else str(made.state)

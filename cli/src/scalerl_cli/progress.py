@@ -1,4 +1,4 @@
-"""Progress as lines: one for each step or every few seconds, and one for each event."""
+"""Progress of a run as lines: one for each step or every few seconds, and one for each event."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from datetime import datetime
 
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
-from scalerl_cli.view import labels
+from scalerl_cli import labels
+from scalerl_cli.output import say
 from scalerl_operator.run_view import Event, Snapshot, UnitState
 from scalerl_operator.workloads import Role
 
@@ -14,8 +15,8 @@ _QUIET_SECONDS = 5.0
 _WAITING_SECONDS = 15.0
 
 
-class PlainView:
-    """Prints lines to standard output, each flushed at once."""
+class Progress:
+    """Prints events and snapshots. It sends no requests, and losing its reader does not end the run."""
 
     def __init__(self, run: ScaleRLRun) -> None:
         self._max_steps = run.spec.budget.max_steps
@@ -54,9 +55,6 @@ class PlainView:
         elif waited >= _QUIET_SECONDS:
             self._print(self._progress(snapshot), snapshot)
 
-    def close(self) -> None:
-        """Does nothing: the view holds no resources."""
-
     def _progress(self, snapshot: Snapshot) -> str:
         status, rates = snapshot.status, snapshot.rates
         if status is None:
@@ -78,4 +76,4 @@ class PlainView:
         self._line(text)
 
     def _line(self, text: str) -> None:
-        print(f"{datetime.now().astimezone():%H:%M:%S} {text}", flush=True)
+        say(f"{datetime.now().astimezone():%H:%M:%S} {text}")
