@@ -216,7 +216,7 @@ def test_exit_codes_of_a_users_program_have_no_meaning() -> None:
     for code in (2, 3, 4, 5):
         ended = {"exitCode": code, "finishedAt": "2026-01-01T01:00:00Z"}
         waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}}
-        status = container_status(waiting, restarts=9, lastState={"terminated": ended})
+        status = container_status(waiting, restarts=9, lastState={"terminated": ended}, name="environment")
         view = pod_view(pod("e", Role.ENVIRONMENT, status))
         assert (view.bad_input, view.restarts, view.problem is not None) == (None, 9, True)
         observed = observe({("Pod", "e"): pod("e", Role.ENVIRONMENT, status)}, UID, {Role.PREPARE: "", Role.TRAINER: ""})  # fmt: skip

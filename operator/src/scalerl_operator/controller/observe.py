@@ -266,7 +266,7 @@ def _quick_restarts(container: Object, pod_started: float) -> int:
     longest back-off, they are if the container has on average run for less than ten minutes.
     """
     waiting = (container.get("state") or {}).get("waiting") or {}
-    lost = container.get("name") == Role.COORDINATOR and _last_end(container) == STEPS_LOST_EXIT_CODE
+    lost = container.get("name") != Role.ENVIRONMENT and _last_end(container) == STEPS_LOST_EXIT_CODE
     if waiting.get("reason") != "CrashLoopBackOff" or lost:
         return 0
     count = int(container.get("restartCount", 0))
