@@ -1,4 +1,4 @@
-"""Writes data.jsonl, sums of two numbers of two digits, and warm.jsonl, first answers, two of three wrong, and right ones after the
+"""Writes data.jsonl, sums of two numbers of two digits, and warm.jsonl, first answers, four of five wrong, and right ones after the
 verdict on a wrong one. Wrong answers have one wrong digit.
 """
 
@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-PROBLEMS, WRONG = 1500, 2 / 3
+PROBLEMS, WRONG = 1500, 0.8
 
 
 def write(name: str, rows: list[dict[str, str]]) -> None:
