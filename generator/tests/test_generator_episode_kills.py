@@ -31,7 +31,7 @@ OTHERS = 12
 """Of the kills, those of the environment's server, in place of as many of actors."""
 LEAST_P = 0.05 / 4
 """The comparisons together reject what is sound once in twenty."""
-CLASS = '''
+CLASS = """
 import zlib
 from scalerl_tasks.environments.protocol import Step
 
@@ -40,7 +40,7 @@ class Own:
         texts = [reply.strip() for reply in replies]
         done = zlib.crc32(repr(texts).encode()) % 4 == 0
         return Step([f"no. {len(replies)}"], done, len(replies) / 8)
-'''
+"""
 
 
 def ends(replies: Sequence[str]) -> bool:

@@ -216,7 +216,9 @@ def check(
             if span.version == MASKED:
                 continue
             tokens = slice(span.start, span.end)
-            difference = np.abs(sampled.logprobs[tokens] - np.asarray(of_policies[span.version - base][tokens]))
+            difference = np.abs(
+                sampled.logprobs[tokens] - np.asarray(of_policies[span.version - base][tokens])
+            )
             largest = max(largest, float(difference.max()))
             compared += span.end - span.start
             versions.add(span.version - base)
@@ -229,7 +231,9 @@ def check(
         (text,) = codec.tokenizer.texts([sampled.token_ids.tolist()])
         changed += codec.tokenizer.encode([text])[0] != sampled.token_ids.tolist()
     turns = Counter(len(completion.turns) + 1 for completion in completions)
-    print(f"{len(completions)} episodes, turns {turns}, {compared} sampled tokens, {cut} cut, {changed} changed; {largest:.1e}")
+    print(
+        f"{len(completions)} episodes, turns {turns}, {compared} sampled tokens, {cut} cut, {changed} changed; {largest:.1e}"
+    )
     assert largest <= 1e-5
     assert versions == {0, 1, 2}
     assert compared > 500

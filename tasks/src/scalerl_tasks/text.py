@@ -315,11 +315,17 @@ class ModelTokenizer:
             return
         if (written := self._written_call(self._tools)) is not None:
             if not _reads(self._tools, written):
-                fits = [one for one in ("Hermes", "Llama3") if _reads(replace(self._tools, format=one), written)]
+                fits = [
+                    one for one in ("Hermes", "Llama3") if _reads(replace(self._tools, format=one), written)
+                ]
                 raise TokenizerError(
                     f"{self._field}: the chat template writes a call as {written[:200]!r}, which environment.parameters.format, "
                     f"{self._tools.format}, does not read: "
-                    + (f"set it to {fits[0]}" if fits else "give a chatTemplate that writes JSON, or set it to Text")
+                    + (
+                        f"set it to {fits[0]}"
+                        if fits
+                        else "give a chatTemplate that writes JSON, or set it to Text"
+                    )
                 )
         elif (self._tools.format == "Hermes") != (CALL in text):
             wanted = "Hermes" if CALL in text else "Llama3, or Text"
@@ -331,7 +337,11 @@ class ModelTokenizer:
     def _written_call(self, tools: ToolsConfig) -> str | None:
         """A reply that calls the first tool, as the chat template writes it; None if it writes no calls."""
         function = {"name": tools.tools[0].name, "arguments": {tools.tools[0].parameter: _ARGUMENT}}
-        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        }
         question = {"role": "user", "content": "a"}
         plain, calling = [question, {"role": "assistant", "content": _MARK}], [question, call]
         try:
