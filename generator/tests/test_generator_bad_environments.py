@@ -38,7 +38,7 @@ class Own:
             case "done that is no truth": return Step(["a"], done="yes")
             case "no tokens": return Step([""])
             case "a role with a token": return Step([Message("a", "<eos>")])
-            case "control tokens": return Step(["<eos>\\x00<pad>"], reward=0.25)
+            case "control tokens": return Step(["<eos><pad>"], reward=0.25)
             case "never ends": return Step(["a"], reward=0.25)
             case "longer than the context": return Step(["a" * 4000], reward=0.25)
             case "not repeatable": return Step([str(random.random())])
