@@ -342,7 +342,7 @@ class ModelTokenizer:
             "content": "",
             "tool_calls": [{"type": "function", "function": function}],
         }
-        question = {"role": "user", "content": "a"}
+        question: dict[str, Any] = {"role": "user", "content": "a"}
         plain, calling = [question, {"role": "assistant", "content": _MARK}], [question, call]
         try:
             head = self._render_messages(plain, generation_prompt=False).partition(_MARK)[0]
