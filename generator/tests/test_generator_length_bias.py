@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from test_generator_actor_survival import MortalTrainer, came_further
 
 from scalerl_api import endpoints
 from scalerl_api.paths import RunPaths
-from scalerl_api.wire import Ack, CheckpointBegin, CheckpointCommit, CheckpointSnapshot, StepReport
+from scalerl_api.wire import Ack, CheckpointBegin, CheckpointCommit, CheckpointSnapshot, Counts, StepReport
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
 from scalerl_generator import partial_reports
@@ -94,6 +94,63 @@ async def restart_server(generator: Generator) -> None:
     await generator.start_server()
 
 
+async def run_under_kills(
+    directory: Path,
+    steps: int,
+    victims: Sequence[str],
+    dice: random.Random,
+    kill_other: Callable[[], Awaitable[None]] | None = None,
+) -> Counts:
+    """A run of two generators, which ends once all victims were killed; of ``other``, by ``kill_other``."""
+    coordinator = Coordinator(directory)
+    coordinator.start()
+    generators = [Generator(directory, coordinator.url, 0.01, name=f"generator-{i}") for i in range(2)]
+    for generator in generators:
+        await generator.start_server()
+        await generator.start_actor()
+    over = asyncio.Event()
+    restarts: dict[str, asyncio.Task[None]] = {}
+    try:
+        async with aiohttp.ClientSession() as session:
+            trainer = KeepingTrainer(session, coordinator.url, steps, over)
+            training = asyncio.create_task(trainer.live())
+            await trainer.some_acknowledged()
+            done = 0
+            for kind in victims:
+                done = await came_further(trainer, done)
+                await asyncio.sleep(dice.uniform(0, 1))
+                victim = dice.choice(generators)
+                match kind:
+                    case "coordinator":
+                        coordinator.kill()
+                        coordinator.start()
+                    case "trainer":
+                        training.cancel()
+                        await asyncio.wait([training])
+                        training = asyncio.create_task(trainer.live())
+                    case "server":
+                        if victim.name in restarts:
+                            await restarts[victim.name]
+                        restarts[victim.name] = asyncio.create_task(restart_server(victim))
+                    case "actor":
+                        await victim.kill_actor()
+                        await victim.start_actor()
+                    case _:
+                        assert kill_other is not None
+                        await kill_other()
+            over.set()
+            await asyncio.gather(*restarts.values())
+            async with asyncio.timeout(240):
+                await training
+            counts = (await trainer.status()).counts
+            assert [await g.exit_code() for g in generators] == [0, 0]
+    finally:
+        for generator in generators:
+            await generator.end()
+        coordinator.kill()
+    return counts
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -123,50 +180,7 @@ async def test_lengths_are_not_biased_by_kills(
         budget={"maxSteps": STEPS[batch]},
         **BATCHES[batch],
     )
-    coordinator = Coordinator(tmp_path)
-    coordinator.start()
-    generators = [Generator(tmp_path, coordinator.url, 0.01, name=f"generator-{i}") for i in range(2)]
-    for generator in generators:
-        await generator.start_server()
-        await generator.start_actor()
-    over = asyncio.Event()
-    restarts: dict[str, asyncio.Task[None]] = {}
-    try:
-        async with aiohttp.ClientSession() as session:
-            trainer = KeepingTrainer(session, coordinator.url, STEPS[batch], over)
-            training = asyncio.create_task(trainer.live())
-            await trainer.some_acknowledged()
-            done = 0
-            for kind in victims:
-                done = await came_further(trainer, done)
-                await asyncio.sleep(dice.uniform(0, 1))
-                victim = dice.choice(generators)
-                match kind:
-                    case "coordinator":
-                        coordinator.kill()
-                        coordinator.start()
-                    case "trainer":
-                        training.cancel()
-                        await asyncio.wait([training])
-                        training = asyncio.create_task(trainer.live())
-                    case "server":
-                        if victim.name in restarts:
-                            await restarts[victim.name]
-                        restarts[victim.name] = asyncio.create_task(restart_server(victim))
-                    case "actor":
-                        await victim.kill_actor()
-                        await victim.start_actor()
-            over.set()
-            await asyncio.gather(*restarts.values())
-            async with asyncio.timeout(240):
-                await training
-            counts = (await trainer.status()).counts
-            assert [await g.exit_code() for g in generators] == [0, 0]
-    finally:
-        for generator in generators:
-            await generator.end()
-        coordinator.kill()
-
+    counts = await run_under_kills(tmp_path, STEPS[batch], victims, dice)
     groups = list(accepted(tmp_path))
     lengths = [length for group in groups for length in group.lengths]
     assert counts.acknowledged == len(lengths) == counts.trained + counts.filtered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +164,22 @@ async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypa
         assert first.counts.errors == second.counts.errors == 0
         for one in busy:
             one.cancel()
+
+
+async def test_grader_that_fills_a_server_alone_has_its_sessions_nearly_always(monkeypatch):
+    monkeypatch.setattr(module, "_FULL_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_SPARE_SECONDS", 0.06)
+    monkeypatch.setattr(module, "_OPENING_SECONDS", 0.03)
+    async with serving() as (server, url), ServerGrader(options(url, sessions=16)) as grader:
+        server.capacity = 4
+        server.on_step = lambda socket: asyncio.sleep(0.001)
+        episodes, full = [[f"{number}"] for number in range(16)], list[bool]()
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            await steps(grader, *episodes)
+            full.append(len(server.sessions) == 4)
+        assert sum(full) > 0.6 * len(full)
+        assert grader.problem == ""
 
 
 async def test_rewards_are_of_the_last_step_or_their_sum():

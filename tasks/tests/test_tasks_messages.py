@@ -268,6 +268,23 @@ WITH_TOOLS = {
     "llama3": DESCRIBED
     + CHATML.replace("m.content", "(m.content | tojson if m.role == 'tool' else m.content)"),
 }
+CALLED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or () %}"
+    "{% set c = c.function %}@{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' if thinks else '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A template that writes calls, in place of the @."""
+HERMES = '<tool_call>\n{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}\n</tool_call>'
+WRITTEN = {
+    "hermes": HERMES,
+    "llama3": '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}',
+    "xml": (
+        "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+        "{% endfor %}</function>\n</tool_call>"
+    ),
+    "in a thought": "<think>" + HERMES + "</think>",
+    "quoted twice": HERMES.replace("c.arguments | tojson", "c.arguments | tojson | tojson"),
+}
 
 
 def test_tools_are_described_before_the_prompt_alone(folder: Path) -> None:
@@ -298,6 +315,21 @@ def test_tools_are_described_before_the_prompt_alone(folder: Path) -> None:
         (WITH_TOOLS["hermes"], None, None),
         (WITH_TOOLS["llama3"], LLAMA_TOOLS, None),
         (WITH_TOOLS["hermes"], replace(TOOLS, format="Text"), None),
+        *(
+            ("{% set hermes = true %}" + thinks + DESCRIBED + CALLED.replace("@", WRITTEN[form]), tools, says)
+            for form, tools, says in (
+                ("hermes", TOOLS, None),
+                ("llama3", LLAMA_TOOLS, None),
+                ("hermes", LLAMA_TOOLS, "writes a call as '<tool_call>"),
+                ("hermes", LLAMA_TOOLS, "Llama3, does not read: set it to Hermes"),
+                ("llama3", TOOLS, "Hermes, does not read: set it to Llama3"),
+                ("xml", TOOLS, "does not read: give a chatTemplate that writes JSON, or set it to Text"),
+                ("xml", replace(TOOLS, format="Text"), None),
+                ("in a thought", TOOLS, "does not read"),
+                ("quoted twice", TOOLS, "does not read"),
+            )
+            for thinks in ("", "{% set thinks = true %}")
+        ),
     ],
 )
 def test_templates_for_tools_are_checked(

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -40,6 +40,8 @@ _MARK = "\ue000"
 THOUGHT = "<think>"
 THOUGHT_END = "</think>"
 CALL = "<tool_call>"
+_ARGUMENT = "argument-7"
+"""In place of a call's argument."""
 
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
@@ -280,7 +282,7 @@ class ModelTokenizer:
 
         Raises:
             TokenizerError: the chat template is not append-only: messages after a reply change what it writes before them. Or it does
-                not describe the environment's tools, or has them called in another format.
+                not describe the environment's tools, or writes or asks for calls in another format.
         """
         if self._chat_template is None:  # a small vocabulary may have no text but the task's
             return
@@ -309,12 +311,48 @@ class ModelTokenizer:
                 f"{self._field}: the chat template does not describe tools: use a model whose template does, give a chatTemplate that "
                 "writes them, or set format: Raw and describe them in template"
             )
-        if self._tools.format != "Text" and (self._tools.format == "Hermes") != (CALL in text):
+        if self._tools.format == "Text":
+            return
+        if (written := self._written_call(self._tools)) is not None:
+            if not _reads(self._tools, written):
+                fits = [
+                    one for one in ("Hermes", "Llama3") if _reads(replace(self._tools, format=one), written)
+                ]
+                raise TokenizerError(
+                    f"{self._field}: the chat template writes a call as {written[:200]!r}, which environment.parameters.format, "
+                    f"{self._tools.format}, does not read: "
+                    + (
+                        f"set it to {fits[0]}"
+                        if fits
+                        else "give a chatTemplate that writes JSON, or set it to Text"
+                    )
+                )
+        elif (self._tools.format == "Hermes") != (CALL in text):
             wanted = "Hermes" if CALL in text else "Llama3, or Text"
             raise TokenizerError(
                 f"{self._field}: the chat template asks for calls in another format than environment.parameters.format, "
                 f"{self._tools.format}: set it to {wanted}, or give a chatTemplate that asks for {self._tools.format}"
             )
+
+    def _written_call(self, tools: ToolsConfig) -> str | None:
+        """A reply that calls the first tool, as the chat template writes it; None if it writes no calls."""
+        function = {"name": tools.tools[0].name, "arguments": {tools.tools[0].parameter: _ARGUMENT}}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        question: dict[str, Any] = {"role": "user", "content": "a"}
+        plain, calling = [question, {"role": "assistant", "content": _MARK}], [question, call]
+        try:
+            head = self._render_messages(plain, generation_prompt=False).partition(_MARK)[0]
+            text = self._render_messages(calling, generation_prompt=False)
+        except TokenizerError:
+            return None
+        reply = text[len(os.path.commonprefix([head, text])) :]  # noqa: RUF071 - of texts, not paths
+        ends = [found for end in self._ends if (found := reply.find(end)) >= 0]
+        reply = reply[: min(ends, default=None)]
+        return reply if _ARGUMENT in reply else None
 
     def _check_role(self, role: str) -> None:
         # A prompt has the role user too, whatever tokens its name has.
@@ -409,7 +447,7 @@ class ModelTokenizer:
         return self._render_messages(prompt.messages, generation_prompt=generation_prompt)
 
     def _render_messages(
-        self, messages: list[dict[str, str]], *, generation_prompt: bool, tools: bool = True
+        self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool, tools: bool = True
     ) -> str:
         """The same result as ``AutoTokenizer.apply_chat_template``, without importing its tokenizers and torch."""
         from jinja2 import TemplateError
@@ -417,7 +455,7 @@ class ModelTokenizer:
 
         try:
             (text,), _ = render_jinja_template(
-                [messages],
+                [list(messages)],
                 chat_template=self._chat_template,
                 add_generation_prompt=generation_prompt,
                 tools=self._tools.schemas if self._tools is not None and tools else None,
@@ -463,6 +501,11 @@ def check_interruption(
             "a shorter phrase or another recipe.length"
         )
     return ids
+
+
+def _reads(tools: ToolsConfig, reply: str) -> bool:
+    """Whether a reply has the call of :meth:`ModelTokenizer._written_call` in the tools' format."""
+    return [getattr(call, "argument", None) for call in tools.read_calls(reply)] == [_ARGUMENT]
 
 
 def _from_file(file: Path) -> Any:

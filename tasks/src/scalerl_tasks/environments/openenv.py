@@ -67,7 +67,9 @@ class Down(Exception):
 
 
 class Full(Down):
-    """All sessions of the server are taken."""
+    """All sessions of the server are taken; ``taken``: how many, 0 if it does not say."""
+
+    taken = 0
 
 
 class Lost(Down):
@@ -205,6 +207,7 @@ class _Data(msgspec.Struct):
     code: str = ""
     message: str = ""
     errors: list[dict[str, Any]] = []
+    active_sessions: int = 0
 
 
 class _Answer(msgspec.Struct):
@@ -355,9 +358,11 @@ class Session:
         """The data of an error that is one of the request."""
         where, code = self._server.where, data.code
         if code == "CAPACITY_REACHED":
-            raise Full(
+            full = Full(
                 f"{where} has no free session; raise its max_concurrent_envs, or lower parameters.sessions"
             )
+            full.taken = data.active_sessions
+            raise full
         if code == "VALIDATION_ERROR":
             return data
         if code == "EXECUTION_ERROR":

@@ -68,7 +68,10 @@ _WAITING_SECONDS = 1.0
 _FULL_SECONDS = 30.0
 """A server that refused a session is asked for more after this time, by a generator that has one."""
 _NONE_SECONDS = 5.0
-"""Longest back-off of a generator that has no session: shorter than the time for which others give one back."""
+"""Longest back-off of a generator that has no session: shorter than the times for which others give one back."""
+_SPARE_SECONDS = 6.0
+"""Time for which a generator that has all sessions gives one back."""
+_OPENING_SECONDS = 1.0
 _ENDED_SECONDS, _IDLE_SECONDS = 5.0, 60.0
 """Idle sessions are closed after these times: without an episode, and with one."""
 _MAX_KNOWN: Final = 1 << 16
@@ -175,6 +178,7 @@ class ServerGrader:
                 first = len(replies) - 1
                 if session.key != keys[-2]:
                     await session.reset(prompt)
+                    self._sessions.opened.add(session)
                     first = 0
                 for at in range(first, len(replies)):
                     observed = await session.step(replies[at])
@@ -187,8 +191,8 @@ class ServerGrader:
                 await self._sessions.drop(session)
                 if not reused:
                     raise
-            except Full:
-                if not await self._sessions.full(session):
+            except Full as error:
+                if not await self._sessions.full(session, error.taken):
                     raise
             except BaseException:
                 await self._sessions.drop(session)
@@ -315,15 +319,18 @@ def _keys(prompt: Prompt, replies: Sequence[str]) -> list[bytes]:
 class _Sessions:
     """The sessions of a grader, no more than the server has.
 
-    A grader that is refused one has one less for a while, so that another, which has none, gets one.
+    A grader that is refused one has one less for a while, so that another, which has none, gets one. One that has all sessions of the
+    server takes it back unless another has taken it.
     """
 
     def __init__(self, server: EnvironmentServer) -> None:
         self._most = server.sessions
-        self._limit, self._limited = server.sessions, 0.0
+        self._limit, self._later, self._limited = server.sessions, server.sessions, 0.0
         self._busy = 0
         self._idle: dict[Session, asyncio.TimerHandle] = {}
         """Oldest first, with the timer that closes each."""
+        self.opened: set[Session] = set()
+        """Those that the server has answered, until they are closed."""
         self._changed = asyncio.Condition()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -333,8 +340,9 @@ class _Sessions:
             while True:
                 for closed in [one for one in self._idle if one.is_closed]:
                     self._end(closed)
-                if time.monotonic() > self._limited:
-                    self._limit = self._most
+                if (now := time.monotonic()) > self._limited:
+                    self._limit, self._later = self._later, self._most
+                    self._limited = now + _FULL_SECONDS
                 has_room = self._busy + len(self._idle) < self._limit
                 found = next((one for one in self._idle if one.key == key), None)
                 found = found or next((one for one in self._idle if not one.key), None)
@@ -366,12 +374,19 @@ class _Sessions:
         async with self._changed:
             self._changed.notify()
 
-    async def full(self, session: Session) -> bool:
-        """Give up one that the server refused; whether there are others to wait for."""
+    async def full(self, session: Session, taken: int) -> bool:
+        """Give up one that the server refused, of whose sessions so many are taken; whether there are others to wait for."""
         await self.drop(session)
         others = self._busy + len(self._idle)
         if others:
-            self._limit, self._limited = max(others - 1, 1), time.monotonic() + _FULL_SECONDS
+            now, self._limit, self._later = time.monotonic(), max(others - 1, 1), self._most
+            if 0 < taken <= len(self.opened):  # all are its own
+                self._limit, self._later = max(taken - 1, 1), taken
+                self._limited = now + _SPARE_SECONDS
+            elif 0 < taken <= others:  # whether the server counts those that are being opened is not known
+                self._limit, self._limited = others, now + _OPENING_SECONDS
+            else:
+                self._limited = now + _FULL_SECONDS
             while self._idle and self._busy + len(self._idle) > self._limit:
                 self._end(next((one for one in self._idle if not one.key), next(iter(self._idle))))
         return others > 0
@@ -386,6 +401,10 @@ class _Sessions:
         self._close(session)
 
     def _close(self, session: Session) -> None:
-        task = asyncio.create_task(session.close())
+        task = asyncio.create_task(self._closed(session))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _closed(self, session: Session) -> None:
+        await session.close()
+        self.opened.discard(session)

@@ -110,9 +110,14 @@ class EnvironmentVerifier:
         return checked_step(step, self.label, declared_parts(self), self.range)
 
     def check(self, prompt: Prompt, /) -> None:
-        """Check that the environment makes a step after the reference answer, or an empty reply."""
+        """Check that the environment makes a step after the reference answer, or an empty reply, and the same one again."""
+        replies = write_replies([prompt.answer])
         try:
-            self.score(prompt, write_replies([prompt.answer]))
+            if self.score(prompt, replies) != self.score(prompt, replies):
+                raise VerifierError(
+                    f"{self.label} answered the same replies in another way the second time, for the prompt {prompt.id}: a step "
+                    "depends on the prompt and the replies alone; draw from a seed of prompt.id"
+                )
         except (ArithmeticError, TypeError, ValueError) as error:
             raise VerifierError(f"{self.label}, for the prompt {prompt.id}: {error}") from None
 

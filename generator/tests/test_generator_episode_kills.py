@@ -1,0 +1,166 @@
+"""50 kills while episodes have one to eight turns: their lengths and turns are those without kills, and no step counts twice.
+
+The environment is a class in grading processes, or a server with a state a session, which is killed too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in_vllm
+from actor_stand_ins import CHARACTERS, write_run
+from free_port import free_port
+from openenv_stand_in import OpenEnvServer, observed, serving
+from scipy.stats import ks_2samp
+from test_generator_length_bias import COMPLETIONS, PROMPTS_PER_STEP, accepted, run_under_kills
+
+from scalerl_generator import partial_reports
+from scalerl_tasks.environments import server as module
+
+MAX_TURNS, STEPS, LONGEST, MEAN = 8, 40, 1100, 30
+VICTIMS = ["coordinator"] * 5 + ["trainer"] * 6 + ["server"] * 12 + ["actor"] * 27
+OTHERS = 12
+"""Of the kills, those of the environment's server, in place of as many of actors."""
+LEAST_P = 0.05 / 4
+"""The comparisons together reject what is sound once in twenty."""
+CLASS = """
+import zlib
+from scalerl_tasks.environments.protocol import Step
+
+class Own:
+    def step(self, prompt, replies):
+        texts = [reply.strip() for reply in replies]
+        done = zlib.crc32(repr(texts).encode()) % 4 == 0
+        return Step([f"no. {len(replies)}"], done, len(replies) / 8)
+"""
+
+
+def ends(replies: Sequence[str]) -> bool:
+    """The rule of the environment: one reply in four ends its episode."""
+    return zlib.crc32(repr([reply.strip() for reply in replies]).encode()) % 4 == 0
+
+
+class Game:
+    """The same environment with a state: the replies of this session. Each step is paid, and the sum is the episode's reward."""
+
+    def __init__(self) -> None:
+        self.replies: list[str] = []
+
+    def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        self.replies = []
+        return observed({"echoed_message": "ready"})
+
+    def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        self.replies.append(action["message"])
+        return observed({"echoed_message": f"no. {len(self.replies)}"}, 1 / 8, ends(self.replies))
+
+
+def without_kills(count: int) -> tuple[list[int], list[int]]:
+    """Lengths and turns of episodes of the same model and environment."""
+    lengths, turns = [], []
+    for _ in range(count):
+        length, replies = 0, list[str]()
+        while True:
+            reply = stand_in_vllm.drawn()
+            length += len(reply)
+            replies.append(CHARACTERS[0] * (len(reply) - 1))
+            if ends(replies) or len(replies) == MAX_TURNS:
+                break
+            length += len("no. 1")
+        lengths.append(length)
+        turns.append(len(replies))
+    return lengths, turns
+
+
+class MortalServer:
+    """An environment server that is killed, and comes back."""
+
+    def __init__(self) -> None:
+        self.port, self.kills = free_port(), 0
+        self._running = AsyncExitStack()
+
+    async def start(self) -> None:
+        server = OpenEnvServer()
+        server.environment = Game
+        await self._running.enter_async_context(serving(server, self.port))
+
+    async def kill(self) -> None:
+        self.kills += 1
+        await self._running.aclose()
+        await asyncio.sleep(0.3)
+        await self.start()
+
+    async def end(self) -> None:
+        await self._running.aclose()
+
+
+@pytest.fixture
+async def environment_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MortalServer]:
+    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.5)
+    server = MortalServer()
+    await server.start()
+    yield server
+    await server.end()
+
+
+# A server that is stopped in this process leaves what it accepts at that moment to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["class", "server"])
+async def test_kills_bias_no_episode(
+    kind: str, environment_server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_in_vllm, "DRAWN_MEAN", MEAN)
+    monkeypatch.setattr(partial_reports, "REPORT_HEARTBEATS", 0.1)
+    dice = random.Random(f"episodes {kind}")
+    (tmp_path / "own.py").write_text(CLASS)
+    victims = VICTIMS[: -OTHERS if kind == "server" else None]
+    victims += ["other"] * (50 - len(victims))
+    dice.shuffle(victims)
+    given: dict[str, Any] = {"python": {"path": str(tmp_path / "own.py"), "className": "Own"}}
+    if kind == "server":
+        url = f"http://127.0.0.1:{environment_server.port}"
+        given = {"url": url, "parameters": {"reward": "sum"}}
+    write_run(
+        tmp_path,
+        [f"say {i}}}" for i in range(40)],
+        model__contextTokens=1200,
+        recipe__promptsPerStep=PROMPTS_PER_STEP,
+        recipe__completionsPerPrompt=COMPLETIONS,
+        recipe__maxCompletionTokens=LONGEST,
+        recipe__offPolicy={"pipeline": {"maxStalenessSteps": 2}},
+        task__verifier=None,
+        task__environment={**given, "maxTurns": MAX_TURNS},
+        evaluation={"everySteps": 1000, "samplesPerPrompt": 1},
+        budget={"maxSteps": STEPS},
+    )
+    counts = await run_under_kills(tmp_path, STEPS, victims, dice, environment_server.kill)
+    assert environment_server.kills == victims.count("other")
+
+    groups = list(accepted(tmp_path))
+    assert counts.acknowledged == COMPLETIONS * PROMPTS_PER_STEP * STEPS == counts.trained + counts.filtered
+    assert (counts.queued, counts.leased, counts.skipped, counts.given_up) == (0, 0, 0, 0)
+    assert (counts.invalid, counts.ungraded) == (0, 0)
+    lengths = [length for group in groups for length in group.lengths]
+    messages = [tokens for group in groups for tokens in group.masked_tokens or [0] * COMPLETIONS]
+    turns = [1 + tokens // len("no. 1") for tokens in messages]
+    assert [score for group in groups for score in group.scores] == [count / 8 for count in turns]
+    expected_lengths, expected_turns = without_kills(20_000)
+    found = ks_2samp(lengths, expected_lengths), ks_2samp(turns, expected_turns)
+    print(
+        f"{kind}: {len(lengths)} episodes, {np.mean(lengths):.1f} tokens ({np.mean(expected_lengths):.1f}), "
+        f"{np.mean(turns):.3f} turns ({np.mean(expected_turns):.3f}), expired {counts.expired_leases}, late {counts.late}; "
+        f"p {found[0].pvalue:.3f} and {found[1].pvalue:.3f}"
+    )
+    assert set(turns) == set(range(1, MAX_TURNS + 1))
+    assert min(one.pvalue for one in found) > LEAST_P
