@@ -70,7 +70,7 @@ from scalerl_generator.interruption import (
     ThoughtInterrupter,
 )
 from scalerl_generator.kept_completions import KeptCompletions
-from scalerl_generator.leasing import Leasing
+from scalerl_generator.leasing import MIN_OCCUPANCY, Leasing
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.past_responses import PastResponseFeed
@@ -219,7 +219,8 @@ async def run_actor(
             thread,
             max_sequences=capacity,
             kept=KeptCompletions(
-                max_sequences=2 * capacity, max_staleness_steps=spec.recipe.max_staleness_steps
+                max_sequences=2 * int(capacity / MIN_OCCUPANCY),  # all that can be leased at once
+                max_staleness_steps=spec.recipe.max_staleness_steps,
             ),
             partials=partials,
             strategy=_strategy(spec, codec, thread, metrics),

@@ -54,7 +54,8 @@ _EMPTY_ANSWER_SECONDS = 0.05
 """The next lease request waits this long if the coordinator answered without leases and without waiting."""
 _PREFETCH_FRACTION = 0.125
 """Surplus of leased groups over those that fill the server."""
-_MIN_OCCUPANCY = 0.2
+MIN_OCCUPANCY = 0.2
+"""Least occupancy that leases reckon with, so that at most five times the sequences that the server runs are leased."""
 _SMOOTHING = 0.05
 """Weight of the newest group in the running mean of occupancy."""
 _MAX_FAILED = 16
@@ -84,7 +85,7 @@ class Occupancy:
         whole = max([whole, *parts], default=0)
         of_group = sum(parts) / (len(parts) * whole) if whole else 1.0
         self.fraction += self._smoothing * (of_group - self.fraction)
-        self.fraction = max(self.fraction, _MIN_OCCUPANCY)
+        self.fraction = max(self.fraction, MIN_OCCUPANCY)
 
 
 def groups_wanted(capacity: int, per_group: int, occupancy: float, at_server: int, in_hand: int) -> int:
