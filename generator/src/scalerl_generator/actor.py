@@ -224,10 +224,8 @@ async def run_actor(
             thread,
             max_sequences=capacity,
             kept=KeptCompletions(
-                max_sequences=2
-                * int(
-                    capacity / MIN_OCCUPANCY
-                ),  # all that can be leased at once max_staleness_steps=spec.recipe.max_staleness_steps
+                max_sequences=2 * int(capacity / MIN_OCCUPANCY),  # all that can be leased at once
+                max_staleness_steps=spec.recipe.max_staleness_steps,
             ),
             partials=partials,
             strategy=_strategy(spec, codec, thread, metrics),

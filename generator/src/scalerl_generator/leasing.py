@@ -55,6 +55,7 @@ _EMPTY_ANSWER_SECONDS = 0.05
 _PREFETCH_FRACTION = 0.125
 """Surplus of leased groups over those that fill the server."""
 MIN_OCCUPANCY = 0.2
+"""Least occupancy that leases reckon with, so that at most five times the sequences that the server runs are leased."""
 _SMOOTHING = 0.05
 """Weight of the newest group in the running mean of occupancy."""
 _MAX_FAILED = 16
