@@ -13,7 +13,7 @@ The changes of a bucket are of its payload as little-endian 16-bit words, an ele
     high bytes         zlib
 
 At small learning rates few elements change, most of them to a neighbouring bfloat16, whose bits differ by one as an integer: of a
-version at 5e-7, .7 % of the bytes are left (``benchmarks/weight_deltas.py``).
+version at 5e-7, about 1 % of the bytes are left (``benchmarks/weight_deltas.py``).
 """
 
 from __future__ import annotations
