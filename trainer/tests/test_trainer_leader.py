@@ -12,6 +12,7 @@ import torch
 
 from scalerl_api import wire
 from scalerl_trainer import leader as module
+from scalerl_trainer.checkpointer import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics
@@ -189,7 +190,12 @@ def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
     uploader = SimpleNamespace(uploaded=2, kept=[2], busy=True, problem="")
     saved = SimpleNamespace(step=4, kept_steps=[2, 4], error=None)
     checkpointer = SimpleNamespace(
-        uploader=uploader, pending=True, finish=lambda: saved, committed_step=4, volume=lambda: None
+        uploader=uploader,
+        pending=True,
+        finish=lambda: saved,
+        committed_step=4,
+        volume=lambda: None,
+        timings=TIMINGS,
     )
     worker = SimpleNamespace(
         engine=SimpleNamespace(device=torch.device("cpu")),

@@ -328,7 +328,7 @@ def held(
         supervised=lambda *_, **__: "",
         checkpoint_failed=lambda step, reason, holding: reports.append((reason, holding)),
     )
-    engine = SimpleNamespace(settings=SimpleNamespace(zero_stage=1, dtype="float32"))
+    engine = SimpleNamespace(settings=SimpleNamespace(engine="DeepSpeed", zero_stage=1, dtype="float32"))
     stop = threading.Event()
     spec, paths = own_file_run(tmp_path, steps=1), RunPaths(tmp_path)
     training = MidTraining(engine, spec, paths, OneRank(), coordinator, stop, None, **timings)  # type: ignore[arg-type]

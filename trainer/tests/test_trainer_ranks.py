@@ -14,7 +14,7 @@ import pytest
 import torch
 from free_port import free_port
 
-from scalerl_trainer.engine import engine as engine_module
+from scalerl_trainer.engine import passes as passes_module
 from scalerl_trainer.ranks import RankLost
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
@@ -97,10 +97,10 @@ def test_nothing_received_is_unpickled() -> None:
 def test_impossible_announcement_of_another_rank_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ``EngineError`` would end the run: its exit code says that a restart does not help."""
     answers = [torch.tensor([[1.0, 9.0]]), torch.tensor([[99.0, 0.0]])]
-    monkeypatch.setattr(engine_module, "gather_vectors", lambda vector: answers.pop(0))
-    engine: Any = SimpleNamespace(
-        settings=SimpleNamespace(gradient_guard=SimpleNamespace(min_tokens=1)), device="cpu"
+    monkeypatch.setattr(passes_module, "gather_vectors", lambda vector: answers.pop(0))
+    passes: Any = SimpleNamespace(
+        _settings=SimpleNamespace(gradient_guard=SimpleNamespace(min_tokens=1)), _device="cpu"
     )
     done: Any = SimpleNamespace(ordinary=torch.tensor(1.0), outliers_n=torch.tensor([9.0]))
     with pytest.raises(RankLost, match="announces 99 outliers of 10 tokens"):
-        engine_module.Engine._masked(engine, done, 10)
+        passes_module.Passes.masked(passes, done, 10)
