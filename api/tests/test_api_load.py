@@ -364,6 +364,15 @@ def test_a_typo_of_an_environment_beside_a_verifier_is_named() -> None:
     assert "did you mean" not in found
 
 
+def test_names_of_code_are_no_fields() -> None:
+    """Admission policies read the names of YAML alone, and nothing else checks this ``podTemplate``."""
+    run = yaml.safe_load(with_field("spec.environment", {"image": "game:1"}))
+    run["spec"]["environment"]["podTemplate"] = {"service_account_name": "admin", "env_from": []}
+    found = problems(yaml.safe_dump(run))
+    for name in ("service_account_name", "env_from"):
+        assert any(f"spec.environment.podTemplate.{name}" in one for one in found), found
+
+
 def test_written_values_parse_alike_in_every_reader() -> None:
     manifest = parse_run(yaml.safe_dump(GOOD), "run.yaml").to_manifest()
     text = to_yaml(manifest)

@@ -295,7 +295,7 @@ def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:
             value = [_as_it_is(nested, item) for item in value]
         else:
             try:
-                value = _of_field(model, name).validate_python(value)
+                value = _of_field(model, name).validate_python(value, by_alias=True, by_name=False)
             except ValidationError:
                 # A decimal or a quantity may be given as an integer; the code that uses it expects text.
                 if type(value) is int and _is_text(field.annotation):
@@ -317,7 +317,8 @@ def _of_field(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
 
 def _validated(document: dict[str, Any], source: str) -> ScaleRLRun:
     try:
-        return ScaleRLRun.model_validate(document)
+        # By its names in YAML alone: admission policies know no other ones.
+        return ScaleRLRun.model_validate(document, by_alias=True, by_name=False)
     except ValidationError as error:
         raise SpecError(source, list(_problems(error))) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -72,7 +73,7 @@ def _placed(base: Path, section: Section) -> Section:
             new = [_absolute(base, one) for one in value]
         elif name == "command" and isinstance(section, EnvironmentServerSpec):
             # Not resolved: the Python of a virtual environment is a link.
-            new = [str(base / word) if (base / word).is_file() else word for word in value]
+            new = [str(base / word) if os.path.isfile(base / word) else word for word in value]
         elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.name == "tools":
             new = _with_paths(base, value)
         elif isinstance(value, BaseModel):

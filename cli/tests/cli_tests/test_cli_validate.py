@@ -634,12 +634,12 @@ def test_servers_of_one_machine_need_a_command(
     assert "spec.environment.command: no image is started on one machine" in capsys.readouterr().err
     assert main(["validate", "--any-machine", str(tmp_path / "run.yaml")]) == 0
     (tmp_path / "python3").symlink_to(sys.executable)
-    words = [str(tmp_path / "python3"), "game.py", "--port=$(PORT)"]
+    words = [str(tmp_path / "python3"), "game.py", "--port=$(PORT)", "-c" + 300 * "x"]
     spec["spec"]["environment"]["command"] = words
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
     found = load(tmp_path / "run.yaml").spec.environment
     assert found is not None
-    assert found.command == [words[0], str(tmp_path / "game.py"), words[2]]
+    assert found.command == [words[0], str(tmp_path / "game.py"), *words[2:]]
     monkeypatch.delenv("SCALERL_ENVIRONMENT_URL", raising=False)
     (tmp_path / "done.jsonl").write_text('{"prompt": "1", "answer": "1", "completion": "1"}\n')
     given = ["score", str(tmp_path / "run.yaml"), "--completions", str(tmp_path / "done.jsonl")]

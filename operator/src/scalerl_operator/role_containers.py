@@ -211,8 +211,8 @@ def _generator(spec: RunSpec) -> Workload:
     return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
 
 
-def environment_replicas(spec: RunSpec) -> int:
-    """Servers of ``spec.environment``: given, or as many as the sessions of all generators need."""
+def environment_replicas(spec: RunSpec, generators: int | None = None) -> int:
+    """Servers of ``spec.environment``: given, or as many as the sessions of ``generators`` need, by default all of the spec."""
     server = spec.environment
     assert server is not None
     if server.sessions_per_replica is None:
@@ -220,7 +220,8 @@ def environment_replicas(spec: RunSpec) -> int:
     own = {repr(task.environment): task.environment for task in spec.tasks if task.environment is not None}
     sessions = [(one.parameters or {}).get("sessions") for one in own.values() if one.name == SERVER]
     each = sum(one if type(one) is int and one > 0 else DEFAULT_SESSIONS for one in sessions)
-    needed = math.ceil(spec.generator.replicas * each / server.sessions_per_replica)
+    generators = spec.generator.replicas if generators is None else generators
+    needed = math.ceil(generators * each / server.sessions_per_replica)
     return min(max(server.replicas, needed), _MAX_SERVERS)
 
 

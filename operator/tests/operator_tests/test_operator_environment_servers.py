@@ -158,6 +158,7 @@ def test_replicas_by_load_have_the_default_of_sessions(parameters: Any, expected
     run = serving(SERVER | {"sessionsPerReplica": 32}, parameters, generator={"replicas": 2})
     assert environment_replicas(run.spec) == expected
     assert plan(run).workload(Role.ENVIRONMENT).replicas == expected
+    assert environment_replicas(run.spec, 1) == expected // 2
 
 
 def test_gang_has_the_servers_and_later_ones_are_queued_one_by_one() -> None:

@@ -23,8 +23,6 @@ from scalerl_api.http_client import Backoff, decode_problem, wire_headers
 
 log = logging.getLogger(__name__)
 
-"""Timeout of one attempt of a call; that of a long poll is its wait plus this."""
-
 MAX_ANSWER_BYTES = 2**26
 MAX_SNAPSHOT_BYTES = 2**29
 """Of the coordinator's state, as it accepts it in a hello."""

@@ -67,7 +67,7 @@ class Part:
 def run_report(arguments: argparse.Namespace) -> int:
     """Print the tables, and write ``report.md`` and the files of each part; returns the exit code.
 
-    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Turns of episodes: ``report-turns.csv``. Epochs: `X.
+    By label: ``report.csv`` and ``.png``. Tasks of a mix: ``report-tasks.csv``. Turns of episodes: ``report-turns.csv``. Epochs: ``report-history.csv``.
     """
     from scalerl_cli.curves.report_picture import draw_labels
 

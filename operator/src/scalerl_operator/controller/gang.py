@@ -48,8 +48,9 @@ async def find(api: KubeApi, run: Run, accepted: Accepted, *, served: bool) -> G
         if not (served and label(run.obj, QUEUE)) or accepted.found is None or _queued_one_by_one(run):
             return None
         try:
-            servers = 0 if accepted.spec.environment is None else environment_replicas(accepted.spec)
-            return Gang(minimum(accepted.spec), priority=await _priority(api, run), environments=servers)
+            spec, generators = accepted.spec, minimum(accepted.spec)
+            servers = 0 if spec.environment is None else environment_replicas(spec, generators)
+            return Gang(generators, priority=await _priority(api, run), environments=servers)
         except errors.Forbidden:
             return None
     priority = live["spec"].get("priority", 0)
