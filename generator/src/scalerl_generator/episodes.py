@@ -75,7 +75,7 @@ class EpisodeSampler:
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
 
-    def _count(self, turns: int, messages: int, tokens: int, environment: float, model: float) -> None:
+    def _count(self, turns: float, messages: float, tokens: float, environment: float, model: float) -> None:
         self.metrics.episode_turns.inc(turns)
         self.metrics.episode_tokens.labels("environment").inc(messages)
         self.metrics.episode_tokens.labels("model").inc(tokens - messages)
