@@ -106,10 +106,13 @@ def test_returns_are_sums_of_later_rewards(
         assert found[0] == pytest.approx(reward + 1, abs=1e-9)
 
 
-@pytest.mark.parametrize(("credit", "filtered"), [("Episode", True), ("Return", False), ("Turn", False)])
-def test_turns_that_differ_keep_groups_of_equal_totals(credit: Any, filtered: bool) -> None:
-    """The first episode of each group earns half of its reward in its first turn; another has one turn."""
-    world = World(make_settings(credit=credit, discount=0.5))
+@pytest.mark.parametrize(
+    ("credit", "filtered", "tries"),
+    [("Episode", True, 1), ("Return", False, 1), ("Turn", False, 1), ("Turn", False, 3)],
+)
+def test_turns_that_differ_keep_groups_of_equal_totals(credit: Any, filtered: bool, tries: int) -> None:
+    """Nor does refill replace them. The first episode of each group earns half of its reward in its first turn; another has one turn."""
+    world = World(make_settings(credit=credit, discount=0.5, max_tries=tries))
     world.member = world.register("g")
     world.hello("t")
     world.next("t")

@@ -46,6 +46,7 @@ from scalerl_generator.rollouts import version_spans
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_replies import Part
 from scalerl_tasks import Graded, Prompt, Verdict
+from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.sources import open_task
 
@@ -137,7 +138,9 @@ def codec(tmp_path: Path) -> PromptCodec:
 
 
 def sampler(bench: Bench, codec: PromptCodec, environment: Any, **changes: Any) -> EpisodeSampler:
-    made = EpisodeSampler(environment, codec, 8, None, ThreadPoolExecutor(1), bench.metrics)
+    made = EpisodeSampler(
+        EnvironmentGate(environment, "e"), codec, 8, None, ThreadPoolExecutor(1), bench.metrics, BusyClock()
+    )
     return replace(made, **changes)
 
 

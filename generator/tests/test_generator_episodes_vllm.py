@@ -28,6 +28,7 @@ from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks import Graded, Prompt, Verdict
+from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.environments.tool_calls import ToolsConfig
 from scalerl_tasks.environments.tools import Tools
@@ -164,7 +165,9 @@ async def test_logprobs_are_those_of_a_forward_pass(
     encoded = codec.encode(prompt, 512)
     state = ServerState()
     metrics = ActorMetrics(state, BusyClock())
-    sampler = EpisodeSampler(environment, codec, 5, 14, ThreadPoolExecutor(1), metrics)
+    sampler = EpisodeSampler(
+        EnvironmentGate(environment, "e"), codec, 5, 14, ThreadPoolExecutor(1), metrics, BusyClock()
+    )
     policies = [new_weights(server.model, seed) for seed in range(3)]
     async with VllmClient(server.url, TOKEN) as client:
         sender = await connect(client, 1)

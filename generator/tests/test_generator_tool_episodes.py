@@ -18,7 +18,9 @@ from scalerl_api.spec import PromptSpec
 from scalerl_generator.episodes import EpisodeSampler
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.server_state import BusyClock
 from scalerl_tasks import Prompt, open_grading_pool
+from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.scoring import open_episodes
 
@@ -123,7 +125,15 @@ async def test_calls_are_made_between_replies_and_anywhere_continued(
     async with open_grading_pool(SECTION) as pool:
         environment = open_episodes(SECTION, pool)
         assert environment is not None
-        sampler = EpisodeSampler(environment, codec, 4, None, ThreadPoolExecutor(1), bench.metrics)
+        sampler = EpisodeSampler(
+            EnvironmentGate(environment, "e"),
+            codec,
+            4,
+            None,
+            ThreadPoolExecutor(1),
+            bench.metrics,
+            BusyClock(),
+        )
         for letter in range(2, 18):
             ids = [*PROMPT_IDS, letter]
             whole = bench.streams(ids, 1, max_tokens=MAX_TOKENS)

@@ -72,6 +72,30 @@ async def test_fewer_episodes_than_the_share_is_of_close_nothing() -> None:
     assert gate.problem == ""
 
 
+@pytest.mark.parametrize("groups", [2, 20])
+async def test_lasting_failures_do_not_keep_the_gate_shut(groups: int) -> None:
+    """A quarter of the episodes of groups of 16 always fails, and all do in an outage; groups end when it is over."""
+    out = True
+    environment = Environment(lambda name: out or name.startswith("bad"))
+    gate = EnvironmentGate(environment, "e")
+    for at in range(EPISODES - 1):
+        await play(gate, f"bad-earlier-{at}")
+    names = [[f"{'good' if at % 4 else 'bad'}-{group}-{at}" for at in range(16)] for group in range(groups)]
+    playing = [
+        asyncio.gather(*(play(gate, name) for name in of_group), play(gate, f"bad-{group}"))
+        for group, of_group in enumerate(names)
+    ]
+    await asyncio.sleep(0.1)
+    assert gate.problem
+    assert not any(group.done() for group in playing)
+    out = False
+    for group in await asyncio.wait_for(asyncio.gather(*playing), 5):
+        assert sum(one.error is None for (one,) in group) == 12
+    for at in range(MOST_FAILURES):
+        await play(gate, f"good-{at}")
+    assert gate.problem == ""
+
+
 async def test_episodes_of_an_environment_that_fails_wait_until_it_works() -> None:
     """Those that succeed go on meanwhile; the lease of those that wait is kept; each has its verdict at the end."""
     broken, kept = True, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig
-from scalerl_tasks.environments import replayed
 from scalerl_tasks.environments.episodes import EnvironmentGrader
 from scalerl_tasks.environments.protocol import Message, Step
 from scalerl_tasks.environments.replayed import Replayed
@@ -72,7 +72,7 @@ PROMPT = Prompt("p", "six by seven", "42")
 
 
 def expected(replies: list[str]) -> Step:
-    return Step(["|".join(replies)], len(replies) == 5, sum([0.1] * len(replies)))
+    return Step(["|".join(replies)], len(replies) == 5, sum([0.1] * len(replies)), turn_reward=0.1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
@@ -84,10 +84,12 @@ def test_steps_are_those_of_one_play(moves: list[tuple[int, bool]]) -> None:
         replies = episodes[number]
         replies.append("ab"[len(replies) // 3 % 2 and number % 2])
         if lost:
-            environment.__dict__.pop("_kept", None)
+            for kept in environment.__dict__.pop("_kept", {}).values():
+                kept.close()
         assert environment.step(PROMPT, list(replies)) == expected(replies)
         if len(replies) == 5:
             episodes[number] = []
+    assert environment.opened == environment.closed + len(environment.__dict__.get("_kept", ()))
 
 
 def test_object_is_kept_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +98,7 @@ def test_object_is_kept_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> No
         replies.append(f"{at}")
         environment.step(PROMPT, replies)
     assert (environment.opened, environment.closed) == (1, 1)
-    monkeypatch.setattr(replayed, "_KEPT", 2)
+    monkeypatch.setattr(Count, "kept", 2)
     for at in range(6):
         environment.step(Prompt(f"{at}", "", ""), ["a"])
     assert (environment.opened, environment.closed) == (7, 5)
@@ -108,8 +110,36 @@ def test_episode_that_ends_too_early_is_not_repeatable() -> None:
             def step(self, action: str) -> Any:
                 return SimpleNamespace(observations=["a"], reward=0, done=random.random() < 2)
 
+    environment = Draws()
     with pytest.raises(ValueError, match="steps are not repeatable"):
-        Draws().step(PROMPT, ["a", "b"])
+        environment.step(PROMPT, ["a", "b"])
+    assert (environment.opened, environment.closed) == (1, 1)
+
+
+def test_object_that_raises_is_closed() -> None:
+    class Raises(Count):
+        class Game(Count.Game):
+            def step(self, action: str) -> Any:
+                raise KeyError(action)
+
+    environment = Raises()
+    with pytest.raises(KeyError):
+        environment.step(PROMPT, ["a", "b"])
+    assert (environment.opened, environment.closed) == (1, 1)
+
+
+def test_turns_of_another_total_have_no_reward() -> None:
+    class Last(Count):
+        range = (-0.02, 0.02)
+
+        def total(self, rewards: Sequence[float]) -> float:
+            return rewards[-1]
+
+    class Sum(Count):
+        range = (-0.02, 0.02)
+
+    assert Last().step(PROMPT, ["a"]).turn_reward == 0.0
+    assert Sum().step(PROMPT, ["a"]).turn_reward == 0.04, "no more than the width of the range"
 
 
 @pytest.fixture

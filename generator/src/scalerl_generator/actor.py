@@ -170,7 +170,7 @@ async def run_actor(
             teacher_problem=lambda: "" if teacher is None else teacher.problem,
             reward_problem=lambda: next(filter(None, (one.problem for one in graders)), ""),
             environment_problem=lambda: next(
-                (one.gate.problem for one in episodes if one and one.gate and one.gate.problem), ""
+                (one.grader.problem for one in episodes if one and one.grader.problem), ""
             ),
         )
         control = WeightControl(server, state, busy, metrics)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scalerl_api.spec import ProblemSpec
 from scalerl_generator.completion_streams import CompletionStreams
@@ -30,7 +30,6 @@ from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_client import gather_all
-from scalerl_tasks.environments.episodes import EpisodeGrader
 from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.errors import TokenizerError
 from scalerl_tasks.grading.combined import GroupGrader
@@ -51,7 +50,7 @@ def ungraded() -> AbstractContextManager[Callable[[], None]]:
 class EpisodeSampler:
     """Samples and grades the episodes of a task."""
 
-    grader: EpisodeGrader
+    grader: EnvironmentGate
     codec: PromptCodec
     max_turns: int
     """Maximum number of replies."""
@@ -60,10 +59,8 @@ class EpisodeSampler:
     thread: Executor
     """Encodes and decodes."""
     metrics: ActorMetrics
-    busy: BusyClock = field(default_factory=BusyClock)
+    busy: BusyClock
     """Runs while a request is open."""
-    gate: EnvironmentGate | None = None
-    """``grader``, if it holds the episodes of an environment that fails."""
 
     async def sample(self, streams: CompletionStreams, prompt: Prompt, grading: Grading = ungraded) -> None:
         """Sample until every completion has an outcome.
@@ -72,23 +69,18 @@ class EpisodeSampler:
             ServerLost, ServerRefused, BadReply, GenerationFailed: as :meth:`CompletionStreams.extend`.
             GradingError: the environment's processes cannot be kept running.
         """
+        before = _totals(streams.completions)  # another generator may have sampled a part
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
-        self._count(streams.completions)
-        if self.gate is not None:
-            ended = [c.outcome for c in streams.completions if c.outcome is not None]
-            self.gate.ended(sum(outcome.error is None for outcome in ended))
+        self._count(*(now - then for now, then in zip(_totals(streams.completions), before, strict=True)))
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
 
-    def _count(self, completions: Sequence[PartialCompletion]) -> None:
-        self.metrics.episode_turns.inc(sum(len(completion.turns) + 1 for completion in completions))
-        messages = sum(turn.end - turn.start for completion in completions for turn in completion.turns)
-        tokens = self.metrics.episode_tokens
-        tokens.labels("environment").inc(messages)
-        tokens.labels("model").inc(sum(completion.tokens for completion in completions) - messages)
-        seconds = self.metrics.episode_seconds
-        seconds.labels("environment").inc(sum(completion.environment_seconds for completion in completions))
-        seconds.labels("model").inc(sum(completion.sampling_seconds for completion in completions))
+    def _count(self, turns: float, messages: float, tokens: float, environment: float, model: float) -> None:
+        self.metrics.episode_turns.inc(turns)
+        self.metrics.episode_tokens.labels("environment").inc(messages)
+        self.metrics.episode_tokens.labels("model").inc(tokens - messages)
+        self.metrics.episode_seconds.labels("environment").inc(environment)
+        self.metrics.episode_seconds.labels("model").inc(model)
 
     def _count_calls(self, completions: Sequence[PartialCompletion]) -> None:
         verdicts = [c.outcome.verdict for c in completions if c.outcome is not None]
@@ -167,6 +159,8 @@ class EpisodeSampler:
                     completion.reopen(message_ids, step.turn_reward)
                     continue
             completion.outcome = Graded(step.verdict, step.error) if step.messages else step
+            if step.error is None:
+                self.grader.ended(1)
 
     def _replies(self, completions: Sequence[PartialCompletion]) -> list[list[str]]:
         """The texts of all replies of each episode."""
@@ -180,6 +174,17 @@ class EpisodeSampler:
             counts.append(len(starts))
         texts = iter(self.codec.texts(chunks))
         return [[next(texts) for _ in range(count)] for count in counts]
+
+
+def _totals(completions: Sequence[PartialCompletion]) -> tuple[int, int, int, float, float]:
+    """Replies, tokens of messages, all tokens, and seconds in the environment and in the model."""
+    return (
+        sum(len(one.turns) + bool(one.tokens) for one in completions),
+        sum(turn.end - turn.start for one in completions for turn in one.turns),
+        sum(one.tokens for one in completions),
+        sum(one.environment_seconds for one in completions),
+        sum(one.sampling_seconds for one in completions),
+    )
 
 
 def episode_sampler(
@@ -203,4 +208,4 @@ def episode_sampler(
     given = spec.environment
     gate = EnvironmentGate(episodes, f"the environment {given.title}")
     turns = (given.max_turns, given.max_tokens_per_turn)
-    return EpisodeSampler(gate, codec, *turns, thread, metrics, busy, gate)
+    return EpisodeSampler(gate, codec, *turns, thread, metrics, busy)

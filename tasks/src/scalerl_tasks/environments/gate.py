@@ -20,11 +20,16 @@ EPISODES: Final = 64
 MOST_FAILURES: Final = EPISODES // 2
 _FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS = 1.0, 30.0
 _WAITING_SECONDS = 1.0
+_MOST_TRIES = 6
+"""After which an episode that fails alone is let go."""
 
 
 class EnvironmentGate:
     """Makes the steps of ``grader``. While more than half of the last :data:`EPISODES` episodes have failed, an episode that fails has no
-    verdict yet: its step, which replays it, is tried again with back-off. What succeeds goes on, and opens the gate.
+    verdict yet: its step, which replays it, is tried again with back-off. What succeeds goes on, and opens the gate once it has ended.
+    An episode counts as failed once, however often it is tried. One whose failure lasts is let go without a verdict after
+    :data:`_MOST_TRIES` tries, if since then at least as many others have ended with one as wait: a group whose members hold it would
+    otherwise end none that opens the gate.
 
     ``problem`` says why episodes wait; empty if none does.
     """
@@ -32,7 +37,8 @@ class EnvironmentGate:
     def __init__(self, grader: EpisodeGrader, where: str) -> None:
         self._grader, self._where = grader, where
         self._failed: deque[bool] = deque(maxlen=EPISODES)
-        """Whether each of the last episodes, or tries, failed."""
+        """Whether each of the last episodes failed."""
+        self._ended = self._waiting = 0
         self.problem = ""
 
     async def steps(
@@ -49,23 +55,31 @@ class EnvironmentGate:
             GradingError
         """
         found = await self._grader.steps(prompt, episodes, in_thought=in_thought, on_graded=on_graded)
-        delay = _FIRST_DELAY_SECONDS
-        while failed := [at for at, step in enumerate(found) if step.error is not None]:
-            self._note([True] * len(failed), f"{found[failed[0]].error}")
-            if not self.problem:
+        failed = _failed(found)
+        if not failed:
+            return found
+        self._note([True] * len(failed), f"{found[failed[0]].error}")
+        delay, tries, ended = _FIRST_DELAY_SECONDS, 1, self._ended
+        while failed and self.problem:
+            if tries >= _MOST_TRIES and self._ended - ended >= self._waiting + len(failed):
                 break
-            async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
-                await asyncio.sleep(delay)
-            delay = min(2 * delay, _MAX_DELAY_SECONDS)
-            again = await self._grader.steps(
-                prompt, [episodes[at] for at in failed], in_thought=in_thought, on_graded=on_graded
-            )
+            self._waiting += len(failed)
+            try:
+                async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
+                    await asyncio.sleep(delay)
+                again = await self._grader.steps(
+                    prompt, [episodes[at] for at in failed], in_thought=in_thought, on_graded=on_graded
+                )
+            finally:
+                self._waiting -= len(failed)
             for at, step in zip(failed, again, strict=True):
                 found[at] = step
+            delay, tries, failed = min(2 * delay, _MAX_DELAY_SECONDS), tries + 1, _failed(found)
         return found
 
     def ended(self, episodes: int) -> None:
         """Notes episodes that have ended with a verdict."""
+        self._ended += episodes
         self._note([False] * episodes, "")
 
     def _note(self, failed: Sequence[bool], error: str) -> None:
@@ -80,3 +94,7 @@ class EnvironmentGate:
             self.problem = ""
         elif error:
             self.problem = f"{self._where} failed in {failures} of the last {EPISODES} episodes: {error}"
+
+
+def _failed(steps: Sequence[Graded]) -> list[int]:
+    return [at for at, step in enumerate(steps) if step.error is not None]

@@ -14,12 +14,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from scalerl_tasks.environments.protocol import Step
 from scalerl_tasks.prompts import Prompt
-
-_KEPT: Final = 64
+from scalerl_tasks.verdict import SCORE_RANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,9 @@ class Replayed(ABC):
     kept for its next step; where it is gone, another one gets all replies again. So it has to be repeatable: what it draws depends
     on the prompt.
     """
+
+    kept: ClassVar[int] = 512
+    """Maximum number of objects that a process keeps. With more episodes at once, each step replays those before it."""
 
     @abstractmethod
     def open(self, prompt: Prompt) -> Any:
@@ -65,22 +67,33 @@ class Replayed(ABC):
             for reply in earlier:
                 episode, _, done = _played(episode, reply)
                 if done:
+                    episode.close()
                     raise ValueError("the episode ended before its last reply: steps are not repeatable")
         episode, observations, done = _played(episode, last)
         if done:
             episode.close()
         else:
+            if (other := kept.pop((*key, last), None)) is not None:  # of an equal episode
+                other.close()
             kept[*key, last] = episode
-            while len(kept) > _KEPT:
+            while len(kept) > self.kept:
                 kept.popitem(last=False)[1].close()
-        return Step(observations, done, self.total(episode.rewards))
+        turn = 0.0
+        if type(self).total is Replayed.total:  # of another total, no part is known
+            low, high = getattr(self, "range", SCORE_RANGE)
+            turn = min(max(episode.rewards[-1], low - high), high - low)
+        return Step(observations, done, self.total(episode.rewards), turn_reward=turn)
 
 
 def _played(episode: _Episode, reply: str) -> tuple[_Episode, Sequence[Any], bool]:
     """The episode after a reply, the messages, and whether it is over."""
-    found = episode.game.step(reply)
-    if isinstance(found, Mapping):
-        observations, reward, done = (found[name] for name in ("observations", "reward", "done"))
-    else:
-        observations, reward, done = found.observations, found.reward, found.done
-    return _Episode(episode.game, (*episode.rewards, float(reward))), observations, bool(done)
+    try:
+        found = episode.game.step(reply)
+        if isinstance(found, Mapping):
+            observations, reward, done = (found[name] for name in ("observations", "reward", "done"))
+        else:
+            observations, reward, done = found.observations, found.reward, found.done
+        return _Episode(episode.game, (*episode.rewards, float(reward))), observations, bool(done)
+    except BaseException:
+        episode.close()
+        raise
