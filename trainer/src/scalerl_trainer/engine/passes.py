@@ -40,7 +40,6 @@ from scalerl_trainer.ranks import RankLost
 
 log = logging.getLogger(__name__)
 
-_PROXIMAL_BUCKET_BYTES = 256 << 20
 _CHECKED_TOKENS = 64
 """Tokens of the two sequences on which sharing of rows is checked."""
 _ROW_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
