@@ -24,6 +24,7 @@ from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     CachePressure,
+    FetchContinues,
     FetchReport,
     Part,
     PublishReport,
@@ -317,7 +318,8 @@ class VllmClient:
         """Read one version from files into the server's memory. The server generates meanwhile.
 
         Raises:
-            ServerRefused: it was not read within ``receive.timeout_seconds``, which continues, or cannot be.
+            FetchContinues: it was not read within ``receive.timeout_seconds``.
+            ServerRefused: it cannot be read.
         """
         path, deadline = "/collective_rpc", time.monotonic() + receive.timeout_seconds
         encoded = base64.b64encode(msgspec.msgpack.encode(receive)).decode()
@@ -331,13 +333,15 @@ class VllmClient:
             if report.problem == "":
                 return report
             if report.problem is None and time.monotonic() > deadline:
-                slow = f"version {receive.version} is not read after {receive.timeout_seconds:g} s; the server continues to read it"
-                raise ServerRefused(path, 500, slow)
+                slow = f"not read after {receive.timeout_seconds:g} s; the server continues to read it"
+                raise FetchContinues(path, 500, slow)
             if report.problem:
                 raise ServerRefused(path, 500, report.problem)
 
     async def update_weights(self, receive: WeightReceive, path: str = "") -> PublishReport:
-        """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched. Call between :meth:`pause` and :meth:`resume`.
+        """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched.
+
+        Call between :meth:`pause` and :meth:`resume`.
 
         Raises:
             UpdateFailed: the version is not installed. The server has left the group and can join another.

@@ -50,6 +50,10 @@ class ServerRefused(VllmError):
         self.message = message
 
 
+class FetchContinues(ServerRefused):
+    """A version is not read in time; the server continues to read it."""
+
+
 class BadReply(VllmError):
     """The server responded with 200 and an unknown body; it may not be the pinned vLLM release."""
 

@@ -21,7 +21,7 @@ from scalerl_api.wire import Ack, GroupJoin, Probe, Probed, WeightReceive, Weigh
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import FetchReport, UpdateFailed, VllmError
+from scalerl_generator.vllm_replies import FetchContinues, FetchReport, UpdateFailed, VllmError
 
 logger = logging.getLogger("scalerl.actor.control")
 
@@ -91,12 +91,14 @@ class WeightControl:
         """Make the server receive one version. Its requests in flight are paused meanwhile and keep their KV cache.
 
         Raises:
-            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed`` or ``update-failed``.
+            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed``, ``fetch-continues`` or ``update-failed``.
         """
         async with self._exclusive(request.timeout_seconds):
-            fetched = None
+            fetched, started = None, time.monotonic()
             if request.files is not None:
                 fetched = await self._fetch(request)
+                left = max(1.0, request.timeout_seconds - (time.monotonic() - started))
+                request = msgspec.structs.replace(request, timeout_seconds=left)
             elif self._epoch != request.epoch:
                 raise ControlProblem(
                     409,
@@ -114,7 +116,8 @@ class WeightControl:
         except VllmError as error:
             logger.error("version %d not read: %s", request.version, error)
             self._metrics.update_failures.inc()
-            raise ControlProblem(502, "fetch-failed", f"version {request.version}: {error}") from error
+            code = "fetch-continues" if isinstance(error, FetchContinues) else "fetch-failed"
+            raise ControlProblem(502, code, f"version {request.version}: {error}") from error
 
     async def _receive(self, request: WeightReceive, fetched: FetchReport | None) -> WeightReceived:
         started = time.monotonic()

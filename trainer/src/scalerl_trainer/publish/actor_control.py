@@ -29,6 +29,8 @@ class Answer:
     """Body of a 2xx response; None after an error."""
     error: str = ""
     """Error message without a ``body``."""
+    problem: str = ""
+    """Its :attr:`.wire.Problem.error`, if the member has answered."""
     cleared: bool = False
     """Whether the member answered with an error that another member may have caused."""
 
@@ -125,6 +127,7 @@ class ActorControl:
                 problem = decode_problem(content)
                 answer = Answer(
                     error=f"POST {url}: {code} {problem.error}: {problem.message}",
+                    problem=problem.error,
                     cleared=problem.error != "not-ready",  # not-ready: the member's own server is gone
                 )
         calls._arriving.put((member.member_id, answer))

@@ -1,7 +1,8 @@
 """Publishes versions through files (:mod:`.weight_writer`): no process group, and no member waits for another one.
 
 The weights may change once the version is written, before members have read it. A version that is sent again, to a member that
-joins, is not written again.
+joins, is not written again. After an answer that a file cannot be read, the next version that is sent, also if it is the same one, is
+written as a base, which no damage to the files before it concerns.
 
 If the files cannot be written, nothing is sent and no member has failed: they generate with their versions until those are too old, and
 the next version, or the next attempt at this one, is written once there is space.
@@ -93,6 +94,8 @@ class FilePublisher:
         failed = {m: answer.error for m, answer in answers.items() if not answer.ok}
         for member_id, error in failed.items():
             log.error("gave up publishing version %d to %s: %s", version, names[member_id], error)
+        if any(answer.problem == "fetch-failed" for answer in answers.values()):
+            self._writer.refuse()
         received = {m: decode_received(a.body) for m, a in answers.items() if a.body is not None}
         stats = stats_of(list(received.values()), clock, time.perf_counter() - started)
         stats |= {

@@ -97,17 +97,22 @@ class WeightWriter:
         self._base_bytes = self._delta_bytes = 0
         """Of the base, and of the deltas since."""
         self._last_bytes = 0
+        self._refused = False
+
+    def refuse(self) -> None:
+        """Make the next write one of a base, because a generator cannot read a file that is there."""
+        self._refused = True
 
     def write(
         self, version: int, manifest: list[wire.TensorSpec], stream: Callable[[], NamedTensors]
     ) -> Written:
-        """Write a version, unless it was the last one written. The stream is read to its end.
+        """Write a version, unless it was the last one written and is not refused. The stream is read to its end.
 
         Raises:
             OSError: the folder cannot be written. What is there stays, and the next write begins with a base.
             SourceError: the stream differs from the manifest.
         """
-        if not self._versions or self._versions[-1] != version:
+        if self._refused or not self._versions or self._versions[-1] != version:
             self._start()
             tensors = stream()
             try:
@@ -133,7 +138,7 @@ class WeightWriter:
         earlier, self._versions = self._versions, []
         if not earlier:  # after a failed write, no request names what is there
             self._keep_only(set())
-        if not earlier or layout != self._layout or not self._last_u8:
+        if self._refused or not earlier or layout != self._layout or not self._last_u8:
             self._layout, self._buckets = layout, lay_out(manifest, self._bucket_bytes)
             self._last_u8 = []
             # Most bits of a float32 change with every update.
@@ -154,6 +159,7 @@ class WeightWriter:
     def _write_base(self, version: int, versions: list[int], buckets: _Buckets) -> int:
         size = self._write_file(base_name(version), version, None, buckets)
         self._base, self._base_bytes, self._delta_bytes = version, size, 0
+        self._refused = False
         self._versions = versions
         self._keep_only({base_name(version), *map(delta_name, versions[1:])})
         return size
