@@ -165,6 +165,21 @@ def test_equal_failures_after_weights_were_held_are_not_collected(monkeypatch: p
     assert leader._publish_failures == []
 
 
+@pytest.mark.parametrize(
+    ("failed", "slow", "ends"), [([], False, False), (["new/1"], True, False), (["new/1"], False, True)]
+)
+def test_a_full_volume_or_a_slow_one_ends_no_run(
+    failed: list[str], slow: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No generator has weights yet, and each publish has the same problem."""
+    outcome = Outcome(0, [], failed, "a problem", STATS, slow)
+    leader, _ = publishing(monkeypatch, [MEMBER], {}, outcome=outcome)
+    with pytest.raises(PublishRefusedError) if ends else contextlib.nullcontext():
+        for _ in range(4):
+            leader._worker.version = 0
+            publish(leader)
+
+
 def test_stop_of_another_rank_ends_a_call_while_the_coordinators_volume_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

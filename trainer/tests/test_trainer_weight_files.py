@@ -366,11 +366,25 @@ def test_a_later_attempt_removes_the_files_of_earlier_ones(tmp_path: Path) -> No
     second = begin(3)
     training.write(second, 0)
     assert [path.name for path in weights.iterdir()] == [second.folder.name]
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(AttemptSuperseded):
         training.write(first, 1)
     with pytest.raises(AttemptSuperseded):
         training.write(late, 0)
     assert [path.name for path in weights.iterdir()] == [second.folder.name]
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    training, writer, reader = (
+        Training(),
+        make_writer(tmp_path / "weights"),
+        WeightReader(tmp_path / "weights"),
+    )
+    training.read(reader, 0, training.write(writer, 0))
+    shutil.rmtree(tmp_path / "weights")
+    training.update()
+    files = training.write(writer, 1)
+    assert files.versions == [1]
+    training.read(reader, 1, files)
 
 
 # --- the protocol ----------------------------------------------------------------------------------------

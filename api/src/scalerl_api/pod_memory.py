@@ -44,7 +44,7 @@ def has_estimate(container: str) -> TypeGuard[Literal["prepare", "server", "trai
 def container_bytes(
     container: Literal["prepare", "server", "trainer"], size: ModelSize, spec: RunSpec
 ) -> int:
-    """Memory of a container; of a trainer's that of one rank, of which a pod may have several."""
+    """Memory of a container; of a trainer's that of one rank, of which a pod may have several, without :func:`pod_bytes`."""
     of_model = {"prepare": _prepare, "server": _server, "trainer": _trainer}[container]
     devices = {"prepare": 0, "server": spec.generator.devices, "trainer": spec.trainer.devices}[container]
     libraries = LIBRARY_BYTES[container]
@@ -52,6 +52,11 @@ def container_bytes(
         # vLLM has a process for HTTP, and one for each device.
         libraries += ACCELERATOR_LIBRARY_BYTES[container] * (devices if container == "server" else 1)
     return libraries + math.ceil((1 + MARGIN) * of_model(size, spec))
+
+
+def pod_bytes(container: str, size: ModelSize, spec: RunSpec) -> int:
+    """Memory of a container that does not grow with its ranks: the last published version, which rank 0 keeps."""
+    return math.ceil((1 + MARGIN) * published_copy(size, spec)) if container == "trainer" else 0
 
 
 def directory_bytes(container: str, size: ModelSize, spec: RunSpec) -> int:
@@ -95,10 +100,9 @@ def _trainer(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, and buffers of a publish over
     gloo. On CPUs :func:`.trainer_rank_bytes`."""
     if not spec.trainer.devices:
-        return trainer_rank_bytes(size, spec) + published_copy(size, spec)
+        return trainer_rank_bytes(size, spec)
     return (
         checkpoint_copy(size, spec)
-        + published_copy(size, spec)
         + 12 * size.largest_parameter
         + 2 * quantity_bytes(spec.weight_sync.bucket)
     )

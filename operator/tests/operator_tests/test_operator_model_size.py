@@ -90,6 +90,13 @@ def test_requests_of_pods_with_several_ranks_and_devices() -> None:
     assert 9 < found["server"] < 12
 
 
+def test_the_copy_of_published_files_is_requested_once_a_pod() -> None:
+    given = {"model": PATH, "trainer": {"devices": 4}}
+    without = requested(cluster_run(**given), QWEN_1_5B.size)["trainer"]
+    found = requested(cluster_run(**given, weightSync={"backend": "Files"}), QWEN_1_5B.size)["trainer"]
+    assert found - without == pytest.approx(1.1 * 2 * QWEN_1_5B.size.parameters / GIB, abs=0.01)
+
+
 def test_preparation_of_a_scratch_model_is_known_from_the_spec() -> None:
     """The other requests wait for the report."""
     run = cluster_run(model={"scratch": {"hiddenSize": 8192, "attentionHeads": 64, "vocabularySize": 65536}})

@@ -101,6 +101,8 @@ class _Published:
     probed: _ProbeResult
     error: str
     """Why the first member did not get the weights; empty if all did."""
+    failed: bool = False
+    """Whether a member failed, and none that failed continues to read the weights."""
 
 
 class Leader:
@@ -476,7 +478,9 @@ class Leader:
             *(stats[f"publish_{phase}_seconds"] for phase in ("pause", "transfer", "load", "resume")),
             f"{stats['probe_kl']:.2e}" if "probe_kl" in stats else "not measured",
         )
-        return _Published(version, members, bool(held), probed, outcome.error)
+        return _Published(
+            version, members, bool(held), probed, outcome.error, bool(outcome.failed) and not outcome.slow
+        )
 
     def _finish_publish(self) -> bool:
         """Wait until the publish in progress is committed; returns whether there was one. Raises what it raised."""
@@ -585,7 +589,7 @@ class Leader:
             )
         elif done.members and not probed.refused:
             self._held_weights |= done.version > 0 or any(m.weight_version >= 0 for m in done.members)
-            if not self._held_weights and self._repeats(_without_numbers(done.error)):
+            if not self._held_weights and done.failed and self._repeats(_without_numbers(done.error)):
                 message = (
                     f"{MAX_EQUAL_PUBLISH_FAILURES} publishes in a row reached no generator, and none has ever held weights: "
                     f"{done.error}"

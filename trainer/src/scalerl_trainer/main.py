@@ -35,7 +35,6 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -228,9 +227,11 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     remove_mid_training = partial(remove_checkpoints, environment.paths)
     if version is not None:
         remove_mid_training()
-    leader.lead(snapshot, remove_mid_training if trained_supervised else None)
-    if isinstance(publisher, FilePublisher):
-        publisher.close()
+    try:
+        leader.lead(snapshot, remove_mid_training if trained_supervised else None)
+    finally:
+        if isinstance(publisher, FilePublisher):
+            publisher.close()
     volume.close()
 
 
@@ -244,7 +245,10 @@ def _publisher(
 ) -> Publisher | FilePublisher:
     """The publisher of ``weightSync.backend``."""
     if spec.weight_backend != "files":
-        shutil.rmtree(paths.weights, ignore_errors=True)  # of an attempt with another backend
+        if fence is not None and paths.weights.exists():
+            begin_attempt(
+                paths.weights / fence.folder.name.removeprefix(FOLDER), fence
+            )()  # of another backend
         return Publisher(publish_settings(spec, host, device), control)
     assert fence is not None
     folder = paths.weights / fence.folder.name.removeprefix(FOLDER)

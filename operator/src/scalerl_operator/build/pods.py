@@ -29,7 +29,7 @@ from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import ModelSize
-from scalerl_api.pod_memory import container_bytes, directory_bytes, has_estimate
+from scalerl_api.pod_memory import container_bytes, directory_bytes, has_estimate, pod_bytes
 from scalerl_api.pods import RANK_VARIABLES, EnvSource, InitContainer, PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.build import gang
@@ -258,7 +258,7 @@ def _container(
             native(given_resources) if settings.role is Role.PREPARE else given_resources,
             None if claimed else scope.spec.device_resource,
             processes=workload.per_node if main else 1,
-            shm=shared_memory_bytes(given, workload) if main else 0,
+            shared=shared_memory_bytes(given, workload) + _pod_bytes(scope, container.name) if main else 0,
             estimate=estimate(scope, container.name),
             disk=directory_bytes(container.name, scope.size, scope.spec)
             if main and scope.size is not None and _is_own(scope, settings.role)
@@ -305,6 +305,10 @@ def _init_container(scope: Scope, given: InitContainer) -> Object:
 
 def _env_from(sources: Sequence[EnvSource]) -> list[Object]:
     return [source.model_dump(by_alias=True, exclude_defaults=True) for source in sources]
+
+
+def _pod_bytes(scope: Scope, container: str) -> int:
+    return 0 if scope.size is None else pod_bytes(container, scope.size, scope.spec)
 
 
 def estimate(scope: Scope, container: str) -> int:

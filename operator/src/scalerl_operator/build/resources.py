@@ -31,15 +31,16 @@ def resources(
     device_resource: str | None,
     *,
     processes: int = 1,
-    shm: int = 0,
+    shared: int = 0,
     estimate: int = 0,
     disk: int = 0,
 ) -> Object:
-    """Requests and limits for ``processes`` processes of the container that share ``shm`` bytes of ``/dev/shm``.
+    """Requests and limits for ``processes`` processes of the container.
 
     device_resource: None: the devices are not requested here, but by a claim.
     given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API server.
     estimate: memory of one process by the model's size, with what the spec adds; 0 where the size is not known.
+    shared: memory that does not grow with the processes, as of ``/dev/shm``, bytes.
     disk: ephemeral storage; 0 for no request.
     """
     cpu, memory = _FLOORS[container.name]
@@ -48,7 +49,7 @@ def resources(
         cpu = str(needs.cpu_threads)
     if processes > 1:
         cpu = str(processes * int(cpu))
-    memory = processes * max(memory + (needs.memory_bytes or 0), estimate) + shm
+    memory = processes * max(memory + (needs.memory_bytes or 0), estimate) + shared
     requests = {"cpu": cpu, "memory": f"{math.ceil(memory / _MI)}Mi"}
     if disk:
         requests["ephemeral-storage"] = f"{math.ceil(disk / _MI)}Mi"

@@ -10,6 +10,7 @@ the next version, or the next attempt at this one, is written once there is spac
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from scalerl_api import endpoints, wire
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
 from scalerl_trainer.publish.publisher import (
-    MAX_TIMEOUTS,
     Outcome,
     PhaseSeconds,
     Weights,
@@ -48,11 +48,6 @@ class FilePublisher:
         self._control = control
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
-
-    @property
-    def max_seconds(self) -> float:
-        """Limit of a publish, in seconds."""
-        return MAX_TIMEOUTS * self._timeout_seconds
 
     def close(self) -> None:
         """Delete the files, at the end of the run."""
@@ -105,7 +100,8 @@ class FilePublisher:
             "publish_bytes": float(written.bytes if isinstance(written, Written) else 0),
         }
         problem = written if isinstance(written, str) else next(iter(failed.values()), "")
-        return Outcome(version, list(received), list(failed), problem, stats)
+        slow = any(answer.problem == "fetch-continues" for answer in answers.values())
+        return Outcome(version, list(received), list(failed), problem, stats, slow)
 
     def _write(self, version: int, weights: Weights) -> Written | str:
         """Write a version; returns the problem if it cannot be written."""
@@ -113,9 +109,10 @@ class FilePublisher:
             try:
                 return self._writer.write(version, weights.manifest, weights.stream)
             except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 problem = (
-                    f"version {version} cannot be written to {self._writer.folder}: {first_line(error)}. Free space on the volume of "
-                    "the run; generators keep their weights meanwhile"
+                    f"version {version} cannot be written to {self._writer.folder}: {first_line(error)}. "
+                    f"{'Free space on' if full else 'Check'} the volume of the run; generators keep their weights meanwhile"
                 )
                 log.error("%s", problem)
             if attempt == 1:

@@ -73,6 +73,8 @@ class Outcome:
     """Why the first of them did not; empty if all did."""
     stats: dict[str, float]
     """Statistics for the coordinator and metrics.jsonl."""
+    slow: bool = False
+    """Whether a member that failed continues to read the version."""
 
 
 @dataclass

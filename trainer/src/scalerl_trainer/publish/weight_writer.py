@@ -79,14 +79,14 @@ class WeightWriter:
     """Writes the versions of one attempt of the trainer.
 
     Args:
-        folder: the attempt's own, which must not exist.
-        begin: called before the folder is made; deletes those of earlier attempts, or raises if a later one has begun.
+        folder: the attempt's own. It is made where it does not exist, also if it was deleted.
+        begin: called before it is made; deletes those of earlier attempts, or raises if a later one has begun.
     """
 
     def __init__(self, folder: Path, bucket_bytes: int, begin: Callable[[], None]) -> None:
         self.folder = folder
         self._bucket_bytes = bucket_bytes
-        self._begin: Callable[[], None] | None = begin
+        self._begin = begin
         self._layout = ""
         self._buckets: tuple[Bucket, ...] = ()
         self._last_u8: list[torch.Tensor] = []
@@ -128,10 +128,10 @@ class WeightWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        if self._begin is not None:
+        if not self.folder.is_dir():  # the first version, or it was deleted
             self._begin()
             self.folder.mkdir(parents=True)
-            self._begin = None
+            self._versions = []
 
     def _write(self, version: int, manifest: list[wire.TensorSpec], tensors: NamedTensors) -> int:
         layout = layout_digest(manifest, self._bucket_bytes)
