@@ -239,7 +239,7 @@ class RunSpec(Model):
     generator: GeneratorSpec = GeneratorSpec()
     """vLLM servers and their actors."""
     trainer: TrainerSpec = TrainerSpec()
-    """The DeepSpeed ranks."""
+    """The training ranks."""
     coordinator: CoordinatorSpec = CoordinatorSpec()
     """The process that assigns work."""
     environment: EnvironmentServerSpec | None = None

@@ -2,7 +2,7 @@
 
 The copy in memory has the last version that was read, so the next one is read as its changes. A version that was missed is read, too;
 a copy that is too old, or that a damaged file leaves without a version, is read again from the base. Nothing of it reaches the model
-before all of it is verified.
+before all of it is verified. If the base needs a damaged delta, too, the read fails, and the trainer writes a base.
 
 The memory is shared: of the workers of a server the first one reads, and the others map what it has read.
 """
