@@ -251,3 +251,23 @@ async def test_group_that_ends_with_the_drain_is_delivered_and_not_released(
     assert len(hands.delivery) == 1
     assert hands.membership.held_leases == {"late"}
     assert not hands.leasing._releases
+
+
+async def test_groups_end_with_an_actor_that_ends_at_once(hands: Hands) -> None:
+    """Later they would find closed what they use, and release their leases as failed."""
+    ended = asyncio.Event()
+
+    async def generate(_: Grow) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    hands.take("slow", generate)
+    running = asyncio.create_task(hands.leasing.run())
+    await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    assert ended.is_set()
+    assert not hands.leasing._releases

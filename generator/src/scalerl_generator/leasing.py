@@ -188,13 +188,21 @@ class Leasing:
             PromptMismatch, TaskError, Refused: errors that a retry does not fix.
             Exception: a group's failure, after :data:`_MAX_FAILED` slots failed without a success between them.
         """
-        while not self._run_finished:
-            if self._failure is not None:
-                raise self._failure
-            self._abandon_unservable()
-            self._request_leases()
-            await pause(_IDLE_SECONDS, until=self._wake)
-            self._wake.clear()
+        try:
+            while not self._run_finished:
+                if self._failure is not None:
+                    raise self._failure
+                self._abandon_unservable()
+                self._request_leases()
+                await pause(_IDLE_SECONDS, until=self._wake)
+                self._wake.clear()
+        except asyncio.CancelledError:  # what the groups use is closed next
+            serving = [held.task for held in self._held.values() if held.task is not None]
+            for task in serving:
+                task.cancel()
+            if serving:
+                await asyncio.wait(serving)
+            raise
 
     async def close(self, grace_seconds: float, reason: str) -> None:
         """Stop requesting leases, and end those held.
