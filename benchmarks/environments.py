@@ -52,6 +52,7 @@ from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
+from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.grading.combined import GroupGrader
@@ -120,7 +121,8 @@ class Bench:
         """Of groups with an environment if ``episodes`` is given."""
         sampler = None
         if episodes is not None:
-            sampler = EpisodeSampler(episodes, self.codec, turns, 64, self.thread, self.metrics, self.busy)
+            gate = EnvironmentGate(episodes, "the environment")
+            sampler = EpisodeSampler(gate, self.codec, turns, 64, self.thread, self.metrics, self.busy)
         section = Section(self.source, self.codec, grader, sampler)
         return RolloutGenerator(
             *(self.http if turns == 1 else self.client, self.monitor, self.state, self.busy, self.metrics),
