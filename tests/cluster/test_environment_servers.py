@@ -1,4 +1,4 @@
-"""Environment servers on a real API server, with its controllers: they come and go with a run, and their failures are told of it."""
+"""Environment servers on a real API server, with its controllers: they come and go with a run, and their failures are in its conditions."""
 
 from __future__ import annotations
 
