@@ -63,6 +63,9 @@ def test_killed_mid_training_resumes_as_if_undisturbed(
         if run is killed:
             at = random.randint(5, 35)
             until(lambda: len(supervised(killed)) >= at, what=f"supervised step {at}")  # noqa: B023
+            # Checkpoints are written beside the steps: the first may follow the step that it is of.
+            saved = killed.paths.mid_training.checkpoints
+            until(lambda: any(saved.glob("step-*")), what="a checkpoint of mid-training")  # noqa: B023
             os.kill(killed.ranks[at % 2].pid, signal.SIGKILL)
             killed.wait_trainer()
             assert killed.checkpoints() == []
