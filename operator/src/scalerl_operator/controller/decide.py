@@ -40,7 +40,6 @@ def lifecycle_input(run: Run, accepted: Accepted, observed: Observed) -> Lifecyc
         else _service(accepted, observed, Role.ENVIRONMENT),
         status=observed.coordinator,
         stop="" if run.state.autoscaler is None else run.state.autoscaler.stop,
-        generators_wanted=run.before.generators.replicas if spec is None else spec.generator.replicas,
         steps=run.steps,
         started=all(_is_started(accepted, observed, role) for role in (Role.COORDINATOR, Role.GENERATOR)),
         edit=accepted.edit,

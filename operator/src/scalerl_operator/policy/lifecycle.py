@@ -98,12 +98,12 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
     if observed.deleting or observed.suspend or observed.edit.mends:
         memory = replace(memory, holding=None)
     if observed.deleting or observed.suspend or memory.rest is not Suspension.NO:
-        return _suspend(observed, memory)
+        return _suspend(spec, observed, memory)
     assert spec is not None
     if observed.prepare.stale:
         # The roles' spec has changed: the run is drained with the old spec, then created again with the new one.
         note = "the objects of the earlier spec to be deleted"
-        draining = _drain(observed, memory, Phase.PREPARING)
+        draining = _drain(spec, observed, memory, Phase.PREPARING)
         return draining or LifecycleDecision(Phase.PREPARING, _reset_failures(memory), note=note)
     if observed.prepare.state is not JobState.COMPLETE:
         return _prepare(spec, observed, _without_drain(memory))
@@ -120,7 +120,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
         # when what has failed starts again: only a user ends it.
         saves = failure.end is End.HELD and (observed.status is not None or memory.holding is not None)
         saving = replace(memory, holding=failure)
-        draining = _drain(observed, saving, Phase.SUSPENDING) if saves else None
+        draining = _drain(spec, observed, saving, Phase.SUSPENDING) if saves else None
         return draining or _end(observed, _without_drain(memory), failure)
     return _run(spec, observed, _without_drain(memory))
 
@@ -128,9 +128,9 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> Li
 # --- suspension ----------------------------------------------------------------------------------
 
 
-def _suspend(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+def _suspend(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
     """Drains the run; then it has no workloads."""
-    draining = _drain(observed, memory, Phase.SUSPENDING)
+    draining = _drain(spec, observed, memory, Phase.SUSPENDING)
     if draining is not None:
         return draining
     if observed.deleting:
@@ -157,7 +157,9 @@ def _reset_failures(memory: Memory) -> Memory:
     return replace(memory, next_at=0.0, awaited_since=None, record=memory.record.reset())
 
 
-def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleDecision | None:
+def _drain(
+    spec: RunSpec | None, observed: LifecycleInput, memory: Memory, phase: Phase
+) -> LifecycleDecision | None:
     """The decision while the trainer drains; None when it has ended, has nothing to save, or has timed out."""
     now, trainer = observed.unix_seconds, observed.trainer
     since = _since(memory.drain_since, now)
@@ -184,7 +186,7 @@ def _drain(observed: LifecycleInput, memory: Memory, phase: Phase) -> LifecycleD
         replace(memory, drain_since=since, unreachable_since=unreachable),
         prepare=True,
         coordinator=serving,
-        generators=_generators(observed) if serving else 0,
+        generators=_generators(spec, observed) if serving else 0,
         trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
         frozen=True,
         request_stop=_stop_request(INTERRUPTED, observed.status, resumed=False),
@@ -290,10 +292,12 @@ def _environment_failure(observed: LifecycleInput, memory: Memory) -> Outcome | 
     return Outcome(end, Reason.BACKOFF_LIMIT_EXCEEDED, f"environment: {message}")
 
 
-def _generators(observed: LifecycleInput) -> int:
-    """How many are to exist: none beside a trainer that only waits for space on the volume, to save its last weights."""
-    unsaved = observed.status is not None and observed.status.unsaved_version >= 0
-    return 0 if unsaved else observed.generators_wanted
+def _generators(spec: RunSpec | None, observed: LifecycleInput) -> int:
+    """How many are to exist: none beside a trainer that only waits for space on the volume, to save its last weights. Without a
+    spec, those that exist drain."""
+    if observed.status is not None and observed.status.unsaved_version >= 0:
+        return 0
+    return 1 if spec is None else spec.generator.replicas
 
 
 def _note_training(observed: LifecycleInput, memory: Memory) -> Memory:
@@ -367,7 +371,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, memory: Memory) -> LifecycleDe
         memory,
         prepare=True,
         coordinator=True,
-        generators=_generators(observed),
+        generators=_generators(spec, observed),
         trainer=trainer,
         request_stop=request_stop,
         again_seconds=min(wait, POLL_SECONDS),

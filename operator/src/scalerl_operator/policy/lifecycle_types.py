@@ -111,7 +111,6 @@ class LifecycleInput:
     environment: Service | None = None
     status: Status | None = None
     stop: str = ""
-    generators_wanted: int = 1
     steps: int = 0
     started: bool = True
     edit: SpecEdit = field(default_factory=SpecEdit)
