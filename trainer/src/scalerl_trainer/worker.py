@@ -159,6 +159,10 @@ class Worker:
                         "generators could not use the published weights; see rank 0's log"
                     )
 
+    def send(self, command: Command) -> None:
+        """Send a command to the other ranks; on rank 0, which then takes part in it."""
+        self.ranks.broadcast(command, Command)
+
     def sync(self) -> tuple[bool, bool]:
         """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective.
 
