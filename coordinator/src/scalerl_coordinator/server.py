@@ -43,9 +43,10 @@ from scalerl_coordinator.recorded_rows import RecordedGroup
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
 from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.shards import ShardPlan, fill_shard
 from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
-from scalerl_coordinator.trainer_requests import ShardPlan, TrainerRequests, fill_shard
+from scalerl_coordinator.trainer_requests import TrainerRequests
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import PromptError, PromptSource, TaskError
 
@@ -531,7 +532,7 @@ class Server:
         )
         return msgspec.structs.replace(
             action,
-            measured=self._training.has_evaluation(request.version),
+            measured=self._training.evaluations.has_evaluation(request.version),
             points=len(self._core.curve),
         )
 
@@ -583,7 +584,7 @@ class Server:
         for step in [step for step in self._step_groups if step <= report.step]:
             del self._step_groups[step]
         await self._write_rows()
-        return wire.StepReported(publish=self._training.publishes(report.step + 1))
+        return wire.StepReported(publish=self._training.permits.publishes(report.step + 1))
 
     async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
         return await self._decided(lambda now: self._training.supervised(report, now))
