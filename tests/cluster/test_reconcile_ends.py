@@ -20,7 +20,7 @@ from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_operator.build.scope import Images
 from scalerl_operator.controller import observe
 from scalerl_operator.kube.errors import Conflict, Invalid
-from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS
+from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 

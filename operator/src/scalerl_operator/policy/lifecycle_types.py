@@ -94,7 +94,7 @@ class LifecycleInput:
     steps: trained, as recorded in the run's status.
     started: a coordinator and a generator of the accepted spec are ready; others may still be those of an earlier spec.
     edit: of the spec, since the last reconcile.
-    unproven: fields that have been edited and have not trained :data:`.lifecycle.PROVEN_STEPS` steps yet.
+    unproven: fields that have been edited and have not trained :data:`.failures.PROVEN_STEPS` steps yet.
     drain_seconds: timeout of a drain.
     """
 
@@ -163,7 +163,7 @@ class Memory:
     resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
     has_trained: steps, of RL or of mid-training.
     unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
-        :data:`.lifecycle.PROVEN_STEPS` more.
+        :data:`.failures.PROVEN_STEPS` more.
     holding: the failure for which the run drains, to be held.
     awaited_since: since when a run that ends has had no trainer that is ready; None otherwise.
     """
