@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scalerl_api import wire
-from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
+from scalerl_api.recipe.curriculum import CurriculumSpec, UniformSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots

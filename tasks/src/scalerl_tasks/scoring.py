@@ -31,8 +31,9 @@ from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import CodeVerifier, EnvironmentSpec, VerifierSpec
+    from scalerl_api.environment import EnvironmentSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec
+    from scalerl_api.verifier import CodeVerifier, VerifierSpec
 
 
 def verifier_config(
