@@ -232,7 +232,7 @@ async def test_curve_write_error_is_logged_once_and_retried(local, visitor, capl
     curve = local.paths.curve
     curve.unlink(missing_ok=True)
     curve.mkdir()
-    local.server._points_written = None  # as after a new point
+    local.server._files._points_written = None  # as after a new point
     async with asyncio.timeout(120):
         while not any(record.levelname == "ERROR" for record in caplog.records):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

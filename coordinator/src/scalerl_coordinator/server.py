@@ -13,25 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from scalerl_api import endpoints, wire
-from scalerl_api.exports import Exports
-from scalerl_api.health import HealthMonitor
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
-from scalerl_coordinator.decisions import MAX_LINE_BYTES, Superseded
+from scalerl_coordinator.decisions import MAX_LINE_BYTES
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.generator_requests import GeneratorRequests
@@ -39,12 +35,14 @@ from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal, JournalRefused
 from scalerl_coordinator.membership import UnknownMember, new_member_id
 from scalerl_coordinator.metrics import Metrics
-from scalerl_coordinator.recorded_rows import RecordedGroup
+from scalerl_coordinator.recording import Recording
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
 from scalerl_coordinator.rollout_record import RolloutRecord
+from scalerl_coordinator.run_file_writer import RunFileWriter
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.shards import ShardPlan, fill_shard
+from scalerl_coordinator.shards import fill_shard
 from scalerl_coordinator.state_loading import load_state
+from scalerl_coordinator.step_groups import StepGroups
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import TrainerRequests
 from scalerl_processes.waiting import cancel
@@ -106,14 +104,14 @@ class Server:
     ) -> None:
         self._core, self._exports_seconds = core, exports_seconds
         self._journal = journal
-        self._files = files
+        self._files = RunFileWriter(core, files)
+        self._decisions = files.decisions
         self._prompts = {
             (task, split): prompts
             for split, sources in ((wire.Split.TRAIN, train), (wire.Split.HELD_OUT, held_out))
             for task, prompts in enumerate(sources)
         }
         self._clock = LogicalClock(time.monotonic() - core.meter.last)
-        self._monitor = HealthMonitor()
         self._rollouts = GeneratorRequests(core)
         self._training = TrainerRequests(core)
         self._trackers = trackers
@@ -133,12 +131,8 @@ class Server:
         self._record = make_record(self._metrics.lost_rollouts.inc) if make_record is not None else None
         self._guard = RequestGuard(token, self._metrics)
         self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._step_groups: dict[int, tuple[list[str], dict[str, r.StoredGroup]]] = {}
-        self._step_lock = asyncio.Lock()
-        self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
-        self._points_written: list[wire.EvaluationPoint] | None = None
-        self._logged_file_error = ""
-        self._exports: Exports | None = None
+        self._step_groups = StepGroups(journal, self._fail)
+        self._recording = None if self._record is None else Recording(core, self._record, self._step_groups)
         self._exports_read: asyncio.Task[None] | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._closing = False
@@ -161,13 +155,13 @@ class Server:
                 await self._journal.durable()
         if self._history is not None:
             self._history.start()
-        if self._record is not None:
+        if self._record is not None and self._recording is not None:
             self._record.start()
-            await self._record_journaled()
-        await self._write_rows(whole=True)
-        await self._read_health()
-        await self._write_curve()
-        await self._read_exports()
+            await self._recording.add_journaled()
+        await self._files.write_rows(whole=True)
+        await self._files.read_health()
+        await self._files.write_curve()
+        await self._files.read_exports()
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
         self._ticker.add_done_callback(self._task_done)
 
@@ -185,8 +179,8 @@ class Server:
             self._core.flush_usage(self._now())
             self._flush()
             self._journal.rotate(self._core.state.encode())
-            await self._write_rows()
-            await self._write_curve()
+            await self._files.write_rows()
+            await self._files.write_curve()
             self._write_trace()
         self._lookups.shutdown(wait=False, cancel_futures=True)
         if self._history is not None:
@@ -194,7 +188,7 @@ class Server:
         if self._record is not None:
             await asyncio.to_thread(self._record.close)
         await self._journal.close()
-        self._files_thread.shutdown(wait=True)
+        self._files.thread.shutdown(wait=True)
 
     async def _keep_time(self) -> None:
         last_exports = time.monotonic()
@@ -206,7 +200,7 @@ class Server:
                 self._training.tick(now)
                 self._rollouts.tick(now)
                 self._flush()
-                await self._write_curve()
+                await self._files.write_curve()
                 self._write_trace()
                 if self._record is not None:
                     self._record.end_evaluations(self._core.state.evaluations)
@@ -214,13 +208,10 @@ class Server:
             # In a separate task: a slow disk must not delay the ticks.
             if due and (self._exports_read is None or self._exports_read.done()):
                 last_exports = time.monotonic()
-                self._exports_read = asyncio.create_task(self._read_exports(), name="coordinator-exports")
+                self._exports_read = asyncio.create_task(
+                    self._files.read_exports(), name="coordinator-exports"
+                )
                 self._exports_read.add_done_callback(self._task_done)
-
-    async def _read_exports(self) -> None:
-        self._exports = await asyncio.get_running_loop().run_in_executor(
-            self._files_thread, self._files.exports
-        )
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         problem = None if task.cancelled() else task.exception()
@@ -417,8 +408,8 @@ class Server:
                 continue
             if group.split is wire.Split.TRAIN:
                 self._remember(group)
-            if self._record is not None and group.text is not None:
-                self._record_accepted(self._record, group, raw, versions.get(group.lease_id, -1))
+            if self._recording is not None and group.text is not None:
+                self._recording.keep_content(group, raw, versions.get(group.lease_id, -1))
         return wire.PushReply(
             results=[result for result, _ in answers], reasons=[reason for _, reason in answers]
         )
@@ -440,66 +431,6 @@ class Server:
         drafts = None if drafted is None or accepted is None else (drafted, accepted)
         self._history.put(PastGroup(group.prompt, digest, responses, drafts))
 
-    def _record_accepted(
-        self, record: RolloutRecord, group: wire.Group, raw: msgspec.Raw, version: int
-    ) -> None:
-        """Record a group whose content is not journaled: of an evaluation, or one whose slot gets another prompt."""
-        state, verdicts = self._core.state, group.verdicts
-        lengths = [completion.tokens for completion in group.completions]
-        if group.split is wire.Split.HELD_OUT:
-            stored = r.decode_stored(raw)
-            record.keep(
-                RecordedGroup(
-                    *(version, group.slot, group.prompt, stored, lengths),
-                    *(verdicts.scores, verdicts.parts, verdicts.ungraded),
-                )
-            )
-            return
-        tries = [one.group for one in state.tries.get(group.slot, ()) if one.group.lease_id == group.lease_id]
-        if tries:
-            step = state.step_of(group.slot)
-            one = RecordedGroup.of_training(
-                step, group.slot, group.prompt, tries[0], r.decode_stored(raw), skipped=False
-            )
-            record.keep(replace(one, excluded="refilled"))
-
-    async def _record_step(self, step: int, sequences: Sequence[wire.TrainedSequence] = ()) -> None:
-        """Record the groups of a step that was trained or skipped."""
-        state, cached = self._core.state, self._step_groups.get(step)
-        if self._record is None:
-            return
-        recorded = [
-            (slot, state.prompts[slot], group)
-            for slot, group in zip(state.slots_of(step), state.step_groups(step), strict=True)
-            if self._core.settings.records(state.prompts[slot])
-        ]
-        skipped, settled = step in state.skips, state.first_kept_step
-        if cached is not None:
-            _, groups = cached
-        else:
-            try:
-                lease_ids = [group.lease_id for _, _, group in recorded]
-                groups = await asyncio.to_thread(self._read_groups, lease_ids)
-            except (KeyError, CorruptJournal, OSError) as problem:
-                log.warning("step %d is not recorded: %s", step, problem)
-                return
-        self._record.add_step(
-            step,
-            [
-                RecordedGroup.of_training(step, slot, prompt, group, groups.get(group.lease_id), skipped)
-                for slot, prompt, group in recorded
-            ],
-            *(sequences, settled),
-        )
-
-    async def _record_journaled(self) -> None:
-        """Record steps of whose report a crash left no record. Without the trainer's figures, which are not journaled."""
-        state = self._core.state
-        for step in range(state.first_kept_step, state.version):
-            if self._record is None or await asyncio.to_thread(self._record.has_step, step):
-                continue
-            await self._record_step(step)
-
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
         """An encoded :class:`wire.Responses`, assembled from the responses as they are encoded on disk."""
         if request.prompt.split is not wire.Split.TRAIN:
@@ -518,9 +449,9 @@ class Server:
         self._step_groups.clear()
         if self._record is not None:
             self._record.truncate(self._core.state.version)
-        await self._write_rows(whole=True)
-        await self._read_health()
-        await self._write_curve()
+        await self._files.write_rows(whole=True)
+        await self._files.read_health()
+        await self._files.write_curve()
         return welcome
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
@@ -543,47 +474,17 @@ class Server:
             plan = await self._decided(lambda _: self._training.plan_shard(request))
         else:  # the state is what the disk holds, and reading needs no space
             plan = self._training.plan_shard(request)
-        groups = await self._groups_of(plan)
+        groups = await self._step_groups.of_plan(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
-
-    async def _groups_of(self, plan: ShardPlan) -> dict[str, r.StoredGroup]:
-        """The groups of a step by lease id, read once for all ranks and cached until the step's report: those of the step that is
-        trained, and of the next."""
-        async with self._step_lock:
-            cached = self._step_groups.get(plan.step)
-            if cached is None or cached[0] != plan.lease_ids:
-                self._step_groups.pop(plan.step, None)
-                if len(self._step_groups) > 1:
-                    del self._step_groups[min(self._step_groups)]
-                try:
-                    groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
-                except KeyError as problem:
-                    raise Refusal(
-                        "not-ready", f"step {plan.step} was deleted before it was read (group {problem})"
-                    ) from None
-                except (CorruptJournal, OSError) as problem:
-                    raise self._fail(problem) from problem
-                self._step_groups[plan.step] = cached = (plan.lease_ids, groups)
-            return cached[1]
-
-    def _read_groups(self, lease_ids: list[str]) -> dict[str, r.StoredGroup]:
-        wanted = [lease_id for lease_id in lease_ids if lease_id]
-        blobs = self._journal.blobs.read(wanted)
-        try:
-            return {lease_id: r.decode_stored(blob) for lease_id, blob in zip(wanted, blobs, strict=True)}
-        except msgspec.DecodeError as problem:
-            raise CorruptJournal(
-                str(self._journal.directory), 0, f"a group cannot be decoded: {problem}"
-            ) from problem
 
     async def _step(self, report: wire.StepReport) -> wire.StepReported:
         row = await self._decided(lambda now: self._training.step(report, now))
         if row is not None:
-            self._monitor.add(row)
-            await self._record_step(report.step, report.sequences)
-        for step in [step for step in self._step_groups if step <= report.step]:
-            del self._step_groups[step]
-        await self._write_rows()
+            self._files.monitor.add(row)
+            if self._recording is not None:
+                await self._recording.add_step(report.step, report.sequences)
+        self._step_groups.forget(report.step)
+        await self._files.write_rows()
         return wire.StepReported(publish=self._training.permits.publishes(report.step + 1))
 
     async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
@@ -604,12 +505,12 @@ class Server:
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
         # First write metrics.jsonl: the commit deletes these rows from the journal.
-        if not await self._write_rows():
+        if not await self._files.write_rows():
             raise ErrorResponse(
                 507, "no-space", "metrics.jsonl cannot be written (see the log); try again later"
             )
         await self._decided(lambda now: self._training.checkpoint_commit(request, now))
-        await self._write_curve()
+        await self._files.write_curve()
         return wire.Ack()
 
     async def _checkpoint_failed(self, request: wire.CheckpointFailed) -> wire.Ack:
@@ -619,14 +520,8 @@ class Server:
     async def _keep_exports(self, report: wire.ExportsReport) -> wire.ExportsReported:
         self._training.check(report.incarnation)
         if report.exports is not None:
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._files_thread, self._files.keep_exports, report.exports)
-            except OSError as error:
-                message = f"exports.json: {error.strerror or error}"
-                raise ErrorResponse(500, "disk-failed", message) from error
-            self._exports = report.exports
-        return wire.ExportsReported(exports=self._exports)
+            await self._files.keep_exports(report.exports)
+        return wire.ExportsReported(exports=self._files.exports)
 
     # --- operator, probes -----------------------------------------------------------------------
 
@@ -635,41 +530,25 @@ class Server:
         return wire.Ack()
 
     async def _record_decision(self, request: wire.DecisionLine) -> wire.Ack:
-        decisions = self._files.decisions
-        await self._on_decision_log(lambda: decisions.append(request.offset, request.line))
+        decisions = self._decisions
+        await self._files.on_decision_log(lambda: decisions.append(request.offset, request.line))
         return wire.Ack()
 
     async def _decision_lines(self, request: web.Request) -> web.Response:
         offset = request.query.get("offset", "0")
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 19):
             raise ErrorResponse(400, "bad-request", f"offset={offset[:40]!r} is not a number of bytes")
-        content, size = await self._on_decision_log(lambda: self._files.decisions.read(int(offset)))
+        content, size = await self._files.on_decision_log(lambda: self._decisions.read(int(offset)))
         return respond(msgspec.msgpack.encode(wire.DecisionLines(content=content, size=size)))
-
-    async def _on_decision_log(self, access: Callable[[], T]) -> T:
-        """Access decisions.jsonl in the files' thread. Raises ErrorResponse."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._files_thread, access)
-        except Superseded as problem:
-            raise ErrorResponse(409, "superseded", str(problem)) from problem
-        except ValueError as problem:
-            raise ErrorResponse(400, "bad-request", str(problem)) from problem
-        except OSError as problem:
-            message = f"decisions.jsonl: {problem.strerror or problem}"
-            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ErrorResponse(
-                    507, "no-space", f"{message}; free space on the run's volume"
-                ) from problem
-            raise ErrorResponse(500, "disk-failed", message) from problem
 
     async def _status(self, request: web.Request) -> web.Response:
         # The exports are those that a tick read last: a slow disk must not delay the status.
         status, error = (
             msgspec.structs.replace(
                 build_status(self._core),
-                exports=self._exports,
+                exports=self._files.exports,
                 trackers=self._trackers(),
-                health_problem=self._monitor.problem,
+                health_problem=self._files.monitor.problem,
             ),
             self._journal.refusing,
         )
@@ -689,44 +568,9 @@ class Server:
 
     # --- files ----------------------------------------------------------------------------------
 
-    async def _write_rows(self, *, whole: bool = False) -> bool:
-        rows, version = dict(self._core.state.rows), self._core.state.version
-        if self._core.state.awaits_trainer:
-            return True  # the file may have the rows up to the trainer's checkpoint, which the state does not know yet
-        return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
-
-    async def _read_health(self) -> None:
-        with contextlib.suppress(OSError):  # then it is judged from the next steps
-            loop = asyncio.get_running_loop()
-            self._monitor.load(await loop.run_in_executor(self._files_thread, self._files.health_rows))
-
-    async def _write_curve(self) -> None:
-        points, forecast = self._core.points, self._core.settings.forecast_task
-        if points != self._points_written and await self._on_files(
-            lambda: self._files.write_curves(points, forecast)
-        ):
-            self._points_written = points
-
     def _write_trace(self) -> None:
         if self._trace is not None and self._trace.tick(self._now()):
-            self._files_thread.submit(self._trace.write)
-
-    async def _on_files(self, write: Callable[[], None]) -> bool:
-        """Write metrics.jsonl or curve.csv in the files' thread. Returns whether that succeeded.
-
-        A failure does not stop the run, since the journal has their content until a checkpoint is committed.
-        """
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._files_thread, write)
-        except OSError as error:
-            if str(error) != self._logged_file_error:  # retried at every tick, but logged once
-                log.error("cannot write metrics.jsonl or curve.csv, retrying: %s", error)
-            self._logged_file_error = str(error)
-            return False
-        if self._logged_file_error:
-            log.info("metrics.jsonl and curve.csv can be written again")
-            self._logged_file_error = ""
-        return True
+            self._files.thread.submit(self._trace.write)
 
     # --- HTTP -----------------------------------------------------------------------------------
 
