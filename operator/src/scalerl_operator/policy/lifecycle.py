@@ -22,7 +22,7 @@ An ended run continues as a suspended one that is resumed: what is left of it is
 
 A queue (Kueue) admits trainer, coordinator and generators as one gang: none of them exists before, and all are deleted when it is
 evicted, once the trainer has saved. Where there are no gangs, it admits each Job separately: the coordinator and the generators are
-created once the trainer's Job is admitted, and deleted when it has been requeued for ``HELD_SECONDS``. So a queued run holds no
+created once the trainer's Job is admitted, and deleted when it has been requeued for :data:`.HELD_SECONDS`. So a queued run holds no
 devices, and its clock does not advance.
 """
 
@@ -81,9 +81,6 @@ from scalerl_operator.policy.lifecycle_types import (
 )
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS, is_pending, no_later
 
-HELD_SECONDS: Final = 30.0
-"""How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
-second."""
 _IN_QUEUE: Final = "the queue to admit it"
 
 
@@ -240,7 +237,7 @@ def _waits_in_queue(observed: LifecycleInput, memory: Memory) -> bool:
         return not stops and (trainer.held or trainer.state is not JobState.ACTIVE)
     if trainer.held and not trainer.ending:
         since = no_later(memory.held_since, observed.unix_seconds)
-        return not observed.serving or observed.unix_seconds - since >= HELD_SECONDS
+        return not observed.serving or observed.unix_seconds - since >= observed.held_seconds
     # The next attempt of a trainer that failed right after its admission is queued again.
     gone = trainer.state in (JobState.ABSENT, JobState.FAILED, JobState.LEAVING)
     return observed.queued and gone and not observed.serving

@@ -14,6 +14,10 @@ from scalerl_operator.policy.edits_of_run import SpecEdit
 DRAIN_SECONDS: Final = 1800.0
 """Timeout of the drain of a run that is suspended or deleted: it finishes its step and writes a checkpoint."""
 
+HELD_SECONDS: Final = 30.0
+"""How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
+second."""
+
 
 class JobState(enum.StrEnum):
     ABSENT = "absent"
@@ -96,6 +100,7 @@ class LifecycleInput:
     edit: of the spec, since the last reconcile.
     unproven: fields that have been edited and have not trained :data:`.failures.PROVEN_STEPS` steps yet.
     drain_seconds: timeout of a drain.
+    held_seconds: see :data:`HELD_SECONDS`.
     """
 
     unix_seconds: float
@@ -116,6 +121,7 @@ class LifecycleInput:
     edit: SpecEdit = field(default_factory=SpecEdit)
     unproven: tuple[str, ...] = ()
     drain_seconds: float = DRAIN_SECONDS
+    held_seconds: float = HELD_SECONDS
 
 
 class Suspension(enum.StrEnum):

@@ -29,12 +29,13 @@ from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 
 log = logging.getLogger(__name__)
 
-WRITE_RETRY_SECONDS = 5.0
-"""Before the second and last attempt of a publish to write its version."""
-
 
 class FilePublisher:
-    """Executes the publishes of a run on rank 0."""
+    """Executes the publishes of a run on rank 0.
+
+    Args:
+        retry_seconds: pause before the second and last attempt of a publish to write its version.
+    """
 
     def __init__(
         self,
@@ -43,7 +44,9 @@ class FilePublisher:
         *,
         bucket_bytes: int,
         timeout_seconds: float,
+        retry_seconds: float = 5.0,
     ) -> None:
+        self._retry_seconds = retry_seconds
         self._writer = writer
         self._control = control
         self._bucket_bytes = bucket_bytes
@@ -116,5 +119,5 @@ class FilePublisher:
                 )
                 log.error("%s", problem)
             if attempt == 1:
-                time.sleep(WRITE_RETRY_SECONDS)
+                time.sleep(self._retry_seconds)
         return problem
