@@ -10,7 +10,7 @@ The way of a rollout, from prompt to trained batch::
       │                          Core.tick() ▶ Core.close_lease(), Core.retry_slot() after a deadline
       │ POST groups            Server._push() ▶ GeneratorRequests.push()
       ├───────────────────────▶  group_checks.summarize_group() ▶ Core.commit(GroupAccepted + its tokens)
-      │                          Server._remember() ▶ ResponseStore.put(), beside the journal (generator.speculation)
+      │                          Server._store_responses() ▶ ResponseStore.put(), beside the journal (generator.speculation)
       │◀── PushReply ──────────  CoordinatorState.fill_slot() closes a full step: batcher.zero_variance()
       │                                                                                           POST next │
       │                        Server._next() ▶ TrainerRequests.next() ─────────────────────── Next: TRAIN ▶│

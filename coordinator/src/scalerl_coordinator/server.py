@@ -407,7 +407,7 @@ class Server:
             if result is not wire.PushResult.ACCEPTED:
                 continue
             if group.split is wire.Split.TRAIN:
-                self._remember(group)
+                self._store_responses(group)
             if self._recording is not None and group.text is not None:
                 self._recording.keep_content(group, raw, versions.get(group.lease_id, -1))
         return wire.PushReply(
@@ -421,7 +421,7 @@ class Server:
     async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
         return self._decide(lambda now: self._rollouts.receive_partials(request, now))
 
-    def _remember(self, group: wire.Group) -> None:
+    def _store_responses(self, group: wire.Group) -> None:
         """Store the responses of an accepted training group for drafts."""
         if self._history is None:
             return

@@ -1,4 +1,4 @@
-"""Executes rank 0's commands (:mod:`.leader`) on every rank.
+"""Executes the commands of rank 0 (:mod:`.leader`) on every rank.
 
 ===================== ===========================================================================
 command               what every rank does

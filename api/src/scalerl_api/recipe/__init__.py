@@ -2,7 +2,7 @@
 
     manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
 
-To add a loss or a length rule, add a model to ``spec`` and its name to ``presets.ONE_OF``; to add a published recipe, add an
+To add a loss or a length rule, add a model to ``loss`` or ``spec`` and its name to ``presets.ONE_OF``; to add a published recipe, add an
 entry to ``presets.PRESETS``.
 """
 
