@@ -6,12 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from scalerl_api.fields import (
-    DecimalString,
-    Matches,
-    Model,
-    exactly_one,
-)
+from scalerl_api.fields import DecimalString, Matches, Model, exactly_one
 
 
 class HubDataset(Model):

@@ -7,12 +7,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from scalerl_api.fields import (
-    GraderQuantity,
-    Matches,
-    Model,
-    exactly_one,
-)
+from scalerl_api.fields import GraderQuantity, Matches, Model, exactly_one
 from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName
 from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, SERVER
 

@@ -6,13 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from scalerl_api.fields import (
-    Matches,
-    Model,
-    PositiveUnitDecimal,
-    Rule,
-    exactly_one,
-)
+from scalerl_api.fields import Matches, Model, PositiveUnitDecimal, Rule, exactly_one
 from scalerl_api.pods import ObjectName
 
 

@@ -9,12 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from scalerl_api.dataset_source import DatasetSource
 from scalerl_api.environment import USE_VERIFIER, EnvironmentSpec
-from scalerl_api.fields import (
-    Model,
-    OpenUnitDecimal,
-    Rule,
-    exactly_one,
-)
+from scalerl_api.fields import Model, OpenUnitDecimal, Rule, exactly_one
 from scalerl_api.plugins import SourcePlugin
 from scalerl_api.verifier import VerifierList, VerifierSpec, parameter_value
 

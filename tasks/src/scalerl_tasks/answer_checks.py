@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 from scalerl_processes.waiting import cancel
 from scalerl_tasks.dataset import DatasetSource
 from scalerl_tasks.dataset.table import LeftOut
-from scalerl_tasks.errors import (
-    AnswersError,
-)
+from scalerl_tasks.errors import AnswersError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.prompts import Prompt, PromptSource

@@ -16,10 +16,7 @@ from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.environments.verifier import EnvironmentConfig
-from scalerl_tasks.errors import (
-    VerifierError,
-    did_you_mean,
-)
+from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import (
-    Role,
-)
+from scalerl_operator.workloads import Role
 
 
 @dataclass(frozen=True)

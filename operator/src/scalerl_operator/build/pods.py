@@ -44,13 +44,8 @@ from scalerl_operator.build.volumes import (
     volumes_of,
 )
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import (
-    PORTS,
-)
-from scalerl_operator.workloads import (
-    Container,
-    Role,
-)
+from scalerl_operator.names import PORTS
+from scalerl_operator.workloads import Container, Role
 
 USER_ID: Final = 10001
 LAUNCHER: Final = ("python", "-m", "scalerl_trainer.launch")

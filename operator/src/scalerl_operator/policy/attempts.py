@@ -6,21 +6,11 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Reason
-from scalerl_api.process import (
-    BAD_INPUT_EXIT_CODE,
-    DIVERGED_EXIT_CODE,
-    PUBLISH_REFUSED_EXIT_CODE,
-)
+from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE
 from scalerl_api.spec import RunSpec
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.failures import failed_outcome
-from scalerl_operator.policy.lifecycle_types import (
-    Ended,
-    Job,
-    JobState,
-    LifecycleInput,
-    Memory,
-)
+from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, LifecycleInput, Memory
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS, START_DELAY_SECONDS, is_pending
 
 EXIT_CODE_GRACE_SECONDS: Final = 30.0

@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase
-from scalerl_api.process import (
-    COORDINATOR_TIMEOUT_SECONDS,
-)
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_operator.policy import budget

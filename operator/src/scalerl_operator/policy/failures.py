@@ -9,12 +9,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.edits_of_run import restarts_a_role
-from scalerl_operator.policy.lifecycle_types import (
-    End,
-    LifecycleInput,
-    Memory,
-    Outcome,
-)
+from scalerl_operator.policy.lifecycle_types import End, LifecycleInput, Memory, Outcome
 
 PROVEN_STEPS: Final = 10
 """Steps after which an edit is no longer taken for the cause of a failure. At least 2: the first may have been in progress."""

@@ -18,13 +18,7 @@ from collections.abc import Callable
 from scalerl_api import endpoints, wire
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
-from scalerl_trainer.publish.publisher import (
-    Outcome,
-    PhaseSeconds,
-    Weights,
-    decode_received,
-    stats_of,
-)
+from scalerl_trainer.publish.publisher import Outcome, PhaseSeconds, Weights, decode_received, stats_of
 from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 
 log = logging.getLogger(__name__)
