@@ -20,7 +20,7 @@ The way of a rollout, from prompt to trained batch::
       │                          RunFiles.write_rows() appends to metrics.jsonl
 
 Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState` and queues the record;
-``Server._decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
+``JournaledCore.decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
 
 Members' heartbeats (``membership``) and leases' deadlines (``leases``) are not journaled: a restart may lose them.
 No torch, no model, no tokenizer, no work per token in Python, no client of this server.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,16 +23,14 @@ import msgspec
 from aiohttp import web
 
 from scalerl_api import endpoints, wire
-from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.decisions import MAX_LINE_BYTES
 from scalerl_coordinator.files import RunFiles
-from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal, JournalRefused
-from scalerl_coordinator.membership import UnknownMember, new_member_id
+from scalerl_coordinator.journaled_core import JournaledCore
+from scalerl_coordinator.membership import new_member_id
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.recording import Recording
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
@@ -41,7 +38,6 @@ from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.run_file_writer import RunFileWriter
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.shards import fill_shard
-from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.step_groups import StepGroups
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import TrainerRequests
@@ -57,10 +53,7 @@ STEP_BODY_BYTES = 2**26
 """Limit of a step's report, which has about 40 bytes for each recorded rollout."""
 HELLO_BODY_BYTES = 2**29
 """Limit of a trainer's hello, which may carry a checkpoint's snapshot."""
-_MAX_POLL_SECONDS = 60.0
 _TICK_SECONDS = 0.25
-_ROTATE_AT_CHECKPOINT_BYTES = 2**20
-"""Size of a segment from which on a committed checkpoint starts a new one."""
 _LOOKUPS = 4
 """Concurrent reads of past responses, each of up to ``wire.MAX_RESPONSES_BYTES``."""
 
@@ -111,7 +104,6 @@ class Server:
             for split, sources in ((wire.Split.TRAIN, train), (wire.Split.HELD_OUT, held_out))
             for task, prompts in enumerate(sources)
         }
-        self._clock = LogicalClock(time.monotonic() - core.meter.last)
         self._rollouts = GeneratorRequests(core)
         self._training = TrainerRequests(core)
         self._trackers = trackers
@@ -130,17 +122,15 @@ class Server:
         self._trace = make_trace(self._metrics.lost_trace_lines.inc) if make_trace is not None else None
         self._record = make_record(self._metrics.lost_rollouts.inc) if make_record is not None else None
         self._guard = RequestGuard(token, self._metrics)
-        self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._step_groups = StepGroups(journal, self._fail)
+        self._journaled = JournaledCore(core, journal, self._trace, lambda: self._step_groups.clear())
+        self._step_groups = StepGroups(journal, self._journaled.fail)
         self._recording = None if self._record is None else Recording(core, self._record, self._step_groups)
         self._exports_read: asyncio.Task[None] | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._closing = False
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure = self._journaled.failure
         """Set when the coordinator cannot continue; the caller ends the process with it."""
         self.app = self._application()
-        journal.on_refusal = self._roll_back
-        journal.on_failure = self._fail
+        self.stop_polls = self._journaled.stop_polls
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -150,7 +140,7 @@ class Server:
         While the disk cannot be written, the server starts and refuses requests, and this start is journaled later.
         """
         if self._journal.refusing is None:
-            self._flush()
+            self._journaled.flush()
             with contextlib.suppress(JournalRefused):
                 await self._journal.durable()
         if self._history is not None:
@@ -165,19 +155,13 @@ class Server:
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
         self._ticker.add_done_callback(self._task_done)
 
-    def stop_polls(self) -> None:
-        """Answer every long poll now, with an empty result."""
-        self._closing = True
-        for event in self._events.values():
-            event.set()
-
     async def close(self) -> None:
         """Stop the ticks. Journal what remains and a snapshot, unless the server failed or the disk cannot be written."""
         self.stop_polls()
         await cancel(*(task for task in (self._ticker, self._exports_read) if task is not None))
         if self._journal.refusing is None and not self.failure.done():
-            self._core.flush_usage(self._now())
-            self._flush()
+            self._core.flush_usage(self._journaled.now())
+            self._journaled.flush()
             self._journal.rotate(self._core.state.encode())
             await self._files.write_rows()
             await self._files.write_curve()
@@ -194,12 +178,12 @@ class Server:
         last_exports = time.monotonic()
         while not self.failure.done():
             await asyncio.sleep(_TICK_SECONDS)
-            now = self._now()
+            now = self._journaled.now()
             if self._journal.refusing is None and not self.failure.done():
                 self._core.tick(now)
                 self._training.tick(now)
                 self._rollouts.tick(now)
-                self._flush()
+                self._journaled.flush()
                 await self._files.write_curve()
                 self._write_trace()
                 if self._record is not None:
@@ -216,123 +200,23 @@ class Server:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         problem = None if task.cancelled() else task.exception()
         if problem is not None:
-            self._fail(problem)
-
-    def _fail(self, problem: BaseException) -> ErrorResponse:
-        """Set ``failure``, which ends the process with ``problem``. Returns the response for the current request."""
-        if not self.failure.done():
-            log.error("the coordinator cannot continue: %s", problem)
-            self.failure.set_exception(problem)
-        return ErrorResponse(500, "failed", f"the coordinator cannot continue and exits: {problem}")
-
-    def _now(self) -> float:
-        # Deadlines do not advance while the disk cannot be written, because no request is served then.
-        return self._clock.read(time.monotonic(), awake=self._journal.refusing is None)
-
-    # --- state and journal ----------------------------------------------------------------------
-
-    def _flush(self) -> None:
-        """Queue the outbox for the journal, and wake the long polls."""
-        core, journal = self._core, self._journal
-        checkpoint = False
-        for record, blob in core.outbox:
-            key = record.lease_id if isinstance(record, r.GroupAccepted) else None
-            journal.append(r.encode(record), key, blob)
-            checkpoint |= isinstance(record, r.CheckpointCommitted)
-            if self._trace is not None:
-                self._trace.record(record, blob, self._now())
-        core.outbox.clear()
-        if core.forgotten:
-            journal.forget(core.forgotten)
-            core.forgotten.clear()
-        if journal.wants_rotation or (checkpoint and journal.segment_size > _ROTATE_AT_CHECKPOINT_BYTES):
-            journal.rotate(core.state.encode())
-        for topic in core.wake:
-            self._events[topic].set()
-            self._events[topic] = asyncio.Event()
-        core.wake.clear()
-
-    def _decide(self, decision: Callable[[float], T]) -> T:
-        """Run one decision of the core, and queue its records for the journal.
-
-        Raises:
-            Refusal, UnknownMember: the decision refused the request.
-            ErrorResponse: the coordinator has failed, or the decision raised anything else. That may leave the state half
-                changed, so the process ends and writes none of it.
-        """
-        if self.failure.done():
-            raise ErrorResponse(500, "failed", "the coordinator exits after a failure; see its log")
-        self._journal.check()
-        try:
-            try:
-                result = decision(self._now())
-            except (Refusal, UnknownMember):
-                self._flush()
-                raise
-            self._flush()
-        except (Refusal, UnknownMember):
-            raise
-        except Exception as problem:
-            log.exception("a decision raised an exception")
-            raise self._fail(problem) from problem
-        return result
-
-    async def _decided(self, decision: Callable[[float], T]) -> T:
-        """Run one decision and wait until its records, and all earlier ones, are on disk.
-
-        Nothing awaits between the decision and ``durable()``, so no failed write goes unnoticed.
-        """
-        result = self._decide(decision)
-        await self._journal.durable()
-        return result
-
-    def _roll_back(self) -> None:
-        """Return the state to what the journal holds, after a write to disk failed."""
-        try:
-            state = load_state(self._journal)
-        except (CorruptJournal, OSError) as problem:
-            self._fail(problem)
-            return
-        self._core.rebase(state, self._now())
-        self._core.journal_start()
-        self._step_groups.clear()
-
-    async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
-        """Call ``attempt`` now and at every event of ``topic``, until it returns a result or ``wait_seconds`` have passed.
-
-        A result is on disk when this returns; None means that the time is over.
-        """
-        if not (math.isfinite(wait_seconds) and wait_seconds >= 0):
-            raise Refusal("bad-request", f"wait_seconds is {wait_seconds}, must be a number of seconds")
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(wait_seconds, _MAX_POLL_SECONDS)
-        while True:
-            event = self._events[topic]
-            result = self._decide(attempt)
-            if result is not None or self._closing or loop.time() >= deadline:
-                await self._journal.durable()
-                return result
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await event.wait()
-            except TimeoutError:
-                return None
+            self._journaled.fail(problem)
 
     # --- actors ---------------------------------------------------------------------------------
 
     async def _register(self, request: wire.Register) -> wire.Registered:
         member_id = new_member_id(request.name)
-        return await self._decided(lambda now: self._rollouts.register(request, member_id, now))
+        return await self._journaled.decided(lambda now: self._rollouts.register(request, member_id, now))
 
     async def _heartbeat(self, request: wire.Heartbeat) -> wire.Ack:
         if self._journal.refusing is not None:
-            self._core.membership.get(request.member_id, self._now())
+            self._core.membership.get(request.member_id, self._journaled.now())
             return wire.Ack()
-        self._decide(lambda now: self._rollouts.heartbeat(request, now))
+        self._journaled.decide(lambda now: self._rollouts.heartbeat(request, now))
         return wire.Ack()
 
     async def _lease(self, request: wire.LeaseRequest) -> wire.Leases:
-        self._decide(lambda now: self._rollouts.receive_lease_request(request, now))
+        self._journaled.decide(lambda now: self._rollouts.receive_lease_request(request, now))
         issued: list[wire.Lease] = []
 
         def attempt(now: float) -> wire.Leases | None:
@@ -341,18 +225,18 @@ class Server:
             return leases
 
         try:
-            leases = await self._poll(WORK, request.wait_seconds, attempt)
+            leases = await self._journaled.poll(WORK, request.wait_seconds, attempt)
             if leases is None or not leases.leases:
                 return leases or wire.Leases(leases=[])
             # Off the event loop, since a generated task generates the prompt to compute its id.
             ids, failed = await asyncio.to_thread(self._prompt_ids, issued)
             if failed:
-                await self._decided(lambda now: self._rollouts.give_up_prompts(failed, now))
+                await self._journaled.decided(lambda now: self._rollouts.give_up_prompts(failed, now))
         except TaskError as problem:
-            raise self._fail(problem) from problem
+            raise self._journaled.fail(problem) from problem
         finally:
             # Also if the client has disconnected: heartbeats from now on reveal a response that did not arrive.
-            self._core.book.mark_sent((lease.lease_id for lease in issued), self._now())
+            self._core.book.mark_sent((lease.lease_id for lease in issued), self._journaled.now())
             self._rollouts.end_lease_request(request.member_id)
         return wire.Leases(leases=self._with_prompt_ids(issued, ids))
 
@@ -369,7 +253,7 @@ class Server:
 
     def _with_prompt_ids(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
         """The leases to send: with their prompt ids, and without those that were closed while the prompts were read."""
-        book, now = self._core.book, self._now()
+        book, now = self._core.book, self._journaled.now()
         to_send = []
         for lease, prompt_id in zip(leases, ids, strict=True):
             remaining = book.remaining_seconds(lease.lease_id, now)
@@ -402,7 +286,7 @@ class Server:
             for group in groups
             if (lease := self._core.state.leases.get(group.lease_id)) is not None
         }
-        answers = await self._decided(push_all)
+        answers = await self._journaled.decided(push_all)
         for group, raw, (result, _) in zip(groups, request.groups, answers, strict=True):
             if result is not wire.PushResult.ACCEPTED:
                 continue
@@ -415,11 +299,11 @@ class Server:
         )
 
     async def _release(self, request: wire.Release) -> wire.Ack:
-        await self._decided(lambda now: self._rollouts.release(request, now))
+        await self._journaled.decided(lambda now: self._rollouts.release(request, now))
         return wire.Ack()
 
     async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
-        return self._decide(lambda now: self._rollouts.receive_partials(request, now))
+        return self._journaled.decide(lambda now: self._rollouts.receive_partials(request, now))
 
     def _store_responses(self, group: wire.Group) -> None:
         """Store the responses of an accepted training group for drafts."""
@@ -445,7 +329,7 @@ class Server:
     # --- trainer --------------------------------------------------------------------------------
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
-        welcome = await self._decided(lambda now: self._training.hello(request, now))
+        welcome = await self._journaled.decided(lambda now: self._training.hello(request, now))
         self._step_groups.clear()
         if self._record is not None:
             self._record.truncate(self._core.state.version)
@@ -455,7 +339,7 @@ class Server:
         return welcome
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
-        action = await self._poll(
+        action = await self._journaled.poll(
             TRAINER, request.wait_seconds, lambda now: self._training.next(request, now)
         )
         action = action or wire.Next(
@@ -469,16 +353,18 @@ class Server:
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
         if request.wait_seconds and self._journal.refusing is None:
-            await self._poll(TRAINER, request.wait_seconds, lambda _: self._training.has_step(request))
+            await self._journaled.poll(
+                TRAINER, request.wait_seconds, lambda _: self._training.has_step(request)
+            )
         if self._journal.refusing is None:
-            plan = await self._decided(lambda _: self._training.plan_shard(request))
+            plan = await self._journaled.decided(lambda _: self._training.plan_shard(request))
         else:  # the state is what the disk holds, and reading needs no space
             plan = self._training.plan_shard(request)
         groups = await self._step_groups.of_plan(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
     async def _step(self, report: wire.StepReport) -> wire.StepReported:
-        row = await self._decided(lambda now: self._training.step(report, now))
+        row = await self._journaled.decided(lambda now: self._training.step(report, now))
         if row is not None:
             self._files.monitor.add(row)
             if self._recording is not None:
@@ -488,20 +374,20 @@ class Server:
         return wire.StepReported(publish=self._training.permits.publishes(report.step + 1))
 
     async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
-        return await self._decided(lambda now: self._training.supervised(report, now))
+        return await self._journaled.decided(lambda now: self._training.supervised(report, now))
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
-        permit = await self._poll(
+        permit = await self._journaled.poll(
             TRAINER, request.wait_seconds, lambda now: self._training.publish_begin(request, now)
         )
         return permit or wire.PublishPermit(ready=False, members=[])
 
     async def _publish_commit(self, request: wire.PublishCommit) -> wire.Ack:
-        await self._decided(lambda now: self._training.publish_commit(request, now))
+        await self._journaled.decided(lambda now: self._training.publish_commit(request, now))
         return wire.Ack()
 
     async def _checkpoint_begin(self, request: wire.CheckpointBegin) -> wire.CheckpointSnapshot:
-        return await self._decided(lambda now: self._training.checkpoint_begin(request, now))
+        return await self._journaled.decided(lambda now: self._training.checkpoint_begin(request, now))
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
         # First write metrics.jsonl: the commit deletes these rows from the journal.
@@ -509,7 +395,7 @@ class Server:
             raise ErrorResponse(
                 507, "no-space", "metrics.jsonl cannot be written (see the log); try again later"
             )
-        await self._decided(lambda now: self._training.checkpoint_commit(request, now))
+        await self._journaled.decided(lambda now: self._training.checkpoint_commit(request, now))
         await self._files.write_curve()
         return wire.Ack()
 
@@ -526,7 +412,7 @@ class Server:
     # --- operator, probes -----------------------------------------------------------------------
 
     async def _stop(self, request: wire.Stop) -> wire.Ack:
-        await self._decided(lambda now: self._core.stop(request.reason, now))
+        await self._journaled.decided(lambda now: self._core.stop(request.reason, now))
         return wire.Ack()
 
     async def _record_decision(self, request: wire.DecisionLine) -> wire.Ack:
@@ -562,14 +448,14 @@ class Server:
         return web.Response(text="alive\n")
 
     async def _ready(self, request: web.Request) -> web.Response:
-        if self._closing or self._journal.refusing is not None:
+        if self._journaled.closing or self._journal.refusing is not None:
             return web.Response(status=503, text="the journal cannot be written\n")
         return web.Response(text="ready\n")
 
     # --- files ----------------------------------------------------------------------------------
 
     def _write_trace(self) -> None:
-        if self._trace is not None and self._trace.tick(self._now()):
+        if self._trace is not None and self._trace.tick(self._journaled.now()):
             self._files.thread.submit(self._trace.write)
 
     # --- HTTP -----------------------------------------------------------------------------------
