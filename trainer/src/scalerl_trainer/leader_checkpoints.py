@@ -74,6 +74,7 @@ class LeaderCheckpoints:
             self._worker.stop.set()
 
     def uploads(self) -> wire.Uploads | None:
+        """The state of the copies in the object store; None without one."""
         uploader = self._worker.checkpointer.uploader
         return None if uploader is None else wire.Uploads(version=uploader.uploaded, problem=uploader.problem)
 
