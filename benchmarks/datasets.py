@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scalerl_api.source import DatasetSource
+from scalerl_api.dataset_source import DatasetSource
 from scalerl_tasks import DatasetSource as Source
 from scalerl_tasks import open_dataset
 from scalerl_tasks.dataset.rows import TableRow

@@ -9,6 +9,7 @@ import yaml
 from annotated_types import Le
 
 from scalerl_api import load
+from scalerl_api.environment import EnvironmentSpec
 from scalerl_api.load import (
     SpecError,
     accepted_run,
@@ -19,8 +20,8 @@ from scalerl_api.load import (
     to_yaml,
 )
 from scalerl_api.roles import LEASE_SECONDS
-from scalerl_api.source import EnvironmentSpec, VerifierSpec
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.verifier import VerifierSpec
 
 GOOD: dict[str, Any] = {
     "apiVersion": "scalerl.dev/v1alpha1",

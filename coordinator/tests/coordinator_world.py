@@ -12,7 +12,7 @@ import msgspec
 from coordinator_client import make_group
 
 from scalerl_api import wire
-from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
+from scalerl_api.recipe.curriculum import CurriculumSpec, UniformSpec
 from scalerl_api.schedule import ByLengthSpec, ScheduleSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import frames

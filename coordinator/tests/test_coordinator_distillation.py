@@ -16,7 +16,7 @@ from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.trainer_requests import fill_shard
+from scalerl_coordinator.shards import fill_shard
 
 TEACHER = struct.pack("<4f", -1.0, -2.0, 0.0, -4.0)
 

@@ -28,13 +28,13 @@ def test_max_steps_finishes_after_last_evaluation():
 
 
 def test_next_reports_evaluated_versions(world):
-    assert [v for v in range(5) if world.training.has_evaluation(v)] == [0, 2, 4]
+    assert [v for v in range(5) if world.training.evaluations.has_evaluation(v)] == [0, 2, 4]
     ending = World(make_settings(max_steps=3))
-    assert [v for v in range(5) if ending.training.has_evaluation(v)] == [0, 2, 3, 4]
+    assert [v for v in range(5) if ending.training.evaluations.has_evaluation(v)] == [0, 2, 3, 4]
     world.core.stop("plateau", world.now)
-    assert world.training.has_evaluation(3), "the last one, whichever it is"
+    assert world.training.evaluations.has_evaluation(3), "the last one, whichever it is"
     world.core.stop(wire.INTERRUPTED, world.now)
-    assert not world.training.has_evaluation(3)
+    assert not world.training.evaluations.has_evaluation(3)
 
 
 def test_stop_survives_crash_and_can_be_cancelled(world):

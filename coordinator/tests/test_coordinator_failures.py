@@ -16,6 +16,7 @@ from coordinator_disks import FullDisk, ReadOnlyDisk
 from scalerl_api import endpoints, wire
 from scalerl_api.roles import LEASE_SECONDS
 from scalerl_coordinator import core as core_module
+from scalerl_coordinator import journaled_core
 from scalerl_coordinator import server as server_module
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.journal_records import AnyRecord
@@ -140,7 +141,7 @@ async def test_failed_roll_back_fails_server(serving_on, tmp_path, monkeypatch, 
         def unreadable(_: object) -> CoordinatorState:
             raise problem
 
-        monkeypatch.setattr(server_module, "load_state", unreadable)
+        monkeypatch.setattr(journaled_core, "load_state", unreadable)
         disk.room = 0
         await no_answer_but(507, "no-space", client.push(member, [make_group(leases[5])]))
         async with asyncio.timeout(120):
@@ -232,7 +233,7 @@ async def test_curve_write_error_is_logged_once_and_retried(local, visitor, capl
     curve = local.paths.curve
     curve.unlink(missing_ok=True)
     curve.mkdir()
-    local.server._points_written = None  # as after a new point
+    local.server._files._points_written = None  # as after a new point
     async with asyncio.timeout(120):
         while not any(record.levelname == "ERROR" for record in caplog.records):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -25,7 +25,7 @@ from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.trainer_requests import fill_shard
+from scalerl_coordinator.shards import fill_shard
 
 
 def test_lease_requires_weights_and_bounds_staleness():

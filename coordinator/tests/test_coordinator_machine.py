@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scalerl_api import wire
-from scalerl_api.recipe.spec import CurriculumSpec, UniformSpec
+from scalerl_api.recipe.curriculum import CurriculumSpec, UniformSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
@@ -36,8 +36,8 @@ from scalerl_coordinator.prompt_history import PromptHistory
 from scalerl_coordinator.prompt_sequence import View
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import EvaluationSet, Settings
+from scalerl_coordinator.shards import fill_shard
 from scalerl_coordinator.state import CoordinatorState
-from scalerl_coordinator.trainer_requests import fill_shard
 from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 from scalerl_tasks import Mixture
 
@@ -383,9 +383,11 @@ class Coordinator(RuleBasedStateMachine):
             self.unpublished = True
         elif following.action is NextAction.TRAIN:
             step = following.step
-            if step > world.state.published and world.training.publishes(step):
+            if step > world.state.published and world.training.permits.publishes(step):
                 REACHED["steps trained while an evaluation holds a publish"] += self.unpublished
-                assert not any(world.training._due(step, t) for t in world.settings.identity.set_tasks)
+                assert not any(
+                    world.training.evaluations.due(step, t) for t in world.settings.identity.set_tasks
+                )
             plan = world.plan(self.incarnation, step)
             assert [g.slot for g in plan.groups] == list(world.state.slots_of(step))
             for lease_id in plan.lease_ids:
@@ -411,7 +413,7 @@ class Coordinator(RuleBasedStateMachine):
             assert world.report(self.incarnation, step, skipped, loss=1.0) is not None
             assert world.report(self.incarnation, step, skipped, loss=1.0) is None  # its answer was lost
             self.unpublished = world.state.version > world.state.published
-            self.unpublished &= world.training.publishes(world.state.version)
+            self.unpublished &= world.training.permits.publishes(world.state.version)
         elif following.action is NextAction.FINISH:
             assert self.max_steps == world.state.version
         world.acknowledge()

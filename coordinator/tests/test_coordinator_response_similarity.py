@@ -54,17 +54,22 @@ def put(store: ResponseStore, version: int, *responses: list[int], **more: Any) 
     store.put(PastGroup(PromptRef(1, Split.TRAIN, 7), b"12345678", past, **more))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ResponseStore:
+def open_store(tmp_path: Path, slack_seconds: float = 0.5) -> ResponseStore:
     made = ResponseStore(
         tmp_path / "history",
         bytes(32),
         2**20,
         lines=tmp_path / "history.jsonl",
         difficulty=lambda prompt: prompt.index / 2,
+        slack_seconds=slack_seconds,
     )
     made.start()
     return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ResponseStore:
+    return open_store(tmp_path)
 
 
 def test_similarity_compares_a_group_with_its_predecessor(tmp_path: Path, store: ResponseStore) -> None:
@@ -110,10 +115,10 @@ def test_similarity_compares_less_of_long_groups(
     monkeypatch.setattr(response_similarity, "_MAX_TOKENS", 20)
     put(store, 0, [0] * 15)
     put(store, 1, [0] * 15, [0] * 15)
-    assert store.drain(20)
-    monkeypatch.setattr(response_similarity, "_SLACK_SECONDS", -1e9)
-    put(store, 2, [0] * 15)
     store.close()
+    late = open_store(tmp_path, slack_seconds=-1e9)
+    put(late, 2, [0] * 15)
+    late.close()
     assert [
         (line.tokens, line.compared_tokens, line.reused_tokens) for line in lines(tmp_path / "history.jsonl")
     ] == [

@@ -13,7 +13,6 @@ from actor_stand_ins import TOKEN, until
 from test_generator_actor_parts import empty_group
 
 from scalerl_api.wire import Group, Lease, PromptRef, Split
-from scalerl_generator import leasing
 from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.delivery import Delivery
@@ -69,7 +68,8 @@ class Hands:
             *(client, self.membership, monitor, server, metrics), vocabulary_size=9, max_staleness_steps=1
         )
         parts = client, self.membership, server, maker, self.delivery, metrics, partials
-        self.leasing = Leasing(*parts, concurrency=Concurrency(most=16, least=4, adaptive=False), per_group=4)
+        concurrency = Concurrency(most=16, least=4, adaptive=False)
+        self.leasing = Leasing(*parts, concurrency=concurrency, per_group=4, release_seconds=0.5)
 
     def take(
         self, name: str, generate: Callable[[Grow], Awaitable[None]], slot: int = 0, seconds: float = 60.0
@@ -233,7 +233,6 @@ async def test_group_that_ends_with_the_drain_is_delivered_and_not_released(
     hands: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task ends after the wait has timed out and before the drain continues: a blocked event loop finds both due."""
-    monkeypatch.setattr(leasing, "_RELEASE_SECONDS", 0.5)
     graded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def grade(generated: Generated, *_: Any) -> Group:

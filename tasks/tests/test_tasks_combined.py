@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from scalerl_api.source import EvaluationTaskSpec, WeightedVerifier
+from scalerl_api.source import EvaluationTaskSpec
+from scalerl_api.verifier import WeightedVerifier
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.grading.combined import CombinedGrader
 from scalerl_tasks.scoring import grading_digest

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_api.source import DatasetSource as DatasetSpec
-from scalerl_api.source import HubDataset, TaskSpec
+from scalerl_api.dataset_source import DatasetSource as DatasetSpec
+from scalerl_api.dataset_source import HubDataset
+from scalerl_api.source import TaskSpec
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import (
     AnswersError,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scalerl_tasks.environments import gate as module
 from scalerl_tasks.environments.gate import EPISODES, MOST_FAILURES, EnvironmentGate
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt
@@ -39,11 +38,8 @@ class Environment:
         ]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_MAX_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr(module, "_WAITING_SECONDS", 0.01)
+def gate_of(environment: Environment, where: str) -> EnvironmentGate:
+    return EnvironmentGate(environment, where, delays=(0.01, 0.02), waiting_seconds=0.01)
 
 
 async def play(
@@ -56,7 +52,7 @@ async def play(
 
 async def test_half_of_the_episodes_may_fail() -> None:
     environment = Environment(lambda name: name.startswith("bad"))
-    gate = EnvironmentGate(environment, "the environment game.py:Game")
+    gate = gate_of(environment, "the environment game.py:Game")
     for at in range(2 * EPISODES):
         name = "bad" if at % 2 else "good"
         (found,) = await play(gate, f"{name}-{at}")
@@ -65,7 +61,7 @@ async def test_half_of_the_episodes_may_fail() -> None:
 
 
 async def test_fewer_episodes_than_the_share_is_of_close_nothing() -> None:
-    gate = EnvironmentGate(Environment(lambda name: True), "e")
+    gate = gate_of(Environment(lambda name: True), "e")
     for at in range(EPISODES - 1):
         (found,) = await play(gate, str(at))
         assert found.error == "KeyError: 'db'"
@@ -77,7 +73,7 @@ async def test_lasting_failures_do_not_keep_the_gate_shut(groups: int) -> None:
     """A quarter of the episodes of groups of 16 always fails, and all do in an outage; groups end when it is over."""
     out = True
     environment = Environment(lambda name: out or name.startswith("bad"))
-    gate = EnvironmentGate(environment, "e")
+    gate = gate_of(environment, "e")
     for at in range(EPISODES - 1):
         await play(gate, f"bad-earlier-{at}")
     names = [[f"{'good' if at % 4 else 'bad'}-{group}-{at}" for at in range(16)] for group in range(groups)]
@@ -105,7 +101,7 @@ async def test_episodes_of_an_environment_that_fails_wait_until_it_works() -> No
         kept += 1
 
     environment = Environment(lambda name: broken and name.startswith("bad"))
-    gate = EnvironmentGate(environment, "the environment game.py:Game")
+    gate = gate_of(environment, "the environment game.py:Game")
     for at in range(EPISODES - 1):
         await play(gate, f"bad-{at}")
     waiting = asyncio.create_task(play(gate, "good", "bad-a", "bad-b", on_graded=keep))

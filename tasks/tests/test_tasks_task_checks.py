@@ -18,6 +18,7 @@ from scalerl_tasks import (
     open_jsonl,
     task_problems,
 )
+from scalerl_tasks.answer_checks import Timings
 
 MODEL = {"scratch": {"layers": 1, "hiddenSize": 32, "attentionHeads": 2, "vocabularySize": 300}}
 
@@ -228,13 +229,16 @@ def test_check_that_never_ends_is_a_bad_row(tmp_path, slow):
         assert says in text
 
 
-def test_checks_stop_after_many_that_never_end(tmp_path, slow, monkeypatch):
-    monkeypatch.setattr("scalerl_tasks.task_checks._MAX_TIMEOUTS", 4)
-    monkeypatch.setattr("scalerl_tasks.task_checks.PROGRESS_SECONDS", 0.5)
+def test_checks_stop_after_many_that_never_end(tmp_path, slow):
     path = write(tmp_path / "d.jsonl", rows(400, {i: f"slow {i}" for i in range(1, 400)}))
     told: list[str] = []
     with pytest.raises(AnswersError, match=r"stopped after \d+ of 400 answers: the checks of 4 took longer"):
-        check_answers(open_jsonl(path), section(path, "exact", timeoutSeconds=1), progress=told.append)
+        check_answers(
+            open_jsonl(path),
+            section(path, "exact", timeoutSeconds=1),
+            progress=told.append,
+            timings=Timings(max_timeouts=4, progress_seconds=0.5),
+        )
     assert told
     assert "of 400 answers" in told[0]
 

@@ -61,7 +61,14 @@ def test_phases_that_queries_name_exist():
 def test_step_statistics_in_queries_exist_in_the_trainer():
     source = "".join(
         (ROOT / "trainer/src/scalerl_trainer" / name).read_text()
-        for name in ("leader.py", "batch.py", "algo/kl.py", "algo/distillation.py")
+        for name in (
+            "leader.py",
+            "leader_publishes.py",
+            "step_stats.py",
+            "batch.py",
+            "algo/kl.py",
+            "algo/distillation.py",
+        )
     )
     for asked in ALL:
         for selector in selectors(asked.expr):

@@ -26,6 +26,7 @@ from testcluster import Cluster, KubectlError, MissingError, start_control_plane
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.decisions import DecisionLog
 from scalerl_operator.build.scope import Images
+from scalerl_operator.controller.observe import LOST_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -172,6 +173,7 @@ class Stage:
         """Seconds by which time has passed, and by which the operator's wall clock alone was set."""
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.leads, self.namespaced = True, False
+        self.lost_seconds = LOST_SECONDS
         self.writes_left: int | None = None
         """Number of writes after which the operator is interrupted at any point of a reconcile; None: no limit."""
         self.coordinator = Coordinator()
@@ -191,6 +193,7 @@ class Stage:
             operator_namespace="scalerl",
             namespaced=self.namespaced,
             background=False,
+            lost_seconds=self.lost_seconds,
             clock=self.clock,
             monotonic=lambda: time.monotonic() + self.now,
         )

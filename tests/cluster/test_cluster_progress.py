@@ -39,6 +39,9 @@ def ends(pid: int) -> bool:
     return False
 
 
+OFTEN = progress.Pace(every_seconds=0.1)
+
+
 def sh(what: str, script: str) -> Callable[[], object]:
     return lambda: progress.followed(progress.Step(what), ["sh", "-c", script])
 
@@ -48,7 +51,6 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
     """A compiler that lists three packages, prints two, and then does what it is given."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SCALERL_TEST_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
 
     def write(then: str) -> None:
         (tmp_path / "go").write_text(GO.format(then=then))
@@ -57,11 +59,8 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
     return write
 
 
-def test_long_progress_step_reports_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.1)
-    with progress.step("building it") as step:
+def test_long_progress_step_reports_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.step("building it", OFTEN) as step:
         assert (
             progress.followed(step, ["sh", "-c", "echo STEP 1; echo STEP 2 >&2; sleep 2"])
             == "STEP 1\nSTEP 2\n"
@@ -142,7 +141,7 @@ def test_build_reports_how_many_packages_are_left(
     go: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     go("sleep 1; touch $7")
-    assert tools.tool("helm").is_file()
+    assert tools.tool("helm", OFTEN).is_file()
     said = lines(capsys)
     assert any(
         line.startswith("building helm, once: ") and line.endswith(", 2 of 3 packages compiled")
@@ -154,13 +153,10 @@ def test_build_reports_how_many_packages_are_left(
     ("then", "how"),
     [("exit 1", "exited 1"), ("kill -9 $$", "signal 9"), ("sleep 300", "printed nothing for 1 s")],
 )
-def test_failed_build_asks_to_be_called_again(
-    go: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, then: str, how: str
-) -> None:
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 1.0)
+def test_failed_build_asks_to_be_called_again(go: Callable[[str], None], then: str, how: str) -> None:
     go(then)
     with pytest.raises(ClusterError, match=rf"(?s)building helm, once: .* {how}.*k8s.io/b") as raised:
-        tools.tool("helm")
+        tools.tool("helm", progress.Pace(every_seconds=0.1, silent_seconds=1.0))
     (note,) = raised.value.__notes__
     assert note.endswith("is not built; call it again: what is compiled is kept")
 

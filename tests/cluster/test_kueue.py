@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 import uuid
@@ -27,7 +28,7 @@ from scalerl_operator import main
 from scalerl_operator.kube import connection, errors
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.leader_election import LEASE_NAME
-from scalerl_operator.policy import lifecycle
+from scalerl_operator.policy import lifecycle_types
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
 
@@ -50,15 +51,16 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 
 
 @pytest.fixture
-async def team(control_plane: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Team]:
+async def team(control_plane: Cluster) -> AsyncIterator[Team]:
     """A namespace with a queue, and an operator that watches it."""
-    monkeypatch.setattr(lifecycle, "HELD_SECONDS", HELD_SECONDS)
-    async with a_team(control_plane, gangs=False) as made:
+    async with a_team(control_plane, gangs=False, held_seconds=HELD_SECONDS) as made:
         yield made
 
 
 @asynccontextmanager
-async def a_team(cluster: Cluster, *, gangs: bool) -> AsyncIterator[Team]:
+async def a_team(
+    cluster: Cluster, *, gangs: bool, held_seconds: float = lifecycle_types.HELD_SECONDS
+) -> AsyncIterator[Team]:
     async with stage(cluster, f"team-{uuid.uuid4().hex[:8]}") as there:
         data = (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]
         config = {"apiVersion": "v1", "kind": "ConfigMap", "data": {"data.jsonl": data}}
@@ -67,7 +69,8 @@ async def a_team(cluster: Cluster, *, gangs: bool) -> AsyncIterator[Team]:
             config | {"metadata": {"name": f"{RUN}-data"}}, lease | {"metadata": {"name": LEASE_NAME}}
         )
         chosen = dataclasses.replace(settings(cluster, there.namespace), gangs=gangs)
-        async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), main.reconciler)):
+        reconciler = functools.partial(main.reconciler, held_seconds=held_seconds)
+        async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), reconciler)):
             yield Team(there, cluster)
         await asyncio.sleep(0.3)  # TLS connections end in the background
 

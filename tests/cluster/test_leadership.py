@@ -28,7 +28,7 @@ from stage import stage, tiny
 from testcluster import Cluster
 
 from scalerl_operator import main
-from scalerl_operator.kube import connection, errors, leader_election
+from scalerl_operator.kube import connection, errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.leader_election import LEASE_NAME, Leader
 from scalerl_operator.kube.types import Key, Object
@@ -93,11 +93,10 @@ async def test_lost_lease_ends_all_work_until_regained(
     api: KubeApi,
     namespace: str,
     at_work: tuple[main.Operator, Work],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     operator, work = at_work
     # Long enough that it does not expire before the rival is seen.
-    monkeypatch.setattr(leader_election, "DURATION_SECONDS", 90)
+    operator.leader.duration_seconds = 90
     await until(lambda: operator.leader._leads_until > operator.leader._clock() + 30)
     rival = {
         "holderIdentity": "somebody",

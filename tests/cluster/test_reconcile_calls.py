@@ -19,7 +19,7 @@ from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 
 pytestmark = pytest.mark.cluster
 

@@ -18,9 +18,8 @@ from testcluster import Cluster
 from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_operator.build.scope import Images
-from scalerl_operator.controller import observe
 from scalerl_operator.kube.errors import Conflict, Invalid
-from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS
+from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS
 
 OPERATIONS = ROOT / "docs" / "operations.md"
 
@@ -120,12 +119,11 @@ async def test_foreground_deletion_waits_for_trainer_and_recreates_nothing(
     assert set(await objects(there)) <= set(before)
 
 
-async def test_drain_deletes_trainer_job_before_unreachable_coordinator(
-    there: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: Stage) -> None:
     """A run that is deleted, of a spec that is refused."""
     # The operator's clock moves here; the API server's, by which pods have their time to end, does not.
-    monkeypatch.setattr(observe, "LOST_SECONDS", 1e6)
+    there.lost_seconds = 1e6
+    await there.fresh_operator()
     await there.start(tiny())
     await land(there, "trainer", 2)
     await there.edit("ScaleRLRun", NAME, {"spec": {"podTemplate": {"labels": {"no label": "a"}}}})

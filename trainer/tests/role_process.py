@@ -21,13 +21,12 @@ try:
     import torch
 
     torch.set_num_threads(1)
-    if role.get("retry_seconds") is not None:
-        from scalerl_trainer import checkpointer, leader, mid_training
+    given = {}
+    if role.get("retry_seconds") is not None and role["module"] == "scalerl_trainer.main":
+        from scalerl_trainer.checkpointer import Timings
 
-        for place in (checkpointer, leader, mid_training):
-            place.RETRY_SECONDS = role["retry_seconds"]
-        checkpointer.BLIND_RETRY_SECONDS = role["retry_seconds"]
-    code = importlib.import_module(role["module"]).main(role["argv"])
+        given["timings"] = Timings(retry=role["retry_seconds"], blind_retry=role["retry_seconds"])
+    code = importlib.import_module(role["module"]).main(role["argv"], **given)
 except SystemExit as leaving:
     code = leaving.code if isinstance(leaving.code, int) else 1
 except BaseException:

@@ -12,17 +12,10 @@ from hostile_server import MARK, REDIRECTS, Hostile
 from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorError
-from scalerl_trainer.publish import actor_control
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.spec_settings import MIN_COLLECTIVE_SECONDS
 
 ATTACKS = ("gzip", "deflate", "endless", "endless-error", "announced", "deep", *REDIRECTS)
-
-
-@pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_control, "LATE_ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(actor_control, "MAX_ANSWER_BYTES", 2**20)
 
 
 def ask_coordinator(url: str) -> str:
@@ -36,7 +29,7 @@ def ask_coordinator(url: str) -> str:
 
 def ask_actor(url: str) -> str:
     member = wire.Member(member_id="m", name="m", control_url=url, weight_version=0)
-    control = ActorControl("t")
+    control = ActorControl("t", late_answer_seconds=0.5, max_answer_bytes=2**20)
     calls = control.start([member], "/v1/weights/probe", {"m": wire.Ack()}, 30.0)
     answer = calls.wait()["m"]
     control.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scalerl_api import wire
-from scalerl_trainer import leader as module
+from scalerl_trainer import leader_checkpoints, leader_publishes
 from scalerl_trainer.checkpointer import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
@@ -61,7 +61,8 @@ def publishing(
             device=torch.device("cpu"),
             logprobs=lambda *_, **__: SimpleNamespace(per_sequence=lambda: [torch.zeros(64)]),
         ),
-        ranks=SimpleNamespace(broadcast=lambda command, kind: command),
+        send=lambda command: None,
+        stop=threading.Event(),
         metrics=Metrics(),
         reads_beside=True,
     )
@@ -74,16 +75,16 @@ def publishing(
             {"probe_kl": 3.0}, {i: torch.full((64,), kl, dtype=torch.float64) for i, kl in known.items()}
         )
 
-    monkeypatch.setattr(module, "probe", measured)
+    monkeypatch.setattr(leader_publishes, "probe", measured)
     leader: Any = Leader(worker, publisher, None, SimpleNamespace(), None)  # type: ignore[arg-type]
-    leader._save_last = lambda: ""
+    leader._checkpoints.save_last = lambda: ""
     return leader, commits
 
 
 def publish(leader: Any) -> None:
-    leader._publish()
-    leader._finish_publish()
-    leader._check_publish()
+    leader._publishes.publish()
+    leader._publishes.finish_publish()
+    leader._publishes.check_publish()
 
 
 @pytest.mark.parametrize(("holders", "ends"), [(0, True), (1, False)])
@@ -105,7 +106,7 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     leader, commits = publishing(monkeypatch, [MEMBER, other], {"new/1": 3.0})
     for earlier in range(publishes):
-        ends = earlier + 1 == module.MAX_EQUAL_PUBLISH_FAILURES
+        ends = earlier + 1 == leader_publishes.MAX_EQUAL_PUBLISH_FAILURES
         with (
             pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row")
             if ends
@@ -125,7 +126,7 @@ def test_silent_member_that_is_absent_from_the_next_publish_is_no_evidence(
     leader, commits = publishing(monkeypatch, members, {"new/1": 3.0})
     publish(leader)
     del members[1]
-    leader._publisher.publish = lambda *_: Outcome(5, ["new/1"], [], "", STATS)
+    leader._publishes._publisher.publish = lambda *_: Outcome(5, ["new/1"], [], "", STATS)
     publish(leader)
     with pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row"):
         publish(leader)
@@ -151,7 +152,7 @@ def test_member_that_answers_after_silence_decides(monkeypatch: pytest.MonkeyPat
     publish(leader)
     _, held, failed, _, refused, _ = commits[-1]
     assert (held, failed, refused) == (["old/1"], [], ["new/1"])
-    assert leader._publish_failures == []
+    assert leader._publishes._publish_failures == []
     answers["old/1"] = 3.0
     leader._worker.version += 1
     with pytest.raises(PublishRefusedError, match=r"KL of new 3, old 3|KL of old 3, new 3"):
@@ -162,7 +163,7 @@ def test_equal_failures_after_weights_were_held_are_not_collected(monkeypatch: p
     leader, _ = publishing(monkeypatch, [MEMBER], {}, outcome=Outcome(5, [], ["new/1"], "no route", STATS))
     for _ in range(5):
         publish(leader)
-    assert leader._publish_failures == []
+    assert leader._publishes._publish_failures == []
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,6 @@ def test_stop_of_another_rank_ends_a_call_while_the_coordinators_volume_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leader, _ = publishing(monkeypatch, [MEMBER], {})
-    leader._worker.stop = threading.Event()
     leader._worker.sync = lambda: (False, False)
     leader._coordinator.while_full()
     assert not leader._worker.stop.is_set()
@@ -218,7 +218,8 @@ def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
         coordinator=coordinator,
         version=4,
         checkpointer=checkpointer,
-        ranks=SimpleNamespace(broadcast=lambda command, kind: command),
+        send=lambda command: None,
+        stop=threading.Event(),
         metrics=Metrics(),
         sync=lambda: (False, False),
     )
@@ -241,19 +242,19 @@ def test_checkpoint_in_a_directory_that_ends_with_the_pod_counts_once_it_is_copi
     """The coordinator must keep its journal from the newest copy on."""
     leader, uploader, told = saving(own_directory=True)
     uploader.uploaded, uploader.kept = -1, []
-    leader._finish_checkpoint()
+    leader._checkpoints.finish_checkpoint()
     assert told == []
     uploader.uploaded, uploader.kept = 2, [2]
-    leader._commit()
+    leader._checkpoints._commit()
     assert told == [(2, [2])]
-    leader._finish_checkpoint()
+    leader._checkpoints.finish_checkpoint()
     assert told == [(2, [2])], "told once"
     copy_done(uploader)
-    leader._sync_and_check_stop()
+    leader._checkpoints.sync_and_check_stop()
     assert told == [(2, [2]), (4, [2, 4])]
 
     leader, _, told = saving(own_directory=False)
-    leader._finish_checkpoint()
+    leader._checkpoints.finish_checkpoint()
     assert told == [(4, [2, 4])]
 
 
@@ -261,15 +262,15 @@ def test_last_checkpoint_is_held_until_it_is_copied(monkeypatch: pytest.MonkeyPa
     leader, uploader, told = saving(own_directory=True)
     leader._worker.checkpointer.pending = False
     seconds = iter(range(0, 100_000, 20))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(leader_checkpoints.time, "monotonic", lambda: float(next(seconds)))
     uploader.problem = "403 Forbidden"
 
     def wait(_: float) -> None:
         if told.count((4, "403 Forbidden", True)) == 200:  # more than an hour
             copy_done(uploader)
 
-    monkeypatch.setattr(module.time, "sleep", wait)
-    assert leader._finish_upload() == ""
+    monkeypatch.setattr(leader_checkpoints.time, "sleep", wait)
+    assert leader._checkpoints.finish_upload() == ""
     assert told[-1] == (4, [2, 4])
 
 
@@ -278,9 +279,9 @@ def test_stop_ends_the_wait_for_the_last_copy(monkeypatch: pytest.MonkeyPatch) -
     leader._worker.checkpointer.pending = False
     leader._worker.sync = lambda: (True, False)
     seconds = iter(range(0, 100_000, 20))
-    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(seconds)))
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
-    lost = leader._finish_upload()
+    monkeypatch.setattr(leader_checkpoints.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(leader_checkpoints.time, "sleep", lambda _: None)
+    lost = leader._checkpoints.finish_upload()
     assert lost.startswith("checkpoint 4 could not be copied, all updates since version 2 are lost")
     assert told == [(2, [2])]
 
@@ -292,8 +293,8 @@ def test_update_does_not_wait_for_a_publish_that_failed(monkeypatch: pytest.Monk
     def fail(*_: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    leader._publisher.publish = fail
-    leader._publish()
+    leader._publishes._publisher.publish = fail
+    leader._publishes.publish()
     leader._worker.reading.result(60)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        leader._finish_publish()
+        leader._publishes.finish_publish()

@@ -12,7 +12,7 @@ import pytest
 from free_port import free_port
 
 from scalerl_api.memory import ModelSize, rank_memory
-from scalerl_api.source import ScratchExperts
+from scalerl_api.model_source import ScratchExperts
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models.scratch import write_scratch
 

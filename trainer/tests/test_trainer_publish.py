@@ -29,8 +29,6 @@ from scalerl_api.weight_layout import (
     tensor_bytes,
     vector_payload,
 )
-from scalerl_trainer.publish import actor_control
-from scalerl_trainer.publish import publisher as publisher_module
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.errors import GroupError, SourceError
@@ -192,13 +190,16 @@ def actors(processes: Any, tmp_path: Path) -> FakeActors:
 
 
 @pytest.fixture
-def make_publisher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Publisher]]:
-    monkeypatch.setattr(publisher_module, "ANSWER_GRACE_SECONDS", 1.0)
+def make_publisher() -> Iterator[Callable[..., Publisher]]:
     made: list[Publisher] = []
 
     def make(timeout_seconds: float = 10.0, bucket_bytes: int = 512) -> Publisher:
         settings = PublishSettings(
-            host="127.0.0.1", backend="gloo", bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds
+            host="127.0.0.1",
+            backend="gloo",
+            bucket_bytes=bucket_bytes,
+            timeout_seconds=timeout_seconds,
+            answer_grace_seconds=1.0,
         )
         made.append(Publisher(settings, ActorControl(TOKEN)))
         return made[-1]
@@ -282,9 +283,8 @@ def test_publish_unreachable_member_fails_alone(actors: FakeActors, make_publish
     assert (outcome.updated, outcome.failed) == (["generator-0"], ["generator-9"])
 
 
-def test_request_that_gets_no_connection_names_that_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_control, "CONNECT_SECONDS", 0.2)
-    control = ActorControl("secret")
+def test_request_that_gets_no_connection_names_that_limit() -> None:
+    control = ActorControl("secret", connect_seconds=0.2)
     with full_port() as port:
         member = wire.Member(
             member_id="m", name="generator-0", control_url=f"http://127.0.0.1:{port}", weight_version=-1

@@ -23,7 +23,7 @@ from scalerl_generator.weight_files import SharedBuckets, WeightReader, apply_ch
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
-from scalerl_trainer.publish import file_publisher, weight_writer
+from scalerl_trainer.publish import weight_writer
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.errors import SourceError
@@ -402,14 +402,14 @@ def small_files() -> Iterator[None]:
 
 def publisher_of(writer: WeightWriter, timeout_seconds: float = 20.0) -> FilePublisher:
     return FilePublisher(
-        writer, ActorControl("secret"), bucket_bytes=BUCKET_BYTES, timeout_seconds=timeout_seconds
+        *(writer, ActorControl("secret")),
+        bucket_bytes=BUCKET_BYTES,
+        timeout_seconds=timeout_seconds,
+        retry_seconds=0.0,
     )
 
 
-def test_a_full_volume_fails_no_member(
-    tmp_path: Path, small_files: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_publisher, "WRITE_RETRY_SECONDS", 0.0)
+def test_a_full_volume_fails_no_member(tmp_path: Path, small_files: None) -> None:
     training, writer = Training(), make_writer(tmp_path)
     weights = Weights(training.manifest, training.stream)
     member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)

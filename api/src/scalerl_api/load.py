@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from scalerl_api.environment import USE_VERIFIER
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import completed
-from scalerl_api.source import USE_VERIFIER
 from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
 
 

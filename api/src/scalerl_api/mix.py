@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
+from scalerl_api.dataset_source import ShareDecimal
 from scalerl_api.fields import InRange, Matches, Rule, exactly_one
 from scalerl_api.pods import Unique
 from scalerl_api.source import (
@@ -17,7 +18,6 @@ from scalerl_api.source import (
     HeldOutSpec,
     PromptSpec,
     ScoringSpec,
-    ShareDecimal,
     TaskSpec,
     scored_by,
 )

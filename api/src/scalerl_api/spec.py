@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
+from scalerl_api.dataset_source import DatasetSource
 from scalerl_api.evaluation import EvaluationSetSpec, EvaluationSpec
 from scalerl_api.fields import (
     LearningRateDecimal,
@@ -24,6 +25,7 @@ from scalerl_api.fields import (
     at_most_one,
 )
 from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
+from scalerl_api.model_source import HubModel, ModelSpec, ScratchModel
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.registry import SERVER
@@ -42,21 +44,17 @@ from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
-    DatasetSource,
     EvaluationTaskSpec,
     HeldOutSpec,
-    HubModel,
     JsonlSource,
-    ModelSpec,
     ProblemSpec,
     PromptSpec,
     ReasoningGymSource,
-    ScratchModel,
     TaskSpec,
-    VerifierSpec,
 )
 from scalerl_api.speculation import SpeculationSpec
 from scalerl_api.trackers import TrackersSpec
+from scalerl_api.verifier import VerifierSpec
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 GROUP: Final = "scalerl.dev"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from scalerl_api.source import CodeVerifier, EvaluationTaskSpec, ProblemSpec, PromptSpec, VerifierSpec
-from scalerl_api.source import DatasetSource as DatasetSpec
+from scalerl_api.dataset_source import DatasetSource as DatasetSpec
+from scalerl_api.source import EvaluationTaskSpec, ProblemSpec, PromptSpec
+from scalerl_api.verifier import CodeVerifier, VerifierSpec
 from scalerl_cli.exits import BAD_INPUT, DONE, Refused
 from scalerl_cli.inputs import load, problem_sections
 from scalerl_cli.output import say

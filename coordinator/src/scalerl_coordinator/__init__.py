@@ -10,7 +10,7 @@ The way of a rollout, from prompt to trained batch::
       │                          Core.tick() ▶ Core.close_lease(), Core.retry_slot() after a deadline
       │ POST groups            Server._push() ▶ GeneratorRequests.push()
       ├───────────────────────▶  group_checks.summarize_group() ▶ Core.commit(GroupAccepted + its tokens)
-      │                          Server._remember() ▶ ResponseStore.put(), beside the journal (generator.speculation)
+      │                          Server._store_responses() ▶ ResponseStore.put(), beside the journal (generator.speculation)
       │◀── PushReply ──────────  CoordinatorState.fill_slot() closes a full step: batcher.zero_variance()
       │                                                                                           POST next │
       │                        Server._next() ▶ TrainerRequests.next() ─────────────────────── Next: TRAIN ▶│
@@ -20,7 +20,7 @@ The way of a rollout, from prompt to trained batch::
       │                          RunFiles.write_rows() appends to metrics.jsonl
 
 Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState` and queues the record;
-``Server._decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
+``JournaledCore.decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
 
 Members' heartbeats (``membership``) and leases' deadlines (``leases``) are not journaled: a restart may lose them.
 No torch, no model, no tokenizer, no work per token in Python, no client of this server.

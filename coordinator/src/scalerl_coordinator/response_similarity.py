@@ -24,7 +24,6 @@ RUN_TOKENS: Final = 8
 _MAX_TOKENS: Final = 2**16
 """Maximum number of tokens of a group that are compared."""
 _TIME_SHARE: Final = 0.1
-_SLACK_SECONDS: Final = 0.5
 _PENDING_LINES: Final = 64
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -62,9 +61,14 @@ class SimilarityFile:
     """Appends lines to ``path``. All methods belong to one thread.
 
     ``report`` is called with the problem if lines could not be written; they are lost.
+
+    slack_seconds: that comparisons may take beyond their share of the time.
     """
 
-    def __init__(self, path: Path, report: Callable[[str], None], disk: Disk) -> None:
+    def __init__(
+        self, path: Path, report: Callable[[str], None], disk: Disk, slack_seconds: float = 0.5
+    ) -> None:
+        self._slack_seconds = slack_seconds
         self._report = report
         self._file = LineFile(path, disk)
         self._pending: list[bytes] = []
@@ -124,7 +128,7 @@ class SimilarityFile:
             self._report(f"{self._file.path} cannot be written: {error.strerror}")
 
     def _has_time(self) -> bool:
-        return self._spent <= _SLACK_SECONDS + _TIME_SHARE * (time.monotonic() - self._begin)
+        return self._spent <= self._slack_seconds + _TIME_SHARE * (time.monotonic() - self._begin)
 
 
 def _first(responses: Sequence[PastResponse]) -> list[bytes]:

@@ -97,6 +97,7 @@ class ResponseStore:
         difficulty: returns the difficulty of a prompt, for that file.
         max_groups: maximum number of indexed groups.
         queue_bytes: bound on the groups that wait for the disk.
+        slack_seconds: see :class:`.SimilarityFile`.
     """
 
     def __init__(
@@ -110,12 +111,15 @@ class ResponseStore:
         disk: Disk | None = None,
         max_groups: int = MAX_GROUPS,
         queue_bytes: int = _QUEUE_BYTES,
+        slack_seconds: float = 0.5,
     ) -> None:
         disk = disk or Disk()
         self.counters = HistoryCounters()
         self._index = ResponseIndex(max_groups)
         self._log = ResponseLog(directory, identity, max_bytes, self._index, self.counters, disk)
-        self._similarity = None if lines is None else SimilarityFile(lines, self._log.report, disk)
+        self._similarity = (
+            None if lines is None else SimilarityFile(lines, self._log.report, disk, slack_seconds)
+        )
         self._comparison_failed = False
         self._difficulty = difficulty
         self._max_queue_bytes = queue_bytes

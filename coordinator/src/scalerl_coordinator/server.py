@@ -13,39 +13,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from scalerl_api import endpoints, wire
-from scalerl_api.exports import Exports
-from scalerl_api.health import HealthMonitor
-from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
-from scalerl_coordinator.decisions import MAX_LINE_BYTES, Superseded
+from scalerl_coordinator.decisions import MAX_LINE_BYTES
 from scalerl_coordinator.files import RunFiles
-from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.http import ErrorResponse, RequestGuard, respond
 from scalerl_coordinator.journal import Journal, JournalRefused
-from scalerl_coordinator.membership import UnknownMember, new_member_id
+from scalerl_coordinator.journaled_core import JournaledCore
+from scalerl_coordinator.membership import new_member_id
 from scalerl_coordinator.metrics import Metrics
-from scalerl_coordinator.recorded_rows import RecordedGroup
+from scalerl_coordinator.recording import Recording
 from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
 from scalerl_coordinator.rollout_record import RolloutRecord
+from scalerl_coordinator.run_file_writer import RunFileWriter
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.state_loading import load_state
+from scalerl_coordinator.shards import fill_shard
+from scalerl_coordinator.step_groups import StepGroups
 from scalerl_coordinator.trace import Trace
-from scalerl_coordinator.trainer_requests import ShardPlan, TrainerRequests, fill_shard
+from scalerl_coordinator.trainer_requests import TrainerRequests
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import PromptError, PromptSource, TaskError
 
@@ -58,10 +53,7 @@ STEP_BODY_BYTES = 2**26
 """Limit of a step's report, which has about 40 bytes for each recorded rollout."""
 HELLO_BODY_BYTES = 2**29
 """Limit of a trainer's hello, which may carry a checkpoint's snapshot."""
-_MAX_POLL_SECONDS = 60.0
 _TICK_SECONDS = 0.25
-_ROTATE_AT_CHECKPOINT_BYTES = 2**20
-"""Size of a segment from which on a committed checkpoint starts a new one."""
 _LOOKUPS = 4
 """Concurrent reads of past responses, each of up to ``wire.MAX_RESPONSES_BYTES``."""
 
@@ -105,14 +97,13 @@ class Server:
     ) -> None:
         self._core, self._exports_seconds = core, exports_seconds
         self._journal = journal
-        self._files = files
+        self._files = RunFileWriter(core, files)
+        self._decisions = files.decisions
         self._prompts = {
             (task, split): prompts
             for split, sources in ((wire.Split.TRAIN, train), (wire.Split.HELD_OUT, held_out))
             for task, prompts in enumerate(sources)
         }
-        self._clock = LogicalClock(time.monotonic() - core.meter.last)
-        self._monitor = HealthMonitor()
         self._rollouts = GeneratorRequests(core)
         self._training = TrainerRequests(core)
         self._trackers = trackers
@@ -131,21 +122,15 @@ class Server:
         self._trace = make_trace(self._metrics.lost_trace_lines.inc) if make_trace is not None else None
         self._record = make_record(self._metrics.lost_rollouts.inc) if make_record is not None else None
         self._guard = RequestGuard(token, self._metrics)
-        self._events = {WORK: asyncio.Event(), TRAINER: asyncio.Event()}
-        self._step_groups: dict[int, tuple[list[str], dict[str, r.StoredGroup]]] = {}
-        self._step_lock = asyncio.Lock()
-        self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
-        self._points_written: list[wire.EvaluationPoint] | None = None
-        self._logged_file_error = ""
-        self._exports: Exports | None = None
+        self._journaled = JournaledCore(core, journal, self._trace, lambda: self._step_groups.clear())
+        self._step_groups = StepGroups(journal, self._journaled.fail)
+        self._recording = None if self._record is None else Recording(core, self._record, self._step_groups)
         self._exports_read: asyncio.Task[None] | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._closing = False
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure = self._journaled.failure
         """Set when the coordinator cannot continue; the caller ends the process with it."""
         self.app = self._application()
-        journal.on_refusal = self._roll_back
-        journal.on_failure = self._fail
+        self.stop_polls = self._journaled.stop_polls
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -155,37 +140,31 @@ class Server:
         While the disk cannot be written, the server starts and refuses requests, and this start is journaled later.
         """
         if self._journal.refusing is None:
-            self._flush()
+            self._journaled.flush()
             with contextlib.suppress(JournalRefused):
                 await self._journal.durable()
         if self._history is not None:
             self._history.start()
-        if self._record is not None:
+        if self._record is not None and self._recording is not None:
             self._record.start()
-            await self._record_journaled()
-        await self._write_rows(whole=True)
-        await self._read_health()
-        await self._write_curve()
-        await self._read_exports()
+            await self._recording.add_journaled()
+        await self._files.write_rows(whole=True)
+        await self._files.read_health()
+        await self._files.write_curve()
+        await self._files.read_exports()
         self._ticker = asyncio.create_task(self._keep_time(), name="coordinator-tick")
         self._ticker.add_done_callback(self._task_done)
-
-    def stop_polls(self) -> None:
-        """Answer every long poll now, with an empty result."""
-        self._closing = True
-        for event in self._events.values():
-            event.set()
 
     async def close(self) -> None:
         """Stop the ticks. Journal what remains and a snapshot, unless the server failed or the disk cannot be written."""
         self.stop_polls()
         await cancel(*(task for task in (self._ticker, self._exports_read) if task is not None))
         if self._journal.refusing is None and not self.failure.done():
-            self._core.flush_usage(self._now())
-            self._flush()
+            self._core.flush_usage(self._journaled.now())
+            self._journaled.flush()
             self._journal.rotate(self._core.state.encode())
-            await self._write_rows()
-            await self._write_curve()
+            await self._files.write_rows()
+            await self._files.write_curve()
             self._write_trace()
         self._lookups.shutdown(wait=False, cancel_futures=True)
         if self._history is not None:
@@ -193,19 +172,19 @@ class Server:
         if self._record is not None:
             await asyncio.to_thread(self._record.close)
         await self._journal.close()
-        self._files_thread.shutdown(wait=True)
+        self._files.thread.shutdown(wait=True)
 
     async def _keep_time(self) -> None:
         last_exports = time.monotonic()
         while not self.failure.done():
             await asyncio.sleep(_TICK_SECONDS)
-            now = self._now()
+            now = self._journaled.now()
             if self._journal.refusing is None and not self.failure.done():
                 self._core.tick(now)
                 self._training.tick(now)
                 self._rollouts.tick(now)
-                self._flush()
-                await self._write_curve()
+                self._journaled.flush()
+                await self._files.write_curve()
                 self._write_trace()
                 if self._record is not None:
                     self._record.end_evaluations(self._core.state.evaluations)
@@ -213,134 +192,31 @@ class Server:
             # In a separate task: a slow disk must not delay the ticks.
             if due and (self._exports_read is None or self._exports_read.done()):
                 last_exports = time.monotonic()
-                self._exports_read = asyncio.create_task(self._read_exports(), name="coordinator-exports")
+                self._exports_read = asyncio.create_task(
+                    self._files.read_exports(), name="coordinator-exports"
+                )
                 self._exports_read.add_done_callback(self._task_done)
-
-    async def _read_exports(self) -> None:
-        self._exports = await asyncio.get_running_loop().run_in_executor(
-            self._files_thread, self._files.exports
-        )
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         problem = None if task.cancelled() else task.exception()
         if problem is not None:
-            self._fail(problem)
-
-    def _fail(self, problem: BaseException) -> ErrorResponse:
-        """Set ``failure``, which ends the process with ``problem``. Returns the response for the current request."""
-        if not self.failure.done():
-            log.error("the coordinator cannot continue: %s", problem)
-            self.failure.set_exception(problem)
-        return ErrorResponse(500, "failed", f"the coordinator cannot continue and exits: {problem}")
-
-    def _now(self) -> float:
-        # Deadlines do not advance while the disk cannot be written, because no request is served then.
-        return self._clock.read(time.monotonic(), awake=self._journal.refusing is None)
-
-    # --- state and journal ----------------------------------------------------------------------
-
-    def _flush(self) -> None:
-        """Queue the outbox for the journal, and wake the long polls."""
-        core, journal = self._core, self._journal
-        checkpoint = False
-        for record, blob in core.outbox:
-            key = record.lease_id if isinstance(record, r.GroupAccepted) else None
-            journal.append(r.encode(record), key, blob)
-            checkpoint |= isinstance(record, r.CheckpointCommitted)
-            if self._trace is not None:
-                self._trace.record(record, blob, self._now())
-        core.outbox.clear()
-        if core.forgotten:
-            journal.forget(core.forgotten)
-            core.forgotten.clear()
-        if journal.wants_rotation or (checkpoint and journal.segment_size > _ROTATE_AT_CHECKPOINT_BYTES):
-            journal.rotate(core.state.encode())
-        for topic in core.wake:
-            self._events[topic].set()
-            self._events[topic] = asyncio.Event()
-        core.wake.clear()
-
-    def _decide(self, decision: Callable[[float], T]) -> T:
-        """Run one decision of the core, and queue its records for the journal.
-
-        Raises:
-            Refusal, UnknownMember: the decision refused the request.
-            ErrorResponse: the coordinator has failed, or the decision raised anything else. That may leave the state half
-                changed, so the process ends and writes none of it.
-        """
-        if self.failure.done():
-            raise ErrorResponse(500, "failed", "the coordinator exits after a failure; see its log")
-        self._journal.check()
-        try:
-            try:
-                result = decision(self._now())
-            except (Refusal, UnknownMember):
-                self._flush()
-                raise
-            self._flush()
-        except (Refusal, UnknownMember):
-            raise
-        except Exception as problem:
-            log.exception("a decision raised an exception")
-            raise self._fail(problem) from problem
-        return result
-
-    async def _decided(self, decision: Callable[[float], T]) -> T:
-        """Run one decision and wait until its records, and all earlier ones, are on disk.
-
-        Nothing awaits between the decision and ``durable()``, so no failed write goes unnoticed.
-        """
-        result = self._decide(decision)
-        await self._journal.durable()
-        return result
-
-    def _roll_back(self) -> None:
-        """Return the state to what the journal holds, after a write to disk failed."""
-        try:
-            state = load_state(self._journal)
-        except (CorruptJournal, OSError) as problem:
-            self._fail(problem)
-            return
-        self._core.rebase(state, self._now())
-        self._core.journal_start()
-        self._step_groups.clear()
-
-    async def _poll(self, topic: str, wait_seconds: float, attempt: Callable[[float], T | None]) -> T | None:
-        """Call ``attempt`` now and at every event of ``topic``, until it returns a result or ``wait_seconds`` have passed.
-
-        A result is on disk when this returns; None means that the time is over.
-        """
-        if not (math.isfinite(wait_seconds) and wait_seconds >= 0):
-            raise Refusal("bad-request", f"wait_seconds is {wait_seconds}, must be a number of seconds")
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + min(wait_seconds, _MAX_POLL_SECONDS)
-        while True:
-            event = self._events[topic]
-            result = self._decide(attempt)
-            if result is not None or self._closing or loop.time() >= deadline:
-                await self._journal.durable()
-                return result
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await event.wait()
-            except TimeoutError:
-                return None
+            self._journaled.fail(problem)
 
     # --- actors ---------------------------------------------------------------------------------
 
     async def _register(self, request: wire.Register) -> wire.Registered:
         member_id = new_member_id(request.name)
-        return await self._decided(lambda now: self._rollouts.register(request, member_id, now))
+        return await self._journaled.decided(lambda now: self._rollouts.register(request, member_id, now))
 
     async def _heartbeat(self, request: wire.Heartbeat) -> wire.Ack:
         if self._journal.refusing is not None:
-            self._core.membership.get(request.member_id, self._now())
+            self._core.membership.get(request.member_id, self._journaled.now())
             return wire.Ack()
-        self._decide(lambda now: self._rollouts.heartbeat(request, now))
+        self._journaled.decide(lambda now: self._rollouts.heartbeat(request, now))
         return wire.Ack()
 
     async def _lease(self, request: wire.LeaseRequest) -> wire.Leases:
-        self._decide(lambda now: self._rollouts.receive_lease_request(request, now))
+        self._journaled.decide(lambda now: self._rollouts.receive_lease_request(request, now))
         issued: list[wire.Lease] = []
 
         def attempt(now: float) -> wire.Leases | None:
@@ -349,18 +225,18 @@ class Server:
             return leases
 
         try:
-            leases = await self._poll(WORK, request.wait_seconds, attempt)
+            leases = await self._journaled.poll(WORK, request.wait_seconds, attempt)
             if leases is None or not leases.leases:
                 return leases or wire.Leases(leases=[])
             # Off the event loop, since a generated task generates the prompt to compute its id.
             ids, failed = await asyncio.to_thread(self._prompt_ids, issued)
             if failed:
-                await self._decided(lambda now: self._rollouts.give_up_prompts(failed, now))
+                await self._journaled.decided(lambda now: self._rollouts.give_up_prompts(failed, now))
         except TaskError as problem:
-            raise self._fail(problem) from problem
+            raise self._journaled.fail(problem) from problem
         finally:
             # Also if the client has disconnected: heartbeats from now on reveal a response that did not arrive.
-            self._core.book.mark_sent((lease.lease_id for lease in issued), self._now())
+            self._core.book.mark_sent((lease.lease_id for lease in issued), self._journaled.now())
             self._rollouts.end_lease_request(request.member_id)
         return wire.Leases(leases=self._with_prompt_ids(issued, ids))
 
@@ -377,7 +253,7 @@ class Server:
 
     def _with_prompt_ids(self, leases: list[wire.Lease], ids: list[str]) -> list[wire.Lease]:
         """The leases to send: with their prompt ids, and without those that were closed while the prompts were read."""
-        book, now = self._core.book, self._now()
+        book, now = self._core.book, self._journaled.now()
         to_send = []
         for lease, prompt_id in zip(leases, ids, strict=True):
             remaining = book.remaining_seconds(lease.lease_id, now)
@@ -410,26 +286,26 @@ class Server:
             for group in groups
             if (lease := self._core.state.leases.get(group.lease_id)) is not None
         }
-        answers = await self._decided(push_all)
+        answers = await self._journaled.decided(push_all)
         for group, raw, (result, _) in zip(groups, request.groups, answers, strict=True):
             if result is not wire.PushResult.ACCEPTED:
                 continue
             if group.split is wire.Split.TRAIN:
-                self._remember(group)
-            if self._record is not None and group.text is not None:
-                self._record_accepted(self._record, group, raw, versions.get(group.lease_id, -1))
+                self._store_responses(group)
+            if self._recording is not None and group.text is not None:
+                self._recording.keep_content(group, raw, versions.get(group.lease_id, -1))
         return wire.PushReply(
             results=[result for result, _ in answers], reasons=[reason for _, reason in answers]
         )
 
     async def _release(self, request: wire.Release) -> wire.Ack:
-        await self._decided(lambda now: self._rollouts.release(request, now))
+        await self._journaled.decided(lambda now: self._rollouts.release(request, now))
         return wire.Ack()
 
     async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
-        return self._decide(lambda now: self._rollouts.receive_partials(request, now))
+        return self._journaled.decide(lambda now: self._rollouts.receive_partials(request, now))
 
-    def _remember(self, group: wire.Group) -> None:
+    def _store_responses(self, group: wire.Group) -> None:
         """Store the responses of an accepted training group for drafts."""
         if self._history is None:
             return
@@ -438,66 +314,6 @@ class Server:
         drafted, accepted = group.drafted_tokens, group.accepted_tokens
         drafts = None if drafted is None or accepted is None else (drafted, accepted)
         self._history.put(PastGroup(group.prompt, digest, responses, drafts))
-
-    def _record_accepted(
-        self, record: RolloutRecord, group: wire.Group, raw: msgspec.Raw, version: int
-    ) -> None:
-        """Record a group whose content is not journaled: of an evaluation, or one whose slot gets another prompt."""
-        state, verdicts = self._core.state, group.verdicts
-        lengths = [completion.tokens for completion in group.completions]
-        if group.split is wire.Split.HELD_OUT:
-            stored = r.decode_stored(raw)
-            record.keep(
-                RecordedGroup(
-                    *(version, group.slot, group.prompt, stored, lengths),
-                    *(verdicts.scores, verdicts.parts, verdicts.ungraded),
-                )
-            )
-            return
-        tries = [one.group for one in state.tries.get(group.slot, ()) if one.group.lease_id == group.lease_id]
-        if tries:
-            step = state.step_of(group.slot)
-            one = RecordedGroup.of_training(
-                step, group.slot, group.prompt, tries[0], r.decode_stored(raw), skipped=False
-            )
-            record.keep(replace(one, excluded="refilled"))
-
-    async def _record_step(self, step: int, sequences: Sequence[wire.TrainedSequence] = ()) -> None:
-        """Record the groups of a step that was trained or skipped."""
-        state, cached = self._core.state, self._step_groups.get(step)
-        if self._record is None:
-            return
-        recorded = [
-            (slot, state.prompts[slot], group)
-            for slot, group in zip(state.slots_of(step), state.step_groups(step), strict=True)
-            if self._core.settings.records(state.prompts[slot])
-        ]
-        skipped, settled = step in state.skips, state.first_kept_step
-        if cached is not None:
-            _, groups = cached
-        else:
-            try:
-                lease_ids = [group.lease_id for _, _, group in recorded]
-                groups = await asyncio.to_thread(self._read_groups, lease_ids)
-            except (KeyError, CorruptJournal, OSError) as problem:
-                log.warning("step %d is not recorded: %s", step, problem)
-                return
-        self._record.add_step(
-            step,
-            [
-                RecordedGroup.of_training(step, slot, prompt, group, groups.get(group.lease_id), skipped)
-                for slot, prompt, group in recorded
-            ],
-            *(sequences, settled),
-        )
-
-    async def _record_journaled(self) -> None:
-        """Record steps of whose report a crash left no record. Without the trainer's figures, which are not journaled."""
-        state = self._core.state
-        for step in range(state.first_kept_step, state.version):
-            if self._record is None or await asyncio.to_thread(self._record.has_step, step):
-                continue
-            await self._record_step(step)
 
     async def _responses(self, request: wire.ResponsesRequest) -> bytes:
         """An encoded :class:`wire.Responses`, assembled from the responses as they are encoded on disk."""
@@ -513,17 +329,17 @@ class Server:
     # --- trainer --------------------------------------------------------------------------------
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
-        welcome = await self._decided(lambda now: self._training.hello(request, now))
+        welcome = await self._journaled.decided(lambda now: self._training.hello(request, now))
         self._step_groups.clear()
         if self._record is not None:
             self._record.truncate(self._core.state.version)
-        await self._write_rows(whole=True)
-        await self._read_health()
-        await self._write_curve()
+        await self._files.write_rows(whole=True)
+        await self._files.read_health()
+        await self._files.write_curve()
         return welcome
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
-        action = await self._poll(
+        action = await self._journaled.poll(
             TRAINER, request.wait_seconds, lambda now: self._training.next(request, now)
         )
         action = action or wire.Next(
@@ -531,84 +347,56 @@ class Server:
         )
         return msgspec.structs.replace(
             action,
-            measured=self._training.has_evaluation(request.version),
+            measured=self._training.evaluations.has_evaluation(request.version),
             points=len(self._core.curve),
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
         if request.wait_seconds and self._journal.refusing is None:
-            await self._poll(TRAINER, request.wait_seconds, lambda _: self._training.has_step(request))
+            await self._journaled.poll(
+                TRAINER, request.wait_seconds, lambda _: self._training.has_step(request)
+            )
         if self._journal.refusing is None:
-            plan = await self._decided(lambda _: self._training.plan_shard(request))
+            plan = await self._journaled.decided(lambda _: self._training.plan_shard(request))
         else:  # the state is what the disk holds, and reading needs no space
             plan = self._training.plan_shard(request)
-        groups = await self._groups_of(plan)
+        groups = await self._step_groups.of_plan(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
-    async def _groups_of(self, plan: ShardPlan) -> dict[str, r.StoredGroup]:
-        """The groups of a step by lease id, read once for all ranks and cached until the step's report: those of the step that is
-        trained, and of the next."""
-        async with self._step_lock:
-            cached = self._step_groups.get(plan.step)
-            if cached is None or cached[0] != plan.lease_ids:
-                self._step_groups.pop(plan.step, None)
-                if len(self._step_groups) > 1:
-                    del self._step_groups[min(self._step_groups)]
-                try:
-                    groups = await asyncio.to_thread(self._read_groups, plan.lease_ids)
-                except KeyError as problem:
-                    raise Refusal(
-                        "not-ready", f"step {plan.step} was deleted before it was read (group {problem})"
-                    ) from None
-                except (CorruptJournal, OSError) as problem:
-                    raise self._fail(problem) from problem
-                self._step_groups[plan.step] = cached = (plan.lease_ids, groups)
-            return cached[1]
-
-    def _read_groups(self, lease_ids: list[str]) -> dict[str, r.StoredGroup]:
-        wanted = [lease_id for lease_id in lease_ids if lease_id]
-        blobs = self._journal.blobs.read(wanted)
-        try:
-            return {lease_id: r.decode_stored(blob) for lease_id, blob in zip(wanted, blobs, strict=True)}
-        except msgspec.DecodeError as problem:
-            raise CorruptJournal(
-                str(self._journal.directory), 0, f"a group cannot be decoded: {problem}"
-            ) from problem
-
     async def _step(self, report: wire.StepReport) -> wire.StepReported:
-        row = await self._decided(lambda now: self._training.step(report, now))
+        row = await self._journaled.decided(lambda now: self._training.step(report, now))
         if row is not None:
-            self._monitor.add(row)
-            await self._record_step(report.step, report.sequences)
-        for step in [step for step in self._step_groups if step <= report.step]:
-            del self._step_groups[step]
-        await self._write_rows()
-        return wire.StepReported(publish=self._training.publishes(report.step + 1))
+            self._files.monitor.add(row)
+            if self._recording is not None:
+                await self._recording.add_step(report.step, report.sequences)
+        self._step_groups.forget(report.step)
+        await self._files.write_rows()
+        return wire.StepReported(publish=self._training.permits.publishes(report.step + 1))
 
     async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
-        return await self._decided(lambda now: self._training.supervised(report, now))
+        return await self._journaled.decided(lambda now: self._training.supervised(report, now))
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
-        permit = await self._poll(
+        permit = await self._journaled.poll(
             TRAINER, request.wait_seconds, lambda now: self._training.publish_begin(request, now)
         )
         return permit or wire.PublishPermit(ready=False, members=[])
 
     async def _publish_commit(self, request: wire.PublishCommit) -> wire.Ack:
-        await self._decided(lambda now: self._training.publish_commit(request, now))
+        await self._journaled.decided(lambda now: self._training.publish_commit(request, now))
         return wire.Ack()
 
     async def _checkpoint_begin(self, request: wire.CheckpointBegin) -> wire.CheckpointSnapshot:
-        return await self._decided(lambda now: self._training.checkpoint_begin(request, now))
+        return await self._journaled.decided(lambda now: self._training.checkpoint_begin(request, now))
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
         # First write metrics.jsonl: the commit deletes these rows from the journal.
-        if not await self._write_rows():
+        if not await self._files.write_rows():
             raise ErrorResponse(
                 507, "no-space", "metrics.jsonl cannot be written (see the log); try again later"
             )
-        await self._decided(lambda now: self._training.checkpoint_commit(request, now))
-        await self._write_curve()
+        await self._journaled.decided(lambda now: self._training.checkpoint_commit(request, now))
+        await self._files.write_curve()
         return wire.Ack()
 
     async def _checkpoint_failed(self, request: wire.CheckpointFailed) -> wire.Ack:
@@ -618,57 +406,35 @@ class Server:
     async def _keep_exports(self, report: wire.ExportsReport) -> wire.ExportsReported:
         self._training.check(report.incarnation)
         if report.exports is not None:
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._files_thread, self._files.keep_exports, report.exports)
-            except OSError as error:
-                message = f"exports.json: {error.strerror or error}"
-                raise ErrorResponse(500, "disk-failed", message) from error
-            self._exports = report.exports
-        return wire.ExportsReported(exports=self._exports)
+            await self._files.keep_exports(report.exports)
+        return wire.ExportsReported(exports=self._files.exports)
 
     # --- operator, probes -----------------------------------------------------------------------
 
     async def _stop(self, request: wire.Stop) -> wire.Ack:
-        await self._decided(lambda now: self._core.stop(request.reason, now))
+        await self._journaled.decided(lambda now: self._core.stop(request.reason, now))
         return wire.Ack()
 
     async def _record_decision(self, request: wire.DecisionLine) -> wire.Ack:
-        decisions = self._files.decisions
-        await self._on_decision_log(lambda: decisions.append(request.offset, request.line))
+        decisions = self._decisions
+        await self._files.on_decision_log(lambda: decisions.append(request.offset, request.line))
         return wire.Ack()
 
     async def _decision_lines(self, request: web.Request) -> web.Response:
         offset = request.query.get("offset", "0")
         if not (offset.isascii() and offset.isdecimal() and len(offset) < 19):
             raise ErrorResponse(400, "bad-request", f"offset={offset[:40]!r} is not a number of bytes")
-        content, size = await self._on_decision_log(lambda: self._files.decisions.read(int(offset)))
+        content, size = await self._files.on_decision_log(lambda: self._decisions.read(int(offset)))
         return respond(msgspec.msgpack.encode(wire.DecisionLines(content=content, size=size)))
-
-    async def _on_decision_log(self, access: Callable[[], T]) -> T:
-        """Access decisions.jsonl in the files' thread. Raises ErrorResponse."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._files_thread, access)
-        except Superseded as problem:
-            raise ErrorResponse(409, "superseded", str(problem)) from problem
-        except ValueError as problem:
-            raise ErrorResponse(400, "bad-request", str(problem)) from problem
-        except OSError as problem:
-            message = f"decisions.jsonl: {problem.strerror or problem}"
-            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise ErrorResponse(
-                    507, "no-space", f"{message}; free space on the run's volume"
-                ) from problem
-            raise ErrorResponse(500, "disk-failed", message) from problem
 
     async def _status(self, request: web.Request) -> web.Response:
         # The exports are those that a tick read last: a slow disk must not delay the status.
         status, error = (
             msgspec.structs.replace(
                 build_status(self._core),
-                exports=self._exports,
+                exports=self._files.exports,
                 trackers=self._trackers(),
-                health_problem=self._monitor.problem,
+                health_problem=self._files.monitor.problem,
             ),
             self._journal.refusing,
         )
@@ -682,50 +448,15 @@ class Server:
         return web.Response(text="alive\n")
 
     async def _ready(self, request: web.Request) -> web.Response:
-        if self._closing or self._journal.refusing is not None:
+        if self._journaled.closing or self._journal.refusing is not None:
             return web.Response(status=503, text="the journal cannot be written\n")
         return web.Response(text="ready\n")
 
     # --- files ----------------------------------------------------------------------------------
 
-    async def _write_rows(self, *, whole: bool = False) -> bool:
-        rows, version = dict(self._core.state.rows), self._core.state.version
-        if self._core.state.awaits_trainer:
-            return True  # the file may have the rows up to the trainer's checkpoint, which the state does not know yet
-        return await self._on_files(lambda: self._files.write_rows(rows, version, whole=whole))
-
-    async def _read_health(self) -> None:
-        with contextlib.suppress(OSError):  # then it is judged from the next steps
-            loop = asyncio.get_running_loop()
-            self._monitor.load(await loop.run_in_executor(self._files_thread, self._files.health_rows))
-
-    async def _write_curve(self) -> None:
-        points, forecast = self._core.points, self._core.settings.forecast_task
-        if points != self._points_written and await self._on_files(
-            lambda: self._files.write_curves(points, forecast)
-        ):
-            self._points_written = points
-
     def _write_trace(self) -> None:
-        if self._trace is not None and self._trace.tick(self._now()):
-            self._files_thread.submit(self._trace.write)
-
-    async def _on_files(self, write: Callable[[], None]) -> bool:
-        """Write metrics.jsonl or curve.csv in the files' thread. Returns whether that succeeded.
-
-        A failure does not stop the run, since the journal has their content until a checkpoint is committed.
-        """
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._files_thread, write)
-        except OSError as error:
-            if str(error) != self._logged_file_error:  # retried at every tick, but logged once
-                log.error("cannot write metrics.jsonl or curve.csv, retrying: %s", error)
-            self._logged_file_error = str(error)
-            return False
-        if self._logged_file_error:
-            log.info("metrics.jsonl and curve.csv can be written again")
-            self._logged_file_error = ""
-        return True
+        if self._trace is not None and self._trace.tick(self._journaled.now()):
+            self._files.thread.submit(self._trace.write)
 
     # --- HTTP -----------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -13,43 +12,17 @@ import msgspec
 
 from scalerl_api import wire
 from scalerl_api.attempts import Attempt
-from scalerl_api.wire import NextAction, Split
+from scalerl_api.wire import NextAction
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Row
-from scalerl_coordinator.batcher import Item, balance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
-from scalerl_coordinator.evaluation import Evaluation, due
-from scalerl_coordinator.leases import MAX_FINAL_ATTEMPTS
-from scalerl_coordinator.membership import Member, name_of
-from scalerl_coordinator.off_policy import scheme
+from scalerl_coordinator.evaluation_schedule import EvaluationSchedule
+from scalerl_coordinator.membership import name_of
+from scalerl_coordinator.publish_permits import PublishPermits
+from scalerl_coordinator.shards import ShardPlan, plan_shard
 from scalerl_coordinator.state import CoordinatorState
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Hold:
-    """An evaluation that a publish waits for."""
-
-    since: float
-    """When the publish began to wait."""
-    last_measurable: float
-    """When a healthy member last held the evaluated version."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """What :func:`fill_shard` needs to build a rank's shard from the groups in the journal."""
-
-    step: int
-    groups: list[wire.GroupMeta]
-    """All groups of the step, in slot order."""
-    lease_ids: list[str]
-    """The lease of each group, which is the key of its blob; "" for a slot that was given up."""
-    items: list[Item]
-    """The rank's sequences."""
-    ambiguous: bool
-    """As in :class:`~scalerl_api.wire.Shard`."""
 
 
 @dataclass(slots=True)
@@ -57,12 +30,18 @@ class TrainerRequests:
     """Decides the requests of the trainer on a :class:`~.core.Core`."""
 
     core: Core
-    _holds: dict[int, _Hold] = field(default_factory=dict)
-    """Evaluations that hold a publish, by evaluated version."""
-    _stalled_since: float | None = None
-    """Since when no member has been able to serve the final evaluation; None while one can."""
+    evaluations: EvaluationSchedule = field(init=False)
+    permits: PublishPermits = field(init=False)
     _permitted: int = -1
     """The version that the trainer was last permitted to publish; it trains on meanwhile."""
+
+    def __post_init__(self) -> None:
+        self.evaluations, self.permits = EvaluationSchedule(self.core), PublishPermits(self.core)
+
+    def tick(self, now: float) -> None:
+        """Release holds that are over, and wake the trainer's polls while a hold or the final evaluation may time out."""
+        if self.permits.tick(now) or self.evaluations.stalled_since is not None:
+            self.core.wake.add(TRAINER)
 
     # --- hello ----------------------------------------------------------------------------------
 
@@ -108,9 +87,9 @@ class TrainerRequests:
         core.commit(r.TrainerJoined(request.incarnation, request.version))
         core.failed_checkpoint = None
         log.info("trainer of %d ranks at version %d", request.world_size, request.version)
-        self._holds.clear()
+        self.permits.reset()
         self._permitted = -1
-        self._stalled_since = None
+        self.evaluations.stalled_since = None
         return wire.TrainerWelcome(
             next_step=state.version,
             published_version=state.published,
@@ -196,30 +175,14 @@ class TrainerRequests:
         version, closed = state.version, state.closed(state.version)
         train = wire.Next(action=NextAction.TRAIN, step=version) if closed else None
         publish = wire.Next(action=NextAction.PUBLISH, step=version)
-        if version > max(state.published, self._permitted) and self.publishes(version):
-            due = closed and any(self._due(version, t) for t in core.settings.identity.set_tasks)
-            if self._to_update(version, now) or (due and not self._held(version, now)):
+        if version > max(state.published, self._permitted) and self.permits.publishes(version):
+            due = closed and any(self.evaluations.due(version, t) for t in core.settings.identity.set_tasks)
+            if self.permits.to_update(version, now) or (due and not self.permits.held(version, now)):
                 return publish
             return None if due else train
         if train is not None and version >= state.published:
             return train
-        return publish if self._to_update(version, now) else train
-
-    def _outdated(self, now: float) -> list[Member]:
-        """Members that need the trainer's current weights.
-
-        After the trainer returned to a checkpoint, members may hold newer weights of the lost lineage, up to the published
-        version. They keep them until the next version is published, or until the run ends and its last version is evaluated.
-        """
-        version, newest = self.core.state.version, self.core.newest_possible
-        unpublished = version > self.core.state.published and self.publishes(version)
-        requires_version = bool(self.core.end_reason) or unpublished
-        oldest = version if requires_version else scheme(self.core.settings.identity).oldest(version)
-        return [
-            m
-            for m in self.core.membership.publishable(now)
-            if m.version < oldest or m.version > newest or (requires_version and m.version != version)
-        ]
+        return publish if self.permits.to_update(version, now) else train
 
     def _next_at_end(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
@@ -228,19 +191,19 @@ class TrainerRequests:
         hopeless = not state.leased and bool(core.publish_problem or not core.membership.members)
         if core.interrupted or hopeless:
             return self._finish(now)
-        held, to_update = self._held(version, now), self._to_update(version, now)
+        held, to_update = self.permits.held(version, now), self.permits.to_update(version, now)
         unpublished = state.published != version
-        if (unpublished and not held) or (to_update and not self._has_points(version)):
+        if (unpublished and not held) or (to_update and not self.evaluations.has_points(version)):
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
         if unpublished:
             return None
         for task in core.settings.identity.set_tasks:
-            if not self._has_point(version, task) and (version, task) not in state.evaluations:
-                self._start_evaluation(version, task)
+            if not self.evaluations.has_point(version, task) and (version, task) not in state.evaluations:
+                self.evaluations.start(version, task)
         if not held and (
-            self._has_points(version)
-            or self._final_evaluation_stalled(version, now)
-            or self._out_of_attempts(version)
+            self.evaluations.has_points(version)
+            or self.evaluations.final_stalled(version, now)
+            or self.evaluations.out_of_attempts(version)
         ):
             return self._finish(now)
         return None
@@ -252,67 +215,6 @@ class TrainerRequests:
             core.commit(r.FinishSent(core.end_reason))
         return wire.Next(action=NextAction.FINISH, step=core.state.version, reason=core.end_reason)
 
-    def has_evaluation(self, version: int) -> bool:
-        """Whether the trainer's current ``version`` has or will have a point on the curve; a run's last version always does,
-        unless the run is interrupted."""
-        core = self.core
-        return not core.interrupted and (
-            bool(core.end_reason)
-            or all(
-                self._due(version, t) for t in core.settings.identity.set_tasks if core.settings.follows(t)
-            )
-        )
-
-    def _due(self, version: int, task: int) -> bool:
-        settings = self.core.settings
-        every = settings.identity.steps_per_batch or 1
-        return due(version, settings.every_steps(task), settings.max_steps, every)
-
-    def publishes(self, version: int) -> bool:
-        """Whether the trainer publishes ``version`` right after the step that produced it."""
-        return scheme(self.core.settings.identity).publishes(version)
-
-    def _has_point(self, version: int, task: int) -> bool:
-        return any((p.version, p.task) == (version, task) for p in self.core.state.points)
-
-    def _has_points(self, version: int) -> bool:
-        """Whether ``version`` has a point of every evaluation set."""
-        return all(self._has_point(version, task) for task in self.core.settings.identity.set_tasks)
-
-    def _final_evaluation_stalled(self, version: int, now: float) -> bool:
-        """Whether no member has held the final version for so long that its point is skipped.
-
-        A run that used up its budget waits as long as an evaluation may hold a publish; a stopped run, only as long as a
-        member's heartbeats may be missing.
-        """
-        core = self.core
-        if any(m.healthy and m.version == version for m in core.membership.members.values()):
-            self._stalled_since = None
-            return False
-        if self._stalled_since is None:
-            self._stalled_since = now
-        timeout = core.membership.timeout_seconds if core.state.stop_reason else core.settings.hold_seconds
-        if now - self._stalled_since < timeout:
-            return False
-        log.error("skipped the final evaluation (version %d): no generator holds that version", version)
-        return True
-
-    def _out_of_attempts(self, version: int) -> bool:
-        """Whether every remaining prompt of the final evaluation has failed ``MAX_FINAL_ATTEMPTS`` times."""
-        evaluations = [e for e in self.core.state.evaluations.values() if e.version == version]
-        remaining = [
-            (e.task, Split.HELD_OUT, p) for e in evaluations for p in range(e.prompts) if p not in e.results
-        ]
-        book = self.core.book
-        if not remaining or any(book.attempts(key) < MAX_FINAL_ATTEMPTS for key in remaining):
-            return False
-        log.error(
-            "skipped the final evaluation (version %d): %d of its prompts failed %d times or more, last reason: "
-            "%s",
-            *(version, len(remaining), MAX_FINAL_ATTEMPTS, book.retries[remaining[0]].reason),
-        )
-        return True
-
     # --- steps ----------------------------------------------------------------------------------
 
     def has_step(self, request: wire.ShardRequest) -> bool | None:
@@ -321,42 +223,9 @@ class TrainerRequests:
         return request.step < self.core.state.first_kept_step or self.core.state.closed(request.step) or None
 
     def plan_shard(self, request: wire.ShardRequest) -> ShardPlan:
-        """Balance the sequences of a closed step over the ranks, by tokens; returns the plan of one rank. Raises Refusal."""
+        """See :func:`.shards.plan_shard`."""
         self.check(request.incarnation)
-        state = self.core.state
-        if not 0 <= request.rank < request.world_size:
-            raise Refusal("bad-request", f"rank {request.rank} is outside 0..{request.world_size - 1}")
-        if request.step < state.first_kept_step or not state.closed(request.step):
-            raise Refusal(
-                "not-ready",
-                f"step {request.step} is not closed yet, or was deleted (the oldest kept step is {state.first_kept_step})",
-            )
-        groups = state.step_groups(request.step)
-        items = [
-            Item(at, sample, group.prompt_tokens + length)
-            for at, group in enumerate(groups)
-            if not group.filtered
-            for sample, (length, trained) in enumerate(zip(group.lengths, group.trained_tokens, strict=True))
-            if trained
-        ]
-        metas = [
-            wire.GroupMeta(
-                slot=slot,
-                scores=g.scores,
-                rewards=g.rewards,
-                completion_tokens=g.lengths,
-                filtered=g.filtered,
-                ungraded=g.ungraded,
-                masked_tokens=g.masked_tokens,
-                unusable_tokens=g.unusable_tokens,
-                returns=g.returns if state.known_identity.credit != "Episode" else [],
-                recorded=self.core.settings.records(state.prompts[slot]),
-            )
-            for slot, g in zip(state.slots_of(request.step), groups, strict=True)
-        ]
-        shard = balance(items, request.world_size)[request.rank]
-        lease_ids = [g.lease_id for g in groups]
-        return ShardPlan(request.step, metas, lease_ids, shard, ambiguous=request.step <= state.lost)
+        return plan_shard(self.core, request)
 
     def step(self, report: wire.StepReport, now: float) -> Row | None:
         """Record a trained step. Returns its row of metrics.jsonl, or None if it was already recorded. Raises Refusal."""
@@ -412,8 +281,8 @@ class TrainerRequests:
         self.check(request.incarnation)
         self._check_version("the trainer publishes version", request.version)
         state = self.core.state
-        outdated = self._to_update(request.version, now)
-        if not outdated and self._held(request.version, now):
+        outdated = self.permits.to_update(request.version, now)
+        if not outdated and self.permits.held(request.version, now):
             return None
         self._permitted = request.version
         members = [
@@ -429,71 +298,6 @@ class TrainerRequests:
         return wire.PublishPermit(
             ready=True, members=members, holders=sum(m not in outdated for m in serving)
         )
-
-    def _held(self, version: int, now: float) -> set[int]:
-        """Versions whose evaluation holds a publish of ``version`` now."""
-        blocking = self._evaluations_in_the_way(version, {m.version for m in self._outdated(now)})
-        self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
-        self._release_holds(now)
-        evaluations = self.core.state.evaluations.values()
-        return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
-
-    def _to_update(self, version: int, now: float) -> list[Member]:
-        """The outdated members that may get ``version`` now: not those whose version an evaluation holds, and none at all while
-        it holds one that no member has."""
-        held = self._held(version, now)
-        present = {m.version for m in self.core.membership.members.values() if m.healthy}
-        return [m for m in self._outdated(now) if m.version not in held] if held <= present else []
-
-    def _holds_publish(self, evaluation: Evaluation) -> bool:
-        """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
-        return self.core.settings.follows(evaluation.task) and not evaluation.released
-
-    def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> set[int]:
-        """Versions under evaluation that a publish of ``version`` must wait for.
-
-        These are the versions in ``overwritten``, which members to update hold now, and, if ``version`` is not published yet,
-        those that no healthy member holds. A publish of an already published version, to a generator that joins within a
-        batch of PPO-off-policy, does not affect members that hold the batch's weights and continue its evaluation.
-        """
-        state = self.core.state
-        held = {m.version for m in self.core.membership.members.values() if m.healthy}
-        return {
-            v
-            for (v, _), evaluation in state.evaluations.items()
-            if v < version and self._holds_publish(evaluation)
-            if v in overwritten or (version > state.published and v not in held)
-        }
-
-    def _release_holds(self, now: float) -> None:
-        """Release the evaluations that have held a publish for too long, or whose version no member holds any more."""
-        core = self.core
-        for version in list(self._holds):
-            evaluations = [
-                e for e in core.state.evaluations.values() if e.version == version and self._holds_publish(e)
-            ]
-            if not evaluations:
-                del self._holds[version]
-                continue
-            hold = self._holds[version]
-            if any(m.healthy and m.version == version for m in core.membership.members.values()):
-                hold.last_measurable = now
-            waited, unserved = now - hold.since, now - hold.last_measurable
-            if waited >= core.settings.hold_seconds or unserved >= core.membership.timeout_seconds:
-                for evaluation in evaluations:
-                    log.warning(
-                        "the evaluation of version %d has %d of %d prompts after %.0f s; newer weights will complete it",
-                        *(version, len(evaluation.results), evaluation.prompts, waited),
-                    )
-                    core.commit(r.EvaluationReleased(version, evaluation.task))
-                del self._holds[version]
-
-    def tick(self, now: float) -> None:
-        """Release holds that are over, and wake the trainer's polls while a hold or the final evaluation may time out."""
-        if self._holds:
-            self._release_holds(now)
-        if self._holds or self._stalled_since is not None:
-            self.core.wake.add(TRAINER)
 
     def publish_commit(self, request: wire.PublishCommit, now: float) -> None:
         """Record which members hold the version now. A retry after a lost response is counted once. Raises Refusal."""
@@ -538,7 +342,7 @@ class TrainerRequests:
             and (request.version >= core.state.published or core.end_reason or not ahead)
         ):
             core.commit(r.Published(request.version, request.stats, digest))
-        self._start_evaluation_if_due()
+        self.evaluations.start_if_due()
         core.wake |= {WORK, TRAINER}
 
     def _set_unproven(self, unproven: dict[str, int]) -> None:
@@ -553,28 +357,6 @@ class TrainerRequests:
         unproven = {n: version for n, version in unproven.items() if n in present or version >= oldest}
         if unproven != self.core.state.unproven:
             self.core.commit(r.UnprovenChanged(unproven))
-
-    def _start_evaluation_if_due(self) -> None:
-        core, state = self.core, self.core.state
-        version = state.published
-        if version != state.version:
-            return
-        for task in core.settings.identity.set_tasks:
-            if not self._due(version, task) or self._has_point(version, task):
-                continue
-            in_progress = [e.version for e in state.evaluations.values() if e.task == task]
-            if not in_progress or (core.settings.follows(task) and version not in in_progress):
-                self._start_evaluation(version, task)
-            elif version not in in_progress:
-                # The generators cannot keep up with this set: a queue of evaluations would delay every later point more.
-                log.warning(
-                    "version %d gets no point of evaluation set %s: the evaluation of version %d is not complete",
-                    *(version, core.settings.identity.evaluation_set(task).name, in_progress[0]),
-                )
-
-    def _start_evaluation(self, version: int, task: int) -> None:
-        prompts = self.core.settings.identity.evaluation_set(task).prompts
-        self.core.commit(r.EvaluationStarted(version, prompts, task))
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -609,27 +391,6 @@ class TrainerRequests:
         Raises Refusal."""
         self.check(request.incarnation)
         self.core.failed_checkpoint = request if request.reason else None
-
-
-def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:
-    """The response to a shard request, with the sequences from ``groups``, the step's groups by lease id."""
-    sequences = []
-    for item in plan.items:
-        group = groups[plan.lease_ids[item.group]]
-        completion = group.completions[item.sample]
-        sequences.append(
-            wire.Sequence(
-                group=item.group,
-                sample=item.sample,
-                prompt_token_ids=group.prompt_token_ids,
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
-                teacher_logprobs=completion.teacher_logprobs,
-                versions=completion.versions,
-                turns=completion.turns if plan.groups[item.group].returns else [],
-            )
-        )
-    return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences, ambiguous=plan.ambiguous)
 
 
 def _check_finite(stats: dict[str, float]) -> None:

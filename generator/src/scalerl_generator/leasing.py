@@ -49,7 +49,6 @@ logger = logging.getLogger("scalerl.actor.leasing")
 
 LEASE_WAIT_SECONDS = 10.0
 _IDLE_SECONDS = 1.0
-_RELEASE_SECONDS = 5.0
 _EMPTY_ANSWER_SECONDS = 0.05
 """The next lease request waits this long if the coordinator answered without leases and without waiting."""
 _PREFETCH_FRACTION = 0.125
@@ -148,6 +147,7 @@ class Leasing:
     Args:
         concurrency: limits the sequences at the server.
         per_group: ``recipe.completionsPerPrompt``.
+        release_seconds: how long the end may take, once the grace is over, for grades and releases each.
     """
 
     def __init__(
@@ -162,7 +162,9 @@ class Leasing:
         *,
         concurrency: Concurrency,
         per_group: int,
+        release_seconds: float = 5.0,
     ) -> None:
+        self._release_seconds = release_seconds
         self._coordinator, self._registration, self._state = coordinator, registration, state
         self._rollouts, self._delivery, self._metrics = rollouts, delivery, metrics
         self._partials = partials
@@ -208,7 +210,7 @@ class Leasing:
         """Stop requesting leases, and end those held.
 
         Leases not generated within ``grace_seconds`` are released. The others are graded and delivered, or released if that
-        takes longer than :data:`_RELEASE_SECONDS`.
+        takes longer than ``release_seconds``.
         """
         self._closing = True
         if self._request is not None:
@@ -218,11 +220,11 @@ class Leasing:
         self._abandon([h for h in self._held.values() if h.generating], reason)
         grading = [h.task for h in self._held.values() if h.task is not None]
         if ending := [*grading, *self._releases]:
-            await asyncio.wait(ending, timeout=_RELEASE_SECONDS)
+            await asyncio.wait(ending, timeout=self._release_seconds)
         # These wait for a teacher that does not answer. The release hands their completions over to another member.
         self._abandon(list(self._held.values()), reason)
         if self._releases:
-            await asyncio.wait(self._releases, timeout=_RELEASE_SECONDS)
+            await asyncio.wait(self._releases, timeout=self._release_seconds)
 
     # --- leasing -------------------------------------------------------------------------------
 
@@ -438,7 +440,7 @@ class Leasing:
         """
         backoff = Backoff()
         with contextlib.suppress(TimeoutError, UnknownMember):
-            async with asyncio.timeout(_RELEASE_SECONDS):
+            async with asyncio.timeout(self._release_seconds):
                 while True:
                     member_id = await self._registration.member()
                     with contextlib.suppress(CoordinatorDown):

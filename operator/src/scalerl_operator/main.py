@@ -52,6 +52,7 @@ from scalerl_operator.kube.types import Key
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.names import QUEUE
+from scalerl_operator.policy.lifecycle_types import HELD_SECONDS
 from scalerl_operator.settings import Settings, SettingsError
 
 LAG_SECONDS: Final = 0.5
@@ -340,8 +341,8 @@ async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> N
 
 
 @contextlib.asynccontextmanager
-async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
-    """The operator's own reconcile."""
+async def reconciler(parts: Parts, held_seconds: float = HELD_SECONDS) -> AsyncIterator[Reconcile]:
+    """The operator's own reconcile. held_seconds: see :data:`.lifecycle_types.HELD_SECONDS`."""
     url = parts.settings.sidecar_url
     sidecar = None if url is None else Sidecar(lambda: url)
 
@@ -369,6 +370,7 @@ async def reconciler(parts: Parts) -> AsyncIterator[Reconcile]:
         autoscaler=None if sidecar is None else autoscaler,
         on_status=parts.metrics.run,
         wake=parts.wake,
+        held_seconds=held_seconds,
     )
     claims = NamespaceClaims(parts.api, f"{parts.settings.operator_namespace}/{parts.settings.lease}")
     parts.metrics.foreign_namespaces.set_function(claims.of_others)

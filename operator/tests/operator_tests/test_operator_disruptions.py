@@ -17,7 +17,8 @@ from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import ATTEMPT
-from scalerl_operator.policy.lifecycle import NEWS_SECONDS, decide
+from scalerl_operator.policy.attempts import EXIT_CODE_GRACE_SECONDS
+from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import (
     Ended,
     Job,
@@ -178,7 +179,7 @@ def test_job_failure_waits_for_pod_termination_reason(
     assert (decision.memory.outcome, decision.memory.last_recorded_attempt) == (None, 0)
     assert decision.again_seconds is not None
     assert decision.prepare, "its pods are kept"
-    outcome = reconciled(news, NEWS_SECONDS, decision.memory).memory.outcome
+    outcome = reconciled(news, EXIT_CODE_GRACE_SECONDS, decision.memory).memory.outcome
     if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
         reason = Reason.PREPARE_FAILED
     assert (outcome and outcome.reason) == reason

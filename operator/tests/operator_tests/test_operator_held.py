@@ -14,7 +14,8 @@ from scalerl_api.status import RunStatus, UsageStatus
 from scalerl_api.wire import FORECAST, INTERRUPTED
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
-from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, PROVEN_STEPS, decide
+from scalerl_operator.policy.failures import PROVEN_STEPS
+from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
     End,
     Ended,

@@ -58,6 +58,13 @@ def exists(decision: LifecycleDecision) -> tuple[bool, bool, int, int | None]:
     return decision.prepare, decision.coordinator, decision.generators, decision.trainer
 
 
+def test_generators_are_those_of_the_spec_whatever_a_runtime_observes() -> None:
+    wanted = spec(generator={"replicas": 3})
+    assert decide(wanted, RUNNING, FIRST).generators == 3
+    assert decide(wanted, replace(RUNNING, suspend=True), FIRST).generators == 3, "they end with the drain"
+    assert decide(None, replace(RUNNING, deleting=True), FIRST).generators > 0, "deleted without a valid spec"
+
+
 def test_silent_coordinator_does_not_increase_reconciles() -> None:
     """Its first answer wakes the run."""
     assert decide(SPEC, replace(RUNNING, status=None), FIRST).again_seconds == 5.0

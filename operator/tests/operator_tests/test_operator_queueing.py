@@ -18,8 +18,15 @@ from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import report
 from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.policy.lifecycle import HELD_SECONDS, decide
-from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.policy.lifecycle import decide
+from scalerl_operator.policy.lifecycle_types import (
+    HELD_SECONDS,
+    Job,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    Memory,
+)
 from scalerl_operator.workloads import Role
 
 HELD = Job(JobState.ACTIVE, 1, held=True)

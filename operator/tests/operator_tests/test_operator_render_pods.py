@@ -28,7 +28,7 @@ from operator_tests.manifests import (
 from scalerl_api import process
 from scalerl_api.pods import RANK_VARIABLES
 from scalerl_api.spec_warnings import warnings_of
-from scalerl_operator.build.pods import probes
+from scalerl_operator.build.probes import probes
 from scalerl_operator.build.scope import Desired
 from scalerl_operator.names import ATTEMPT
 from scalerl_operator.role_containers import plan

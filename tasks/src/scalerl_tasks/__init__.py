@@ -26,6 +26,7 @@ selects the next prompt. Importing this package imports neither reasoning-gym, s
 source, a verifier or a tokenizer imports its dependencies.
 """
 
+from scalerl_tasks.answer_checks import Rejected, check_answers
 from scalerl_tasks.answer_extraction import extract_answer
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.difficulty import arithmetic_operations
@@ -64,7 +65,7 @@ from scalerl_tasks.sources import (
     open_warm_start,
 )
 from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
-from scalerl_tasks.task_checks import Rejected, TaskProblem, check_answers, task_problems
+from scalerl_tasks.task_checks import TaskProblem, task_problems
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
 from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
 

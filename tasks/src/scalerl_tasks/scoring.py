@@ -16,10 +16,7 @@ from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.environments.verifier import EnvironmentConfig
-from scalerl_tasks.errors import (
-    VerifierError,
-    did_you_mean,
-)
+from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
@@ -31,8 +28,9 @@ from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 
 if TYPE_CHECKING:
-    from scalerl_api.source import CodeVerifier, EnvironmentSpec, VerifierSpec
+    from scalerl_api.environment import EnvironmentSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec
+    from scalerl_api.verifier import CodeVerifier, VerifierSpec
 
 
 def verifier_config(

@@ -20,11 +20,20 @@ from pathlib import Path
 
 from testcluster.errors import ClusterError, EndedError, MissingError
 
-EVERY_SECONDS = 20.0
-SILENT_SECONDS = 1200.0
-"""The limit of silence. The longest that was seen, linking and unpacking, are a few minutes."""
 _KEPT_LINES = 60
 _began = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """every_seconds: between two lines of a step.
+    silent_seconds: the limit of silence. The longest that was seen, linking and unpacking, are a few minutes."""
+
+    every_seconds: float = 20.0
+    silent_seconds: float = 1200.0
+
+
+PACE = Pace()
 
 
 @dataclass
@@ -33,15 +42,16 @@ class Step:
 
     what: str
     at: str = ""
+    pace: Pace = PACE
 
 
 @contextlib.contextmanager
-def step(what: str) -> Iterator[Step]:
+def step(what: str, pace: Pace = PACE) -> Iterator[Step]:
     """Print that ``what`` begins, continues and has ended, each line with the time since the program began."""
-    made, over, began = Step(what), threading.Event(), time.monotonic()
+    made, over, began = Step(what, pace=pace), threading.Event(), time.monotonic()
 
     def go_on() -> None:
-        while not over.wait(EVERY_SECONDS):
+        while not over.wait(pace.every_seconds):
             _say(f"{what}: {time.monotonic() - began:.0f} s{made.at and f', {made.at}'}")
 
     _say(f"{what} ...")
@@ -67,11 +77,11 @@ def followed(
     """Run a command to its end, ``at`` of its last line being how far the step is; returns its last lines.
 
     Raises:
-        ClusterError: it failed, or printed nothing for ``silent_seconds`` (default: SILENT_SECONDS), for which it is
+        ClusterError: it failed, or printed nothing for ``silent_seconds`` (default: its pace's), for which it is
             killed with its children.
         EndedError: another work of :func:`together` failed, for which it is killed too.
     """
-    limit = SILENT_SECONDS if silent_seconds is None else silent_seconds
+    limit = step.pace.silent_seconds if silent_seconds is None else silent_seconds
     kept: deque[str] = deque(maxlen=_KEPT_LINES)
     silent = False
     heard = time.monotonic()

@@ -33,14 +33,14 @@ def kubernetes_version() -> str:
     return _version_of("k8s.io/kubernetes")
 
 
-def tool(name: str) -> Path:
+def tool(name: str, pace: progress.Pace = progress.PACE) -> Path:
     """The program ``name`` (one of NAMES), built if it is not kept yet: minutes the first time."""
     if name not in _PACKAGES:
         raise ClusterError(f"no program {name!r}; there are {', '.join(NAMES)}")
     # Of the module's own sources only the program's count: a change to one does not build all again.
     own = [] if name in _OWN_MODULES else [SOURCE / "go.mod", SOURCE / "go.sum"]
     own += [SOURCE / name] if (SOURCE / name).is_dir() else []
-    return cache.made(name, cache.digest(own), lambda folder: _build(name, folder)) / name
+    return cache.made(name, cache.digest(own), lambda folder: _build(name, folder, pace)) / name
 
 
 def kubectl() -> Path:
@@ -53,7 +53,7 @@ def kueue_objects() -> Path:
     return tool("kueue").with_name("objects.yaml")
 
 
-def _build(name: str, into: Path) -> None:
+def _build(name: str, into: Path, pace: progress.Pace) -> None:
     go = _go()
     source = SOURCE / name if name in _OWN_MODULES else SOURCE
     options = ["-trimpath", "-ldflags", " ".join(["-s", "-w", *_stamps(name)])]
@@ -75,11 +75,11 @@ def _build(name: str, into: Path) -> None:
         return at
 
     try:
-        with progress.step(f"fetching the modules of {name}") as step:
+        with progress.step(f"fetching the modules of {name}", pace) as step:
             stale = "{{if .Stale}}{{.ImportPath}}{{end}}"
             run(step, "list", "-deps", *options, "-f", stale, at=counted("modules fetched, packages listed"))
             to_compile = sum(bool(line) and not line.startswith("go: ") for line in lines)
-        with progress.step(f"building {name}, once") as step:
+        with progress.step(f"building {name}, once", pace) as step:
             at = counted("packages compiled", of=to_compile)
             run(step, "build", "-v", *options, "-o", str(into / name), at=at)
     except EndedError:

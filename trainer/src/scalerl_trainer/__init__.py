@@ -8,11 +8,11 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
        │                                                 advantages() ▶ engine: Engine.step()
        │                                                   losses, aggregation.per_token(); the backend's update
        │◀ step report ──────────────────────── sums ──  Trained
-       │ PUBLISH       Leader._publish() ─ Command ─▶  Worker.gather() whole parameters, a bucket at a time, while
+       │ PUBLISH       LeaderPublishes.publish() ────▶ Worker.gather() whole parameters, a bucket at a time, while
        │                 Publisher.publish()               the next step is computed; its update waits
        │                   buckets ▶ open_group() ▶ fill() ▶ start_broadcast() ────────────────▶ │
        │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤
-       │ every n steps Leader._save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
+       │ every n steps LeaderCheckpoints.save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
 
     ``algo``          losses, advantages, aggregation, mismatch: pure functions of tensors
     ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens
@@ -25,6 +25,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``fork``          copies another run's checkpoint into the directory of a new one
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
+    ``leader_publishes``, ``leader_checkpoints``
+                      rank 0's part of both, from the coordinator's permission to what it is to know
     ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
     ``batch``         converts a shard of a step from the wire to tensors

@@ -60,7 +60,7 @@ from scalerl_api.process import (
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
 from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
-from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint
+from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
@@ -124,8 +124,19 @@ def set_on_signals(stop: threading.Event) -> None:
         signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
 
 
-def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop: threading.Event) -> None:
-    """Run one rank, from the rendezvous to the end of the run or a stop. The module lists the exit codes of its errors."""
+def run(
+    environment: ProcessEnvironment,
+    rank: Rank,
+    host: str,
+    port: int,
+    stop: threading.Event,
+    timings: Timings = TIMINGS,
+) -> None:
+    """Run one rank, from the rendezvous to the end of the run or a stop. The module lists the exit codes of its errors.
+
+    Args:
+        timings: of the writing of checkpoints.
+    """
     given = environment.load_run()
     spec = given.spec
     if spec.trainer.cpu_threads is not None:
@@ -160,7 +171,9 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
         uploader = Uploader(
             copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
         )
-    checkpointer = Checkpointer(volume, ranks, engine, uploader=uploader, stopped=stop.is_set)
+    checkpointer = Checkpointer(
+        volume, ranks, engine, uploader=uploader, stopped=stop.is_set, timings=timings
+    )
     version = checkpointer.load()
     if version is None and spec.source is not None:
         # Without this, the fork would begin again from the base model.
@@ -174,7 +187,8 @@ def run(environment: ProcessEnvironment, rank: Rank, host: str, port: int, stop:
     if trained_supervised:
         status.ready.set()
         training = MidTraining(
-            engine, spec, paths, ranks, coordinator, stop, _begin(paths.mid_training, attempt, ranks)
+            *(engine, spec, paths, ranks, coordinator, stop, _begin(paths.mid_training, attempt, ranks)),
+            timings=timings,
         )
         done = training.run()
         write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
@@ -272,7 +286,7 @@ def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | No
         ) from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, timings: Timings = TIMINGS) -> int:
     """Entry point; returns the exit code that the module documents."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -288,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank.local_rank > 0:
             # The pod's port belongs to its first rank, which answers probes and scrapes.
             host, port = "127.0.0.1", 0
-        run(ProcessEnvironment.read(), rank, host, port, stop)
+        run(ProcessEnvironment.read(), rank, host, port, stop, timings)
     except _BAD_INPUT as problem:
         log.error("%s", problem)
         return BAD_INPUT_EXIT_CODE

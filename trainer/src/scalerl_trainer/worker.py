@@ -1,4 +1,4 @@
-"""Executes rank 0's commands (:mod:`.leader`) on every rank.
+"""Executes the commands of rank 0 (:mod:`.leader`) on every rank.
 
 ===================== ===========================================================================
 command               what every rank does
@@ -158,6 +158,10 @@ class Worker:
                     raise PublishRefusedError(
                         "generators could not use the published weights; see rank 0's log"
                     )
+
+    def send(self, command: Command) -> None:
+        """Send a command to the other ranks; on rank 0, which then takes part in it."""
+        self.ranks.broadcast(command, Command)
 
     def sync(self) -> tuple[bool, bool]:
         """Whether any rank is to stop, and whether the pending checkpoint is flushed on all ranks. A collective.

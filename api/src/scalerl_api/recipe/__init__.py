@@ -2,39 +2,41 @@
 
     manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
 
-To add a loss or a length rule, add a model to ``spec`` and its name to ``presets.ONE_OF``; to add a published recipe, add an
+To add a loss or a length rule, add a model to ``loss`` or ``spec`` and its name to ``presets.ONE_OF``; to add a published recipe, add an
 entry to ``presets.PRESETS``.
 """
 
+from scalerl_api.recipe.curriculum import CurriculumSpec
+from scalerl_api.recipe.loss import (
+    CispoLoss,
+    CorrectionSpec,
+    DppoLoss,
+    GspoLoss,
+    LossSpec,
+    OffPolicyMaskSpec,
+    PpoClipLoss,
+    ReinforceLoss,
+)
 from scalerl_api.recipe.presets import ONE_OF, PRESETS, Source
 from scalerl_api.recipe.resolve import Choice, Recipe, resolve
 from scalerl_api.recipe.spec import (
     MAX_BATCH_COMPLETIONS,
     AdvantageSpec,
-    CispoLoss,
-    CorrectionSpec,
     Credit,
-    CurriculumSpec,
     DistillationSpec,
-    DppoLoss,
-    GspoLoss,
     InterruptionSpec,
     KlEstimator,
     KlPenalty,
     KlSpec,
     LengthPenaltySpec,
     LengthSpec,
-    LossSpec,
-    OffPolicyMaskSpec,
     OffPolicySpec,
     OptimizerSpec,
     OverlongSpec,
     PipelineSpec,
-    PpoClipLoss,
     PpoOffPolicySpec,
     RecipeSpec,
     RefillSpec,
-    ReinforceLoss,
     TeacherSpec,
 )
 

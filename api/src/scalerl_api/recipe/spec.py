@@ -8,15 +8,12 @@ origin of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from scalerl_api.fields import (
-    AtLeastOneDecimal,
     DecayDecimal,
-    DualClipDecimal,
     LearningRateDecimal,
     Matches,
     Model,
@@ -26,154 +23,12 @@ from scalerl_api.fields import (
     Rule,
     SmallDecimal,
     TemperatureDecimal,
-    UnitDecimal,
     WeightDecayDecimal,
     at_most_one,
 )
-from scalerl_api.plugins import LossPlugin
+from scalerl_api.recipe.curriculum import CurriculumSpec, NoPositiveResamplingSpec
+from scalerl_api.recipe.loss import CispoLoss, CorrectionSpec, LossSpec, NoCorrection, OffPolicyMaskSpec
 from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
-
-# --- loss --------------------------------------------------------------------------------------
-
-
-class CispoLoss(Model):
-    """Truncates the importance ratio and detaches it from the gradient, so that every token keeps a gradient."""
-
-    ratio_cap: PositiveDecimal = "5"
-    """Upper bound of the ratio; there is no lower clip (4, 5 and 8 made no difference [P])."""
-
-
-class PpoClipLoss(Model):
-    """PPO's clipped surrogate, as in GRPO, Dr. GRPO, DAPO and Magistral: clipped tokens have no gradient."""
-
-    clip_low: UnitDecimal = "0.2"
-    """Ratio ≥ 1 − clipLow."""
-    clip_high: NonNegativeDecimal = "0.2"
-    """Ratio ≤ 1 + clipHigh. In DAPO it is higher than clipLow."""
-    dual_clip: DualClipDecimal | None = None
-    """Ratio from which a token with a negative advantage has no gradient (arXiv 1912.09729); verl's default is 3 [S]. Default:
-    none, as in PPO, so that the gradient of such a token grows with its ratio without bound."""
-
-    rules = (
-        Rule(
-            "!has(self.dualClip) || double(string(self.dualClip)) >= "
-            "1.0 + (has(self.clipHigh) ? double(string(self.clipHigh)) : 0.0)",
-            "%(dualClip)s must be at least 1 + %(clipHigh)s",
-            "dualClip",
-            lambda loss: loss.dual_clip is None or float(loss.dual_clip) >= 1 + float(loss.clip_high),
-        ),
-    )
-
-
-class GspoLoss(Model):
-    """The clipped surrogate with one ratio per completion: the geometric mean over its tokens."""
-
-    clip_low: UnitDecimal = "3e-4"
-    """Ratio ≥ 1 − clipLow."""
-    clip_high: NonNegativeDecimal = "4e-4"
-    """Ratio ≤ 1 + clipHigh."""
-
-
-class ReinforceLoss(Model):
-    """The policy gradient without an importance ratio, as if the current policy had sampled every token."""
-
-
-class DppoLoss(Model):
-    """Masks tokens whose probability differs too much from that of the policy that sampled them."""
-
-    threshold: PositiveUnitDecimal = "0.2"
-    """Maximum difference of a token's probability; beyond it, gradients that increase the difference are masked."""
-    ratio_cap: AtLeastOneDecimal = "20"
-    """Upper bound of the ratio in the gradient, which the difference does not bound (20 in the paper [S])."""
-
-
-class LossSpec(Model):
-    """The policy-gradient objective: one of these."""
-
-    cispo: CispoLoss | None = None
-    """Truncated importance ratio with a gradient for every token: ScaleRL and MiniMax-M1."""
-    ppo_clip: PpoClipLoss | None = None
-    """PPO's clipped surrogate: GRPO, Dr. GRPO, DAPO, Magistral."""
-    gspo: GspoLoss | None = None
-    """PPO's clipped surrogate with one ratio per completion."""
-    reinforce: ReinforceLoss | None = None
-    """Policy gradient without an importance ratio."""
-    dppo: DppoLoss | None = None
-    """Policy gradient that masks tokens by the difference of probabilities."""
-    plugin: LossPlugin | None = None
-    """A loss of the entry points ``scalerl.losses``."""
-
-    rules = (at_most_one(*ONE_OF["loss"]),)
-
-    @property
-    def name(self) -> str:
-        """Name of the given alternative.
-
-        >>> RecipeSpec(preset="dapo").loss.name
-        'ppoClip'
-        """
-        return _chosen(self, "loss")
-
-
-class NoCorrection(Model):
-    """No correction beyond the ratio of the loss."""
-
-
-CorrectionLevel = Literal["Token", "Sequence", "Geometric"]
-
-
-class TruncatedCorrection(Model):
-    """Truncated importance sampling (TIS): weight min(π_prox / π_gen, cap)."""
-
-    cap: PositiveDecimal = "2"
-    """Maximum weight of a token."""
-    level: CorrectionLevel = "Token"
-    """What the ratio is of: a token, a completion (the product over its tokens), or the geometric mean over a completion."""
-
-
-class MaskedCorrection(Model):
-    """Masked importance sampling (MIS): weight π_prox / π_gen, and 0 beyond the bounds. IcePop has the bounds 0.5 and 5 [S]."""
-
-    cap: PositiveDecimal = "2"
-    """Tokens with a larger ratio are masked."""
-    floor: NonNegativeDecimal = "0"
-    """Tokens with a smaller ratio are masked; 0 for no lower bound."""
-    level: CorrectionLevel = "Token"
-    """What the ratio is of: a token, a completion (the product over its tokens), or the geometric mean over a completion."""
-
-    rules = (
-        Rule(
-            "double(string(self.floor)) < double(string(self.cap))",
-            "%(floor)s must be less than %(cap)s",
-            "floor",
-            lambda masked: float(masked.floor) < float(masked.cap),
-        ),
-    )
-
-
-class CorrectionSpec(Model):
-    """Importance weights that correct the mismatch of generator and trainer, with any loss: one of these. With weights, the
-    ratio of the loss, and so its clip, is to π_prox: the trainer's policy before the ``offPolicy.ppo.stepsPerBatch`` updates
-    that share sampled weights, or otherwise the trained policy itself, whose ratio of 1 is never clipped."""
-
-    none: NoCorrection | None = None
-    """The loss uses the ratio to the policy that sampled, and its clip bounds it."""
-    truncated: TruncatedCorrection | None = None
-    """The loss uses the ratio to π_prox, and tokens are weighted by π_prox / π_gen up to a cap."""
-    masked: MaskedCorrection | None = None
-    """Like truncated, but tokens beyond the bounds are masked."""
-
-    rules = (at_most_one(*ONE_OF["correction"]),)
-
-
-class OffPolicyMaskSpec(Model):
-    """Masks completions that the trained policy has moved away from, where the advantage is negative
-    (DeepSeek-V3.2, arXiv 2512.02556 [P])."""
-
-    max_kl: PositiveDecimal = "0.5"
-    """Mean of log π_gen − log π_train over the completion, in nats per token, above which it is masked. The paper has no
-    value; TRL's documentation starts from 0.5 [S]."""
-
 
 # --- KL penalty --------------------------------------------------------------------------------
 
@@ -322,109 +177,6 @@ class LengthSpec(Model):
     rules = (at_most_one(*ONE_OF["length"]),)
 
 
-# --- curriculum --------------------------------------------------------------------------------
-
-
-class UniformSpec(Model):
-    """Every prompt once per epoch."""
-
-
-class NoPositiveResamplingSpec(Model):
-    """Excludes solved prompts from later epochs (ScaleRL [P])."""
-
-    pass_rate: PositiveUnitDecimal = "0.9"
-    """Historical pass rate from which a prompt counts as solved."""
-
-
-class PassRateBandSpec(Model):
-    """Only prompts with a historical pass rate within the band, and prompts not used yet."""
-
-    low: UnitDecimal = "0.1"
-    """Minimum pass rate."""
-    high: UnitDecimal = "0.9"
-    """Maximum pass rate."""
-
-    rules = (
-        Rule(
-            "double(string(self.low)) < double(string(self.high))",
-            "%(low)s must be less than %(high)s",
-            "low",
-            lambda band: float(band.low) < float(band.high),
-        ),
-    )
-
-
-_ASCENDING_EDGES: Final = Rule(
-    "self.edges.all(e, self.edges.indexOf(e) == 0 || "
-    "double(string(self.edges[self.edges.indexOf(e) - 1])) < double(string(e)))",
-    "edges must ascend",
-    "edges",
-    lambda section: all(float(a) < float(b) for a, b in pairwise(section.edges)),
-)
-
-
-class DifficultyPoolsSpec(Model):
-    """Pools of prompts by historical pass rate; prompts move between pools as it changes."""
-
-    edges: Annotated[list[UnitDecimal], Field(min_length=1, max_length=16)]
-    """Pass rates between the pools, ascending."""
-    weights: Annotated[list[NonNegativeDecimal], Field(min_length=2, max_length=17)]
-    """Sampling weight of each pool, relative to the largest; one more than edges. Prompts not used yet are in the
-    middle pool."""
-
-    rules = (
-        Rule(
-            "size(self.weights) == size(self.edges) + 1",
-            "weights must be one more than edges",
-            "weights",
-            lambda pools: len(pools.weights) == len(pools.edges) + 1,
-        ),
-        _ASCENDING_EDGES,
-        Rule(
-            "self.weights.exists(w, double(string(w)) > 0.0)",
-            "at least one of weights must be positive",
-            "weights",
-            lambda pools: any(float(w) > 0 for w in pools.weights),
-        ),
-    )
-
-
-class EdgeOfCompetenceSpec(Model):
-    """Prompts that the model solves sometimes, by its last two groups of each: with a pass rate above 0 and below .8. The others
-    are measured again as it learns (arXiv 2512.07783 [P]; the bounds [?])."""
-
-
-class SecSpec(Model):
-    """A bandit over difficulty categories that prefers those with a large mean absolute advantage (SEC,
-    arXiv 2505.14970 [P]). The task's prompts need a difficulty."""
-
-    edges: Annotated[list[NonNegativeDecimal], Field(min_length=1, max_length=16)]
-    """Difficulties between the categories, ascending; an edge belongs to the category above it."""
-    temperature: PositiveDecimal = "0.4"
-    """Temperature of the softmax over the values of the categories; lower is greedier."""
-
-    rules = (_ASCENDING_EDGES,)
-
-
-class CurriculumSpec(Model):
-    """Selection of prompts: one of these."""
-
-    uniform: UniformSpec | None = None
-    """Every prompt once per epoch."""
-    no_positive_resampling: NoPositiveResamplingSpec | None = None
-    """Uniform without solved prompts, as in ScaleRL."""
-    pass_rate_band: PassRateBandSpec | None = None
-    """Uniform over prompts with a pass rate within a band."""
-    difficulty_pools: DifficultyPoolsSpec | None = None
-    """Weighted pools by pass rate."""
-    edge_of_competence: EdgeOfCompetenceSpec | None = None
-    """Prompts that the model solves sometimes, but not reliably."""
-    sec: SecSpec | None = None
-    """A bandit over difficulty categories, as in SEC."""
-
-    rules = (at_most_one(*ONE_OF["curriculum"]),)
-
-
 # --- batch -------------------------------------------------------------------------------------
 
 
@@ -563,9 +315,3 @@ class RecipeSpec(Model):
             return self.off_policy.ppo.steps_per_batch - 1
         assert self.off_policy.pipeline is not None, "completed by the preset"
         return self.off_policy.pipeline.max_staleness_steps
-
-
-def _chosen(model: Model, one_of: str) -> str:
-    fields = type(model).model_fields
-    given = {field.alias or name for name, field in fields.items() if getattr(model, name) is not None}
-    return next(name for name in ONE_OF[one_of] if name in given)

@@ -10,7 +10,8 @@ from typing import Final
 
 from scalerl_operator import names
 from scalerl_operator.build.coordinator import leave_soon
-from scalerl_operator.build.pods import PodSettings, pod_template
+from scalerl_operator.build.pod_settings import PodSettings
+from scalerl_operator.build.pods import pod_template
 from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.workloads import Role

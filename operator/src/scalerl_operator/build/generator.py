@@ -6,7 +6,8 @@ from typing import Final
 
 from scalerl_api.process import COMPILE_CACHE
 from scalerl_operator import names
-from scalerl_operator.build.pods import PodSettings, pod_template
+from scalerl_operator.build.pod_settings import PodSettings
+from scalerl_operator.build.pods import pod_template
 from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPILE_CACHE_DIR

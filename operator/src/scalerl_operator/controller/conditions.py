@@ -17,7 +17,7 @@ from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition, TroubleStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_api.wire import Status
-from scalerl_operator.build.pods import memory_warnings
+from scalerl_operator.build.memory_requests import memory_warnings
 from scalerl_operator.build.scope import Images, Scope
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.parts import Findings, Observed

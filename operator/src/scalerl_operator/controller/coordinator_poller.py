@@ -31,8 +31,8 @@ from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.names import PORTS, TOKEN_KEY, Names
-from scalerl_operator.policy.lifecycle import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.policy.problems import Problem
+from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.workloads import Role
 from scalerl_processes.waiting import cancel, pause
 

@@ -70,6 +70,7 @@ def observe(
     uid: str,
     hashes: Mapping[Role, str],
     terminating_seconds: Mapping[str, float] = MappingProxyType({}),
+    lost_seconds: float = LOST_SECONDS,
 ) -> Observed:
     """The observation of a run.
 
@@ -77,10 +78,11 @@ def observe(
     uid: the run's; objects of an earlier run of the same name are left out.
     hashes: those of the accepted spec, by role.
     terminating_seconds: by a pod's uid, see :func:`pod_view`.
+    lost_seconds: see :data:`LOST_SECONDS`.
     """
     own = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
     views = (
-        pod_view(o, terminating_seconds.get(o["metadata"].get("uid", ""), 0.0))
+        pod_view(o, terminating_seconds.get(o["metadata"].get("uid", ""), 0.0), lost_seconds)
         for (kind, _), o in own.items()
         if kind == "Pod"
     )
@@ -120,7 +122,7 @@ def ignore_young_pods(observed: Observed, now: float) -> Observed:
 # --- pods ---------------------------------------------------------------------------------------
 
 
-def pod_view(pod: Object, terminating_seconds: float = 0.0) -> PodView:
+def pod_view(pod: Object, terminating_seconds: float = 0.0, lost_seconds: float = LOST_SECONDS) -> PodView:
     """The view of a pod. terminating_seconds: for how long it has been seen to be deleted."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     first, own = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
@@ -163,7 +165,7 @@ def pod_view(pod: Object, terminating_seconds: float = 0.0) -> PodView:
         ends=ends,
         bad_input=None if label(pod, COMPONENT) == Role.ENVIRONMENT else next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
-        lost=_is_lost(pod, conditions, terminating_seconds),
+        lost=_is_lost(pod, conditions, terminating_seconds, lost_seconds),
         started=bool(own) and all(c.get("started") is True for c in own),
         steps_lost=any(not c.get("ready") and _last_end(c) == STEPS_LOST_EXIT_CODE for c in own),
         model=_reported_model(containers) if label(pod, COMPONENT) == Role.PREPARE else None,
@@ -188,7 +190,9 @@ def _is_disrupted(status: Object, conditions: Mapping[str, Object]) -> bool:
     return status.get("phase") == "Failed" and status.get("reason", "") not in own_failures
 
 
-def _is_lost(pod: Object, conditions: Mapping[str, Object], terminating_seconds: float) -> bool:
+def _is_lost(
+    pod: Object, conditions: Mapping[str, Object], terminating_seconds: float, lost_seconds: float
+) -> bool:
     """Whether the node of a pod that is being deleted does not answer.
 
     The operator may not read nodes. When a node stops answering, Kubernetes sets the condition Ready of its pods to False, and no
@@ -201,7 +205,7 @@ def _is_lost(pod: Object, conditions: Mapping[str, Object], terminating_seconds:
     disruption = conditions.get(_DISRUPTION, {})
     evicted = disruption.get("status") == "True" and disruption.get("reason") == "DeletionByTaintManager"
     ready, containers = (conditions.get(name, {}).get("status") for name in ("Ready", "ContainersReady"))
-    longest = LOST_SECONDS + (metadata.get("deletionGracePeriodSeconds") or 0)
+    longest = lost_seconds + (metadata.get("deletionGracePeriodSeconds") or 0)
     return (evicted and ready == "False" and containers == "True") or terminating_seconds > longest
 
 

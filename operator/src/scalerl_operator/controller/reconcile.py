@@ -39,7 +39,7 @@ from scalerl_operator.controller.coordinator_poller import (
 )
 from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
-from scalerl_operator.controller.observe import ignore_young_pods, observe
+from scalerl_operator.controller.observe import LOST_SECONDS, ignore_young_pods, observe
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_state import KnownRuns
@@ -51,7 +51,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FINALIZER
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision
+from scalerl_operator.policy.lifecycle_types import HELD_SECONDS, LifecycleDecision
 from scalerl_operator.policy.memory_status import is_over, remembered
 
 BLOCKED_SECONDS: Final = 30.0
@@ -70,6 +70,7 @@ class Reconciler:
     gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
     wake: called for a run whose coordinator has responded.
     background, poll_timings: see :class:`.CoordinatorPollers`.
+    held_seconds: see :data:`.lifecycle_types.HELD_SECONDS`; lost_seconds: see :data:`.observe.LOST_SECONDS`.
     clock: Unix seconds.
     monotonic: seconds that no correction of the clock changes.
     """
@@ -88,6 +89,8 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
         poll_timings: Timings = TIMINGS,
+        held_seconds: float = HELD_SECONDS,
+        lost_seconds: float = LOST_SECONDS,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +104,7 @@ class Reconciler:
         self._gangs = gangs
         self._make_autoscaler = autoscaler
         self._on_status = on_status
+        self._held_seconds, self._lost_seconds = held_seconds, lost_seconds
         self._clock = clock
         self._monotonic = monotonic
         self._known = KnownRuns(self.coordinators.forget)
@@ -129,7 +133,7 @@ class Reconciler:
         observed = await self._observe(run, accepted)
         if observed is None:
             return COORDINATOR_SECONDS
-        decision = decide(run, accepted, observed)
+        decision = decide(run, accepted, observed, self._held_seconds)
         if decision.release:
             await write_record(self._api, run)
             await self._run.remove_finalizer(run)
@@ -166,7 +170,7 @@ class Reconciler:
         await self._applier.find_unlabelled(run)
         queued = await gang.find(self._api, run, accepted, served=self._gangs())
         terminating = run.state.terminating_seconds(run.objects.values(), self._monotonic())
-        seen = observe(run.objects, run.uid, accepted.spec_hashes(), terminating)
+        seen = observe(run.objects, run.uid, accepted.spec_hashes(), terminating, self._lost_seconds)
         seen = gang.observed_in_queue(run, replace(seen, gang=queued))
         seen = ignore_young_pods(seen, run.unix_seconds)
         observed = await ask_coordinator(self._api, self.coordinators, run, accepted, seen)

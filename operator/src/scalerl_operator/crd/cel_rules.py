@@ -15,7 +15,9 @@ from pydantic.fields import FieldInfo
 
 from scalerl_api.autoscaling import MOMENT, on_the_calendar, timestamp_input
 from scalerl_api.conditions import Reason
+from scalerl_api.dataset_source import DatasetSource
 from scalerl_api.edits import EDITS, Edit, Effect, edit_of, entry_model, nested_model
+from scalerl_api.environment import PythonEnvironment
 from scalerl_api.fields import (
     A_DECIMAL,
     DECIMAL_FORM,
@@ -27,6 +29,7 @@ from scalerl_api.fields import (
     decimal_input,
     quantity_input,
 )
+from scalerl_api.model_source import ModelSpec
 from scalerl_api.plugins import free_value
 from scalerl_api.pods import (
     COUNT,
@@ -51,15 +54,9 @@ from scalerl_api.pods import (
     text_value,
     unreserved,
 )
-from scalerl_api.source import (
-    DatasetSource,
-    JsonlSource,
-    ModelSpec,
-    PythonEnvironment,
-    PythonVerifier,
-    parameter_value,
-)
+from scalerl_api.source import JsonlSource
 from scalerl_api.spec import RunSpec
+from scalerl_api.verifier import PythonVerifier, parameter_value
 from scalerl_api.vllm_options import (
     ALLOWED_OPTIONS,
     BREAKING_OPTIONS,

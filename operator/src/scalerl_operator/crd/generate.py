@@ -32,9 +32,9 @@ from scalerl_api.load import to_yaml
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import set_by_others
 from scalerl_api.roles import EnvironmentServerSpec
-from scalerl_api.source import VerifierSpec, WeightedVerifier
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
+from scalerl_api.verifier import VerifierSpec, WeightedVerifier
 from scalerl_operator.crd import cel_rules
 from scalerl_operator.crd.cel_rules import NotExpressible
 

@@ -56,6 +56,7 @@ class Leader:
         namespace: str,
         identity: str,
         name: str = LEASE_NAME,
+        duration_seconds: int = DURATION_SECONDS,
         clock: Callable[[], float] = steady_clock,
         rng: random.Random | None = None,
     ) -> None:
@@ -63,6 +64,8 @@ class Leader:
         self._namespace = namespace
         self._identity = identity
         self._name = name
+        self.duration_seconds = duration_seconds
+        """Of the Lease without a renewal."""
         self._clock = clock
         self._rng = rng or random.Random()
         self._leads_until = -math.inf
@@ -148,7 +151,7 @@ class Leader:
             log.warning("Lease %s/%s: %s", self._namespace, self._name, text)
             return False
         self.holder = self._identity
-        self._leads_until = began + 0.8 * DURATION_SECONDS
+        self._leads_until = began + 0.8 * self.duration_seconds
         return True
 
     async def _take(self) -> bool:
@@ -165,7 +168,7 @@ class Leader:
         if self._renewal != (renewal := (self.holder, spec.get("renewTime") or "")):
             self._renewal, self._renewal_seen = renewal, self._clock()
         free = self.holder == self._identity or (not self.holder and (leads or duration <= _RELEASED_SECONDS))
-        if not free and self._clock() < self._renewal_seen + (duration or DURATION_SECONDS):
+        if not free and self._clock() < self._renewal_seen + (duration or self.duration_seconds):
             return False
         transitions = int(spec.get("leaseTransitions") or 0) + (self.holder != self._identity)
         await self._api.replace(lease | {"spec": self._spec(spec, self._identity, transitions)})
@@ -177,7 +180,7 @@ class Leader:
         return {
             **before,
             "holderIdentity": holder,
-            "leaseDurationSeconds": DURATION_SECONDS,
+            "leaseDurationSeconds": self.duration_seconds,
             "renewTime": now,
             "acquireTime": before.get("acquireTime", now) if unchanged else now,
             "leaseTransitions": transitions,

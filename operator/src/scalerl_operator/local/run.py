@@ -209,7 +209,6 @@ class LocalRun:
             environment=roles.environment,
             status=status,
             stop="" if self._autoscaler is None else self._autoscaler.stop,
-            generators_wanted=self._runtime.replicas(Role.GENERATOR),
             steps=self._file.status.step or 0,
             started=roles.coordinator.ready > 0 and roles.generators.ready > 0,
             edit=edit,

@@ -14,6 +14,10 @@ from scalerl_operator.policy.edits_of_run import SpecEdit
 DRAIN_SECONDS: Final = 1800.0
 """Timeout of the drain of a run that is suspended or deleted: it finishes its step and writes a checkpoint."""
 
+HELD_SECONDS: Final = 30.0
+"""How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
+second."""
+
 
 class JobState(enum.StrEnum):
     ABSENT = "absent"
@@ -94,8 +98,9 @@ class LifecycleInput:
     steps: trained, as recorded in the run's status.
     started: a coordinator and a generator of the accepted spec are ready; others may still be those of an earlier spec.
     edit: of the spec, since the last reconcile.
-    unproven: fields that have been edited and have not trained :data:`.lifecycle.PROVEN_STEPS` steps yet.
+    unproven: fields that have been edited and have not trained :data:`.failures.PROVEN_STEPS` steps yet.
     drain_seconds: timeout of a drain.
+    held_seconds: see :data:`HELD_SECONDS`.
     """
 
     unix_seconds: float
@@ -111,12 +116,12 @@ class LifecycleInput:
     environment: Service | None = None
     status: Status | None = None
     stop: str = ""
-    generators_wanted: int = 1
     steps: int = 0
     started: bool = True
     edit: SpecEdit = field(default_factory=SpecEdit)
     unproven: tuple[str, ...] = ()
     drain_seconds: float = DRAIN_SECONDS
+    held_seconds: float = HELD_SECONDS
 
 
 class Suspension(enum.StrEnum):
@@ -164,7 +169,7 @@ class Memory:
     resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
     has_trained: steps, of RL or of mid-training.
     unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
-        :data:`.lifecycle.PROVEN_STEPS` more.
+        :data:`.failures.PROVEN_STEPS` more.
     holding: the failure for which the run drains, to be held.
     awaited_since: since when a run that ends has had no trainer that is ready; None otherwise.
     """

@@ -15,7 +15,7 @@ from scalerl_tasks.dataset.readers import COMPRESSIONS, SUFFIXES
 from scalerl_tasks.errors import SourceError
 
 if TYPE_CHECKING:
-    from scalerl_api.source import HubDataset
+    from scalerl_api.dataset_source import HubDataset
 
 _CARD = "README.md"
 _SPLITS = ("train", "test", "validation", "dev", "valid", "val", "eval")

@@ -20,7 +20,7 @@ from scalerl_tasks.dataset.layouts import Layout, unknown_layout
 from scalerl_tasks.errors import SourceError, did_you_mean
 
 if TYPE_CHECKING:
-    from scalerl_api.source import DatasetSource as DatasetSpec
+    from scalerl_api.dataset_source import DatasetSource as DatasetSpec
 
 REQUIRED = ("prompt", "answer")
 OPTIONAL = ("id", "difficulty", "solution", "system")

@@ -25,7 +25,7 @@ from scalerl_tasks.row_problems import RowProblems
 from scalerl_tasks.split import text_key
 
 if TYPE_CHECKING:
-    from scalerl_api.source import DatasetSource as DatasetSpec
+    from scalerl_api.dataset_source import DatasetSource as DatasetSpec
 
 log = logging.getLogger("scalerl_tasks.dataset")
 

@@ -18,8 +18,6 @@ log = logging.getLogger("scalerl_tasks.environments.gate")
 EPISODES: Final = 64
 """Of which the share is taken."""
 MOST_FAILURES: Final = EPISODES // 2
-_FIRST_DELAY_SECONDS, _MAX_DELAY_SECONDS = 1.0, 30.0
-_WAITING_SECONDS = 1.0
 _MOST_TRIES = 6
 """After which an episode that fails alone is let go."""
 
@@ -32,10 +30,20 @@ class EnvironmentGate:
     otherwise end none that opens the gate.
 
     ``problem`` says why episodes wait; empty if none does.
+
+    delays: seconds before the first try, and the longest ones.
+    waiting_seconds: between two calls of ``on_graded``.
     """
 
-    def __init__(self, grader: EpisodeGrader, where: str) -> None:
+    def __init__(
+        self,
+        grader: EpisodeGrader,
+        where: str,
+        delays: tuple[float, float] = (1.0, 30.0),
+        waiting_seconds: float = 1.0,
+    ) -> None:
         self._grader, self._where = grader, where
+        (self._first_delay, self._max_delay), self._waiting_seconds = delays, waiting_seconds
         self._failed: deque[bool] = deque(maxlen=EPISODES)
         """Whether each of the last episodes failed."""
         self._ended = self._waiting = 0
@@ -59,13 +67,13 @@ class EnvironmentGate:
         if not failed:
             return found
         self._note([True] * len(failed), f"{found[failed[0]].error}")
-        delay, tries, ended = _FIRST_DELAY_SECONDS, 1, self._ended
+        delay, tries, ended = self._first_delay, 1, self._ended
         while failed and self.problem:
             if tries >= _MOST_TRIES and self._ended - ended >= self._waiting + len(failed):
                 break
             self._waiting += len(failed)
             try:
-                async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
+                async with calling(on_graded or (lambda: None), self._waiting_seconds):
                     await asyncio.sleep(delay)
                 again = await self._grader.steps(
                     prompt, [episodes[at] for at in failed], in_thought=in_thought, on_graded=on_graded
@@ -74,7 +82,7 @@ class EnvironmentGate:
                 self._waiting -= len(failed)
             for at, step in zip(failed, again, strict=True):
                 found[at] = step
-            delay, tries, failed = min(2 * delay, _MAX_DELAY_SECONDS), tries + 1, _failed(found)
+            delay, tries, failed = min(2 * delay, self._max_delay), tries + 1, _failed(found)
         return found
 
     def ended(self, episodes: int) -> None:

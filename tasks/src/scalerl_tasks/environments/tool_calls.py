@@ -17,7 +17,7 @@ from scalerl_tasks.answer_extraction import after_thought
 from scalerl_tasks.errors import VerifierError, did_you_mean
 
 if TYPE_CHECKING:
-    from scalerl_api.source import EnvironmentSpec
+    from scalerl_api.environment import EnvironmentSpec
 
 Format = Literal["Hermes", "Llama3", "Text"]
 """How a reply has a call: ``<tool_call>{…}</tool_call>``; a reply that is JSON; a line ``name: argument``."""

@@ -16,10 +16,6 @@ from scalerl_api.answers import BadAnswer
 from scalerl_api.http_client import decode_problem, wire_headers
 from scalerl_trainer.coordinator_client import MAX_ANSWER_BYTES, failure_reason, request
 
-CONNECT_SECONDS = 5.0
-LATE_ANSWER_SECONDS = 30.0
-"""A request stays open for this time after its deadline, because :func:`.publisher._after_failure` may extend the deadline."""
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -78,9 +74,24 @@ class ActorControl:
 
     Each request runs on a daemon thread, which is abandoned at the deadline, so that a peer that accepts a connection and then
     hangs blocks only its thread.
+
+    Args:
+        connect_seconds: timeout of a connection.
+        late_answer_seconds: a request stays open for this time after its deadline, because :func:`.publisher._after_failure` may extend
+            the deadline.
+        max_answer_bytes: limit of an answer.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(
+        self,
+        token: str,
+        *,
+        connect_seconds: float = 5.0,
+        late_answer_seconds: float = 30.0,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
+        self._connect_seconds, self._late_answer_seconds = connect_seconds, late_answer_seconds
+        self._max_answer_bytes = max_answer_bytes
         # No keep-alive: a pooled connection that the actor has closed would look like a dead actor.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(headers=wire_headers(token), trust_env=False, limits=limits)
@@ -113,10 +124,10 @@ class ActorControl:
     ) -> None:
         url = member.control_url.rstrip("/") + path
         timeout = httpx.Timeout(
-            timeout_seconds + LATE_ANSWER_SECONDS, connect=min(CONNECT_SECONDS, timeout_seconds)
+            timeout_seconds + self._late_answer_seconds, connect=min(self._connect_seconds, timeout_seconds)
         )
         try:
-            code, content = request(self._http, "POST", url, body, timeout, MAX_ANSWER_BYTES)
+            code, content = request(self._http, "POST", url, body, timeout, self._max_answer_bytes)
         # RuntimeError: closed under us
         except (httpx.HTTPError, httpx.InvalidURL, BadAnswer, RuntimeError) as error:
             answer = Answer(error=f"POST {url}: {failure_reason(error, timeout)}")

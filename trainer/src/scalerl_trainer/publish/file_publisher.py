@@ -18,23 +18,18 @@ from collections.abc import Callable
 from scalerl_api import endpoints, wire
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
-from scalerl_trainer.publish.publisher import (
-    Outcome,
-    PhaseSeconds,
-    Weights,
-    decode_received,
-    stats_of,
-)
+from scalerl_trainer.publish.publisher import Outcome, PhaseSeconds, Weights, decode_received, stats_of
 from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 
 log = logging.getLogger(__name__)
 
-WRITE_RETRY_SECONDS = 5.0
-"""Before the second and last attempt of a publish to write its version."""
-
 
 class FilePublisher:
-    """Executes the publishes of a run on rank 0."""
+    """Executes the publishes of a run on rank 0.
+
+    Args:
+        retry_seconds: pause before the second and last attempt of a publish to write its version.
+    """
 
     def __init__(
         self,
@@ -43,7 +38,9 @@ class FilePublisher:
         *,
         bucket_bytes: int,
         timeout_seconds: float,
+        retry_seconds: float = 5.0,
     ) -> None:
+        self._retry_seconds = retry_seconds
         self._writer = writer
         self._control = control
         self._bucket_bytes = bucket_bytes
@@ -116,5 +113,5 @@ class FilePublisher:
                 )
                 log.error("%s", problem)
             if attempt == 1:
-                time.sleep(WRITE_RETRY_SECONDS)
+                time.sleep(self._retry_seconds)
         return problem

@@ -45,6 +45,8 @@ class PublishSettings:
     workers_per_member: int = 1
     """Tensor-parallel workers of a server, each of which is a rank of the group."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    answer_grace_seconds: float = 5.0
+    """Healthy members answer within this time after their timeout."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class Publisher:
             causes = {m for m, answer in calls.answers.items() if not answer.ok}
             time.sleep(JOIN_GRACE_SECONDS)
             store.close()
-            answers = _after_failure(calls)
+            answers = _after_failure(calls, s.answer_grace_seconds)
             # If a member is gone, it is the cause: the errors of the others are lost connections to it.
             causes = {m for m, a in answers.items() if not (a.ok or a.cleared)} or causes
             return {m: _failed_join(a, str(error), m in causes) for m, a in answers.items()}
@@ -271,7 +273,7 @@ class Publisher:
             # until then, so they must not be reused.
             self._close_group()
             self._buffers = []
-            return _after_failure(calls, group.busy_until)
+            return _after_failure(calls, s.answer_grace_seconds, group.busy_until)
         answers = calls.wait()
         if not all(answer.ok for answer in answers.values()):
             self._close_group()
@@ -331,13 +333,11 @@ def _raise_first_failure(calls: Calls) -> None:
 
 
 JOIN_GRACE_SECONDS = 0.5
-ANSWER_GRACE_SECONDS = 5.0
-"""Healthy members answer within this time after their timeout."""
 
 
-def _after_failure(calls: Calls, busy_until: float = 0.0) -> dict[str, Answer]:
+def _after_failure(calls: Calls, grace_seconds: float, busy_until: float = 0.0) -> dict[str, Answer]:
     """The members' answers after the group failed. The group's operation ends by ``busy_until`` (monotonic)."""
-    calls.deadline = max(calls.deadline, max(time.monotonic(), busy_until) + ANSWER_GRACE_SECONDS)
+    calls.deadline = max(calls.deadline, max(time.monotonic(), busy_until) + grace_seconds)
     return calls.wait()
 
 

@@ -1,0 +1,121 @@
+"""Which members may get a version of the weights now, and which evaluations a publish waits for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.core import Core
+from scalerl_coordinator.evaluation import Evaluation
+from scalerl_coordinator.membership import Member
+from scalerl_coordinator.off_policy import scheme
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Hold:
+    """An evaluation that a publish waits for."""
+
+    since: float
+    """When the publish began to wait."""
+    last_measurable: float
+    """When a healthy member last held the evaluated version."""
+
+
+@dataclass(slots=True)
+class PublishPermits:
+    """Decides on a :class:`~.core.Core` which members get the trainer's weights."""
+
+    core: Core
+    _holds: dict[int, _Hold] = field(default_factory=dict)
+    """Evaluations that hold a publish, by evaluated version."""
+
+    def publishes(self, version: int) -> bool:
+        """Whether the trainer publishes ``version`` right after the step that produced it."""
+        return scheme(self.core.settings.identity).publishes(version)
+
+    def _outdated(self, now: float) -> list[Member]:
+        """Members that need the trainer's current weights.
+
+        After the trainer returned to a checkpoint, members may hold newer weights of the lost lineage, up to the published
+        version. They keep them until the next version is published, or until the run ends and its last version is evaluated.
+        """
+        version, newest = self.core.state.version, self.core.newest_possible
+        unpublished = version > self.core.state.published and self.publishes(version)
+        requires_version = bool(self.core.end_reason) or unpublished
+        oldest = version if requires_version else scheme(self.core.settings.identity).oldest(version)
+        return [
+            m
+            for m in self.core.membership.publishable(now)
+            if m.version < oldest or m.version > newest or (requires_version and m.version != version)
+        ]
+
+    def to_update(self, version: int, now: float) -> list[Member]:
+        """The outdated members that may get ``version`` now: not those whose version an evaluation holds, and none at all while
+        it holds one that no member has."""
+        held = self.held(version, now)
+        present = {m.version for m in self.core.membership.members.values() if m.healthy}
+        return [m for m in self._outdated(now) if m.version not in held] if held <= present else []
+
+    def held(self, version: int, now: float) -> set[int]:
+        """Versions whose evaluation holds a publish of ``version`` now."""
+        blocking = self._evaluations_in_the_way(version, {m.version for m in self._outdated(now)})
+        self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
+        self._release_holds(now)
+        evaluations = self.core.state.evaluations.values()
+        return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
+
+    def _holds_publish(self, evaluation: Evaluation) -> bool:
+        """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
+        return self.core.settings.follows(evaluation.task) and not evaluation.released
+
+    def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> set[int]:
+        """Versions under evaluation that a publish of ``version`` must wait for.
+
+        These are the versions in ``overwritten``, which members to update hold now, and, if ``version`` is not published yet,
+        those that no healthy member holds. A publish of an already published version, to a generator that joins within a
+        batch of PPO-off-policy, does not affect members that hold the batch's weights and continue its evaluation.
+        """
+        state = self.core.state
+        held = {m.version for m in self.core.membership.members.values() if m.healthy}
+        return {
+            v
+            for (v, _), evaluation in state.evaluations.items()
+            if v < version and self._holds_publish(evaluation)
+            if v in overwritten or (version > state.published and v not in held)
+        }
+
+    def _release_holds(self, now: float) -> None:
+        """Release the evaluations that have held a publish for too long, or whose version no member holds any more."""
+        core = self.core
+        for version in list(self._holds):
+            evaluations = [
+                e for e in core.state.evaluations.values() if e.version == version and self._holds_publish(e)
+            ]
+            if not evaluations:
+                del self._holds[version]
+                continue
+            hold = self._holds[version]
+            if any(m.healthy and m.version == version for m in core.membership.members.values()):
+                hold.last_measurable = now
+            waited, unserved = now - hold.since, now - hold.last_measurable
+            if waited >= core.settings.hold_seconds or unserved >= core.membership.timeout_seconds:
+                for evaluation in evaluations:
+                    log.warning(
+                        "the evaluation of version %d has %d of %d prompts after %.0f s; newer weights will complete it",
+                        *(version, len(evaluation.results), evaluation.prompts, waited),
+                    )
+                    core.commit(r.EvaluationReleased(version, evaluation.task))
+                del self._holds[version]
+
+    def reset(self) -> None:
+        """Forget the holds: a new trainer publishes."""
+        self._holds.clear()
+
+    def tick(self, now: float) -> bool:
+        """Release holds that are over; returns whether one may time out."""
+        if self._holds:
+            self._release_holds(now)
+        return bool(self._holds)

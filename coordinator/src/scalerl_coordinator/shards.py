@@ -1,0 +1,85 @@
+"""The shards of a step: which sequences each rank of the trainer gets, and with which content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scalerl_api import wire
+from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.batcher import Item, balance
+from scalerl_coordinator.core import Core, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """What :func:`fill_shard` needs to build a rank's shard from the groups in the journal."""
+
+    step: int
+    groups: list[wire.GroupMeta]
+    """All groups of the step, in slot order."""
+    lease_ids: list[str]
+    """The lease of each group, which is the key of its blob; "" for a slot that was given up."""
+    items: list[Item]
+    """The rank's sequences."""
+    ambiguous: bool
+    """As in :class:`~scalerl_api.wire.Shard`."""
+
+
+def plan_shard(core: Core, request: wire.ShardRequest) -> ShardPlan:
+    """Balance the sequences of a closed step over the ranks, by tokens; returns the plan of one rank. Raises Refusal."""
+    state = core.state
+    if not 0 <= request.rank < request.world_size:
+        raise Refusal("bad-request", f"rank {request.rank} is outside 0..{request.world_size - 1}")
+    if request.step < state.first_kept_step or not state.closed(request.step):
+        raise Refusal(
+            "not-ready",
+            f"step {request.step} is not closed yet, or was deleted (the oldest kept step is {state.first_kept_step})",
+        )
+    groups = state.step_groups(request.step)
+    items = [
+        Item(at, sample, group.prompt_tokens + length)
+        for at, group in enumerate(groups)
+        if not group.filtered
+        for sample, (length, trained) in enumerate(zip(group.lengths, group.trained_tokens, strict=True))
+        if trained
+    ]
+    metas = [
+        wire.GroupMeta(
+            slot=slot,
+            scores=g.scores,
+            rewards=g.rewards,
+            completion_tokens=g.lengths,
+            filtered=g.filtered,
+            ungraded=g.ungraded,
+            masked_tokens=g.masked_tokens,
+            unusable_tokens=g.unusable_tokens,
+            returns=g.returns if state.known_identity.credit != "Episode" else [],
+            recorded=core.settings.records(state.prompts[slot]),
+        )
+        for slot, g in zip(state.slots_of(request.step), groups, strict=True)
+    ]
+    shard = balance(items, request.world_size)[request.rank]
+    lease_ids = [g.lease_id for g in groups]
+    return ShardPlan(request.step, metas, lease_ids, shard, ambiguous=request.step <= state.lost)
+
+
+def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:
+    """The response to a shard request, with the sequences from ``groups``, the step's groups by lease id."""
+    sequences = []
+    for item in plan.items:
+        group = groups[plan.lease_ids[item.group]]
+        completion = group.completions[item.sample]
+        sequences.append(
+            wire.Sequence(
+                group=item.group,
+                sample=item.sample,
+                prompt_token_ids=group.prompt_token_ids,
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                teacher_logprobs=completion.teacher_logprobs,
+                versions=completion.versions,
+                turns=completion.turns if plan.groups[item.group].returns else [],
+            )
+        )
+    return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences, ambiguous=plan.ambiguous)

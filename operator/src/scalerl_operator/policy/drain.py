@@ -1,0 +1,108 @@
+"""Suspension and deletion of a run: its trainer saves before its objects are deleted. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from scalerl_api.conditions import Phase
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
+from scalerl_api.spec import RunSpec
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
+from scalerl_operator.policy import budget
+from scalerl_operator.policy.lifecycle_types import (
+    DRAIN_SECONDS,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    Memory,
+    Suspension,
+)
+from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, no_later
+
+EARLIER_JOBS: Final = "the Jobs of its earlier start to be deleted"
+
+
+def suspended(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+    """Drains the run; then it has no workloads."""
+    draining = draining_trainer(spec, observed, memory, Phase.SUSPENDING)
+    if draining is not None:
+        return draining
+    if observed.deleting:
+        return LifecycleDecision(Phase.SUSPENDING, memory, release=True)
+    if observed.suspend:
+        return LifecycleDecision(Phase.SUSPENDED, replace(without_drain(memory), rest=Suspension.YES))
+    if memory.rest is Suspension.ASKED:
+        return LifecycleDecision(Phase.SUSPENDED, memory, set_suspend=True)
+    if {observed.prepare.state, observed.trainer.state} != {JobState.ABSENT}:
+        return LifecycleDecision(Phase.PENDING, memory, again_seconds=ASK_AGAIN_SECONDS, note=EARLIER_JOBS)
+    # A user who resumes a run has removed the cause of its failures.
+    unproven_since = observed.steps if memory.has_trained else None
+    memory = reset_failures(without_drain(memory))
+    memory = replace(memory, rest=Suspension.NO, resumed=True, unproven_since=unproven_since)
+    return LifecycleDecision(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
+
+
+def without_drain(memory: Memory) -> Memory:
+    """The memory of a run that does not drain."""
+    return replace(memory, drain_since=None, unreachable_since=None, holding=None)
+
+
+def reset_failures(memory: Memory) -> Memory:
+    """Resets the back-off and the failure counts."""
+    return replace(memory, next_at=0.0, awaited_since=None, record=memory.record.reset())
+
+
+def draining_trainer(
+    spec: RunSpec | None, observed: LifecycleInput, memory: Memory, phase: Phase
+) -> LifecycleDecision | None:
+    """The decision while the trainer drains; None when it has ended, has nothing to save, or has timed out."""
+    now, trainer = observed.unix_seconds, observed.trainer
+    since = no_later(memory.drain_since, now)
+    # A trainer whose ranks were never all ready has trained nothing: it waits for a queue, a node or an image.
+    was_ready = trainer.ready or memory.ready_since is not None
+    draining = trainer.state is JobState.LEAVING or (
+        trainer.state is JobState.ACTIVE and was_ready and (trainer.ending or not trainer.held)
+    )
+    if not draining or memory.rest is not Suspension.NO or now - since >= observed.drain_seconds:
+        return None
+    unreachable = None if observed.status is not None else no_later(memory.unreachable_since, now)
+    # Without the coordinator no stop request reaches the trainer, and none of its checkpoints, which have the coordinator's state,
+    # is written: the steps since the last one are trained again.
+    abandoned = unreachable is not None and now - unreachable >= COORDINATOR_TIMEOUT_SECONDS
+    # A trainer that no queue has admitted has nothing to save, so nothing is created for its drain.
+    serving = observed.serving or not observed.queued or trainer.state is JobState.ACTIVE
+    note = "the trainer to finish its step and to write a checkpoint"
+    if observed.status is not None and observed.status.unsaved_version >= 0:
+        note = f"space on the volume for the last checkpoint, up to {DRAIN_SECONDS / 60:g} minutes: {observed.status.checkpoint_problem}"
+    if abandoned:
+        note = f"the trainer to end: its Job is deleted, no answer from the coordinator in {COORDINATOR_TIMEOUT_SECONDS:g} s"
+    return LifecycleDecision(
+        phase,
+        replace(memory, drain_since=since, unreachable_since=unreachable),
+        prepare=True,
+        coordinator=serving,
+        generators=wanted_generators(spec, observed) if serving else 0,
+        trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
+        frozen=True,
+        request_stop=request_of_stop(INTERRUPTED, observed.status, resumed=False),
+        again_seconds=ASK_AGAIN_SECONDS,
+        note=note,
+    )
+
+
+def wanted_generators(spec: RunSpec | None, observed: LifecycleInput) -> int:
+    """How many are to exist: none beside a trainer that only waits for space on the volume, to save its last weights. Without a
+    spec, those that exist drain."""
+    if observed.status is not None and observed.status.unsaved_version >= 0:
+        return 0
+    return 1 if spec is None else spec.generator.replicas
+
+
+def request_of_stop(wanted: str, status: Status | None, *, resumed: bool) -> str | None:
+    """The stop request to send to the coordinator; None if it has it already, or does not answer."""
+    # A trainer that keeps weights in memory has ended training; only the end of its Job ends it.
+    if status is None or status.unsaved_version >= 0:
+        return None
+    revocable = (*budget.REVOCABLE, FORECAST, BROKEN) if resumed else budget.REVOCABLE
+    return wanted if budget.must_send_stop(wanted, status.stop_reason, revocable) else None
