@@ -17,6 +17,7 @@ from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 from scalerl_api.spec import TaskSpec
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.environments import server as module
+from scalerl_tasks.environments import sessions
 from scalerl_tasks.environments.openenv import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
@@ -141,7 +142,7 @@ async def test_server_whose_sessions_others_hold_is_waited_for():
 
 
 async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypatch):
-    monkeypatch.setattr(module, "_FULL_SECONDS", 1.0)
+    monkeypatch.setattr(sessions, "_FULL_SECONDS", 1.0)
     async with (
         serving() as (server, url),
         ServerGrader(options(url, sessions=8)) as first,
@@ -167,9 +168,9 @@ async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypa
 
 
 async def test_grader_that_fills_a_server_alone_has_its_sessions_nearly_always(monkeypatch):
-    monkeypatch.setattr(module, "_FULL_SECONDS", 0.3)
-    monkeypatch.setattr(module, "_SPARE_SECONDS", 0.06)
-    monkeypatch.setattr(module, "_OPENING_SECONDS", 0.03)
+    monkeypatch.setattr(sessions, "_FULL_SECONDS", 0.3)
+    monkeypatch.setattr(sessions, "_SPARE_SECONDS", 0.06)
+    monkeypatch.setattr(sessions, "_OPENING_SECONDS", 0.03)
     async with serving() as (server, url), ServerGrader(options(url, sessions=16)) as grader:
         server.capacity = 4
         server.on_step = lambda socket: asyncio.sleep(0.001)
