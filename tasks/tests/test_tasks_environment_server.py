@@ -365,8 +365,14 @@ async def test_server_that_is_not_there_yet():
         while not grader.problem:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert f"the environment server {url} does not answer" in grader.problem
+        down = time.monotonic()
+        await asyncio.sleep(0.3)
         async with serving(port=port):
-            assert await waiting == [said(0.1, "a"), said(0.1, "b")]
+            found = await waiting
+            assert found == [said(0.1, "a"), said(0.1, "b")]
+            assert [0.3 <= one.waited <= time.monotonic() - down + 5 for one in found] == [True] * 2
+            (found,) = await steps(grader, ["c"])
+            assert found.waited == 0.0
 
 
 # --- an episode that fails ------------------------------------------------------------------------

@@ -145,6 +145,7 @@ class EpisodeSampler:
         self.metrics.environment_seconds.observe(seconds)
         for completion, step, texts in zip(completions, steps, replies, strict=True):
             completion.environment_seconds += seconds
+            completion.waited_seconds += step.waited
             completion.text = texts[0] if len(texts) == 1 else None
             if completion.finish_reason is None:  # the reply is as long as a turn may be
                 completion.finish_reason = "length"

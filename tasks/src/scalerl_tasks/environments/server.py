@@ -25,8 +25,10 @@ import asyncio
 import hashlib
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -133,26 +135,27 @@ class ServerGrader:
     # --- steps ----------------------------------------------------------------------------------
 
     async def _step(self, prompt: Prompt, replies: Sequence[str]) -> Graded:
-        failures = 0
+        failures, started, waited = 0, time.monotonic(), 0.0
         while True:
             try:
                 graded = await self._played(prompt, replies)
             except Unfit:
                 raise
             except VerifierError as error:
-                return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+                return self._counted(Graded(None, f"{error} (prompt {prompt.id})", waited=waited))
             except Down as error:
                 if await self._is_down(error):
+                    waited = time.monotonic() - started
                     continue
                 failures += 1
                 if failures >= (_RAISES if isinstance(error, Raised) else _RETRIES):
-                    return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+                    return self._counted(Graded(None, f"{error} (prompt {prompt.id})", waited=waited))
                 await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**failures)
             else:
                 self._up()
                 self._answers += 1
                 self._answered = prompt, replies[:1]
-                return self._counted(graded)
+                return self._counted(replace(graded, waited=waited))
 
     def _counted(self, graded: Graded) -> Graded:
         self.counts.graded += 1
