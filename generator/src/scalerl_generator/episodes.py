@@ -69,9 +69,9 @@ class EpisodeSampler:
             ServerLost, ServerRefused, BadReply, GenerationFailed: as :meth:`CompletionStreams.extend`.
             GradingError: the environment's processes cannot be kept running.
         """
-        before = _totals(streams.completions)  # another generator may have sampled a part
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
-        self._count(*(now - then for now, then in zip(_totals(streams.completions), before, strict=True)))
+        # Also what another generator, or an earlier lease, has sampled of them: that was not counted, since it has not ended.
+        self._count(*_totals(streams.completions))
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
 
