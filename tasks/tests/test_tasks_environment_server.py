@@ -18,7 +18,7 @@ from scalerl_api.spec import TaskSpec
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments import sessions
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv import EnvironmentServer, Schema
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.scoring import _environment_server, grading_digest
@@ -123,6 +123,40 @@ async def test_sessions_are_limited_by_client_and_server():
             assert server.most_sessions == min(sessions, capacity)
             while server.sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+async def test_idle_sessions_are_closed(monkeypatch):
+    monkeypatch.setattr(sessions, "_ENDED_SECONDS", 0.1)
+    monkeypatch.setattr(sessions, "_IDLE_SECONDS", 1.5)
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.environment = type("Two", (Echo,), {"turns": 2})
+        await steps(grader, ["over"], ["on"])
+        assert len(server.sessions) == 2
+        await steps(grader, ["over", "b"])
+        async with asyncio.timeout(1.0):
+            while len(server.sessions) == 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await steps(grader, ["on", "b"])
+        assert (server.opened, server.resets) == (2, 2), "that of an episode is there for its next step"
+        async with asyncio.timeout(5.0):
+            while server.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await steps(grader, ["on", "b"]) == [Graded(Verdict(0.1))]
+
+
+async def test_sessions_and_connections_end_with_the_grader():
+    async with serving() as (server, url):
+        async with ServerGrader(options(url)) as grader:
+            server.on_step = lambda socket: asyncio.sleep(0.05)
+            await steps(grader, *([f"{n}"] for n in range(6)))
+            hanging = asyncio.create_task(steps(grader, ["x"]))
+            await asyncio.sleep(0.02)
+            hanging.cancel()
+            assert len(server.sessions) >= 6
+        async with asyncio.timeout(2.0):
+            while server.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert grader._http is None
 
 
 async def test_server_whose_sessions_others_hold_is_waited_for():
@@ -348,6 +382,50 @@ async def test_server_that_fails_makes_episodes_wait(fault, caplog):
         server.refuses, server.on_step, server.token, server.schema = None, None, "", OpenEnvServer().schema
         assert await waiting == [said(0.2, "cc"), said(0.3, "ddd")]
         assert (grader.problem, grader.counts.errors) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [("_session", "opened no session within 0.2 s"), ("_answer", "did not answer a reset within 0.2 s")],
+)
+async def test_time_limit_holds_for_openings_and_resets(where, says, monkeypatch):
+    answers = getattr(OpenEnvServer, where)
+    hangs = True
+
+    async def slow(*given: Any) -> Any:
+        if hangs:
+            await asyncio.sleep(30)
+        return await answers(*given)
+
+    monkeypatch.setattr(OpenEnvServer, where, slow)
+    async with serving() as (_, url), ServerGrader(options(url, timeout_seconds=0.2)) as grader:
+        waiting = asyncio.create_task(steps(grader, ["a"]))
+        while says not in grader.problem:
+            assert not waiting.done(), waiting.result()
+            await asyncio.sleep(0.01)
+        hangs = False
+        assert await waiting == [said(0.1, "a")]
+        assert (grader.problem, grader.counts.errors) == ("", 0)
+
+
+FENCED = '{"x": 1, "y": "`"}'
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        FENCED,
+        f"```json\n{FENCED}\n```",
+        f"```\n{FENCED}\n```",
+        f" \n```json {FENCED}``` \n",
+        f"<think>```json\n{{}}\n```</think>\n```json\n{FENCED}\n```",
+    ],
+)
+def test_action_may_be_in_a_fence(reply):
+    schema = Schema(b"", None, None, ("x", "y"))
+    assert schema.action_of(reply) == {"x": 1, "y": "`"}
+    assert schema.action_of(f"Here it is:\n{reply}") is None or "<think>" in reply
+    assert Schema(b"", "x", None, ("x",)).action_of("```json\n{}\n```") == {"x": "```json\n{}\n```"}
 
 
 async def test_token_is_sent(monkeypatch):
