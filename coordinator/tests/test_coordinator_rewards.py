@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -107,11 +108,25 @@ def test_returns_are_sums_of_later_rewards(
 
 
 @pytest.mark.parametrize(
-    ("credit", "filtered", "tries"),
-    [("Episode", True, 1), ("Return", False, 1), ("Turn", False, 1), ("Turn", False, 3)],
+    ("credit", "earned", "filtered", "tries"),
+    [
+        ("Episode", [0.5, None], True, 1),
+        ("Return", [0.5, None], False, 1),
+        ("Return", [0.5, None], False, 3),
+        ("Turn", [0.5, 0.0], False, 1),
+        ("Turn", [0.5, 0.0], False, 3),
+        # Both are solved, one of them later.
+        ("Return", [0.0, None], True, 1),
+        ("Return", [0.0, 0.0], True, 1),
+        ("Turn", [0.0, None], True, 1),
+        ("Return", [0.0, None], True, 3),
+        ("Turn", [0.0, None], True, 3),
+    ],
 )
-def test_turns_that_differ_keep_groups_of_equal_totals(credit: Any, filtered: bool, tries: int) -> None:
-    """Nor does refill replace them. The first episode of each group earns half of its reward in its first turn; another has one turn."""
+def test_groups_of_equal_totals_are_kept_if_turns_earned_otherwise(
+    credit: Any, earned: list[float | None], filtered: bool, tries: int
+) -> None:
+    """Nor does refill replace those. ``earned`` by the first of two turns of each episode; None: it has one."""
     world = World(make_settings(credit=credit, discount=0.5, max_tries=tries))
     world.member = world.register("g")
     world.hello("t")
@@ -120,17 +135,27 @@ def test_turns_that_differ_keep_groups_of_equal_totals(credit: Any, filtered: bo
     world.beat(world.member, 0)
     for lease in world.lease(world.member, 0):
         group = make_group(lease, version=0, scores=[1.0] * lease.completions)
-        first, *others = group.completions
         spans = [VersionSpan(0, 0), VersionSpan(MASKED, 1), VersionSpan(0, 2)]
-        first = msgspec.structs.replace(first, turns=[MessageSpan(1, 2, 0.5)], versions=spans)
-        pushed = msgspec.structs.replace(group, completions=[first, *others])
+        completions = [
+            one
+            if first is None or lease.split is not Split.TRAIN
+            else msgspec.structs.replace(one, turns=[MessageSpan(1, 2, first)], versions=spans)
+            for one, first in zip(group.completions, itertools.cycle(earned), strict=False)
+        ]
+        pushed = msgspec.structs.replace(group, completions=completions)
         assert world.push(world.member, pushed) is PushResult.ACCEPTED
+    if filtered and tries > 1:
+        assert world.state.counts.refilled == world.state.counts.acknowledged > 0
+        return
     assert world.next("t").action is NextAction.TRAIN
     groups = world.plan("t", 0).groups
     assert [group.filtered for group in groups] == [filtered] * len(groups)
     world.acknowledge()
     world.crash(0)
+    returns = [[2.0] if q is None else [2 * q + (2 - 2 * q) / 2, 2 - 2 * q] for q in earned]
     assert {str(one.returns) for one in (*groups, *world.state.groups.values())} == {
-        "[]" if credit == "Episode" else "[[1.5, 1.0], [2.0]]"
+        "[]" if credit == "Episode" else str(returns)
     }
-    assert {str(world.state.groups[slot].turns) for slot in range(3)} == {"[2, 1]"}
+    assert {one.filtered for one in world.state.groups.values()} == {filtered}
+    turns = [1 + (q is not None) for q in earned]
+    assert {str(world.state.groups[slot].turns) for slot in range(3)} == {str(turns)}

@@ -1,7 +1,8 @@
-"""Writes data.jsonl, sums of two numbers of two digits, and warm.jsonl, first answers, four of five wrong, and right ones after the
+"""Writes data.jsonl, sums of two numbers of two digits, and warm.jsonl.gz, first answers, four of five wrong, and right ones after the
 verdict on a wrong one. Wrong answers have one wrong digit.
 """
 
+import gzip
 import json
 import random
 from pathlib import Path
@@ -10,8 +11,9 @@ PROBLEMS, WRONG = 1500, 0.8
 
 
 def write(name: str, rows: list[dict[str, str]]) -> None:
-    with Path(__file__).with_name(name).open("w") as file:
-        file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    data = gzip.compress(text.encode(), mtime=0) if name.endswith(".gz") else text.encode()
+    Path(__file__).with_name(name).write_bytes(data)
 
 
 draw = random.Random(0)
@@ -34,4 +36,4 @@ for prompt, answer in sums[PROBLEMS:]:
     rows.append({"prompt": prompt, "answer": answer, "solution": first})
     # What the model reads next: its wrong answer, the end token, and the verdict, in the template.
     rows.append({"prompt": f"{prompt}={mistake}<eos>no", "answer": answer, "solution": answer})
-write("warm.jsonl", rows)
+write("warm.jsonl.gz", rows)

@@ -41,6 +41,7 @@ class Own:
             case "control tokens": return Step(["<eos><pad>"], reward=0.25)
             case "never ends": return Step(["a"], reward=0.25)
             case "longer than the context": return Step(["a" * 4000], reward=0.25)
+            case "more turns than the context has": return Step(["a" * 380], reward=0.25)
             case "not repeatable": return Step([str(random.random())])
         return Step(done=True, reward=1.0)
 """
@@ -62,6 +63,7 @@ TURNS = {
     "never ends": 8,
     "done that is no truth": 8,
     "longer than the context": 1,
+    "more turns than the context has": 6,
     "fair": 1,
 }
 """Turns of those that have one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from test_generator_episodes import MAX_TOKENS, PROMPT_IDS, Echo, ModelServer, c
 from test_generator_streams import Bench
 
 from scalerl_api.spec import PromptSpec
+from scalerl_generator.leasing import Occupancy
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import Prompt
@@ -52,6 +54,34 @@ async def bench() -> AsyncIterator[Bench]:
     await bench.start()
     yield bench
     await bench.end()
+
+
+async def test_outage_is_no_occupancy(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it, no more episodes are leased than before: they would all sample at once."""
+    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.05)
+    write_tokenizer(tmp_path)
+    codec = PromptCodec(tmp_path, PromptSpec(template="{prompt}="), context_tokens=4096)
+    bench.server.seconds_per_token = 0.01
+    port, server = free_port(), OpenEnvServer()
+    server.environment = Game
+    streams = bench.streams(PROMPT_IDS, 4, max_tokens=MAX_TOKENS)
+    started = time.monotonic()
+    async with ServerGrader(EnvironmentServer(f"http://127.0.0.1:{port}")) as grader:
+        made = sampler(bench, codec, EnvironmentGrader(grader))
+        episodes = asyncio.create_task(made.sample(streams, Prompt("p", "345", "")))
+        while not grader.problem:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(2.0)
+        async with serving(server, port):
+            await episodes
+    seconds = time.monotonic() - started
+    assert [one.waited_seconds > 2.0 for one in streams.completions] == [True] * 4
+    parts = [one.sampling_seconds for one in streams.completions]
+    occupancy, of_all = Occupancy(smoothing=1.0), Occupancy(smoothing=1.0)
+    occupancy.observe_episodes(streams.completions, seconds)
+    of_all.observe(parts, seconds)
+    assert occupancy.fraction > 0.5 > of_all.fraction
 
 
 # A server that is stopped in this process leaves what it accepts at that moment to the collector.

@@ -46,6 +46,7 @@ from scalerl_generator.rollouts import version_spans
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_replies import Part
 from scalerl_tasks import Graded, Prompt, Verdict
+from scalerl_tasks.environments import gate
 from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.sources import open_task
@@ -120,6 +121,17 @@ class Echo:
             return Graded(reward)
         message = Message(f"no, {len(replies)}: {replies[-1][-3:]}")
         return Graded(reward, messages=(message,), turn_reward=len(replies) / 8)
+
+
+class Slow(Echo):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def steps(self, *given: Any, **named: Any) -> list[Graded]:
+        self.asked.set()
+        await asyncio.sleep(60)
+        return []
 
 
 @pytest.fixture
@@ -302,6 +314,80 @@ async def test_episode_that_waits_is_no_load_of_the_server(bench: Bench, codec: 
         for side in ("model", "environment")
     }
     assert sides == {"model": streams.tokens - messages, "environment": messages}
+
+
+async def test_successes_open_the_gate(
+    bench: Bench, codec: PromptCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes that end with a verdict are noted one by one, also of a group whose other members wait at the gate."""
+    monkeypatch.setattr(gate, "_FIRST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr(gate, "_MAX_DELAY_SECONDS", 0.02)
+
+    class Failing(Echo):
+        fails = True
+
+        async def steps(
+            self, prompt: Prompt, episodes: Sequence[Sequence[str]], **given: Any
+        ) -> list[Graded]:
+            if self.fails and prompt.text == "bad":
+                return [Graded(None, "KeyError: 'db'")] * len(episodes)
+            return await super().steps(prompt, episodes, **given)
+
+    environment = Failing()
+    made = sampler(bench, codec, environment)
+    for count in range(gate.EPISODES // 4 - 1):
+        streams = bench.streams([*PROMPT_IDS, 2 + count], 4, max_tokens=MAX_TOKENS)
+        await made.sample(streams, Prompt("b", "bad", ""))
+        assert {one.outcome for one in streams.completions} == {Graded(None, "KeyError: 'db'")}
+    assert (made.grader.problem, made.grader._ended) == ("", 0), "a failure is no success"
+    held = bench.streams(PROMPT_IDS, 4, max_tokens=MAX_TOKENS)
+    waiting = asyncio.create_task(made.sample(held, Prompt("b", "bad", "")))
+    await until(lambda: made.grader.problem)
+    for count in range(gate.MOST_FAILURES // 4):
+        assert made.grader.problem
+        streams = bench.streams([*PROMPT_IDS, 2 + count], 4, max_tokens=MAX_TOKENS)
+        await made.sample(streams, PROMPT)
+        assert made.grader._ended == 4 * (count + 1), "an episode counts once, whatever its turns"
+    assert made.grader.problem == ""
+    await waiting
+    assert made.grader._ended == gate.MOST_FAILURES
+
+
+async def test_episodes_that_others_began_are_counted_once(bench: Bench, codec: PromptCodec) -> None:
+    def counted() -> tuple[float, float, float]:
+        value = bench.metrics.registry.get_sample_value
+        return (
+            value("scalerl_actor_episode_turns_total") or 0,
+            value("scalerl_actor_episode_tokens_total", {"side": "model"}) or 0,
+            value("scalerl_actor_episode_tokens_total", {"side": "environment"}) or 0,
+        )
+
+    def counts(one: PartialCompletion) -> tuple[int, int, int]:
+        messages = sum(turn.end - turn.start for turn in one.turns)
+        return len(one.turns) + 1, one.tokens - messages, messages
+
+    tried = set()
+    for letter in range(2, 12):
+        ids = [*PROMPT_IDS, letter]
+        whole = bench.streams(ids, 1, max_tokens=MAX_TOKENS)
+        before = counted()
+        await sampler(bench, codec, Echo()).sample(whole, PROMPT)
+        (expected,) = whole.completions
+        tried.add(len(expected.turns))
+        once = tuple(now - then for now, then in zip(counted(), before, strict=True))
+        assert once == counts(expected)
+        for tokens in {1, *(turn.start for turn in expected.turns), *(turn.end for turn in expected.turns)}:
+            streams, before = bench.streams(ids, 1, max_tokens=MAX_TOKENS), counted()
+            streams.completions = handed_over(expected, tokens, whole)
+            slow = Slow()
+            task = asyncio.create_task(sampler(bench, codec, slow).sample(streams, PROMPT))
+            await slow.asked.wait()
+            task.cancel()  # this generator is drained, and the next one ends the episode
+            await asyncio.wait([task])
+            assert counted() == before
+            await sampler(bench, codec, Echo()).sample(streams, PROMPT)
+            assert tuple(now - then for now, then in zip(counted(), before, strict=True)) == once
+    assert tried >= {0, 2, 3}
 
 
 # --- others continue ------------------------------------------------------------------------------

@@ -120,3 +120,16 @@ async def test_episodes_of_an_environment_that_fails_wait_until_it_works() -> No
     for at in range(MOST_FAILURES):
         await play(gate, f"good-{at}")
     assert gate.problem == ""
+
+
+async def test_wait_of_a_held_step_is_measured() -> None:
+    environment = Environment(lambda name: True)
+    gate = EnvironmentGate(environment, "e")
+    for at in range(EPISODES):
+        (found,) = await play(gate, str(at)) if at < EPISODES - 1 else [Graded(None)]
+        assert found.waited == 0.0
+    held = asyncio.create_task(play(gate, "held", "too"))
+    await asyncio.sleep(0.1)
+    assert not held.done()
+    environment.fails = lambda name: False
+    assert [0.1 <= one.waited < 5 for one in await held] == [True, True]

@@ -17,7 +17,8 @@ from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 from scalerl_api.spec import TaskSpec
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.environments import server as module
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments import sessions
+from scalerl_tasks.environments.openenv import EnvironmentServer, Schema
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.scoring import _environment_server, grading_digest
@@ -124,6 +125,40 @@ async def test_sessions_are_limited_by_client_and_server():
                 await asyncio.sleep(0.01)
 
 
+async def test_idle_sessions_are_closed(monkeypatch):
+    monkeypatch.setattr(sessions, "_ENDED_SECONDS", 0.1)
+    monkeypatch.setattr(sessions, "_IDLE_SECONDS", 1.5)
+    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+        server.environment = type("Two", (Echo,), {"turns": 2})
+        await steps(grader, ["over"], ["on"])
+        assert len(server.sessions) == 2
+        await steps(grader, ["over", "b"])
+        async with asyncio.timeout(1.0):
+            while len(server.sessions) == 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await steps(grader, ["on", "b"])
+        assert (server.opened, server.resets) == (2, 2), "that of an episode is there for its next step"
+        async with asyncio.timeout(5.0):
+            while server.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await steps(grader, ["on", "b"]) == [Graded(Verdict(0.1))]
+
+
+async def test_sessions_and_connections_end_with_the_grader():
+    async with serving() as (server, url):
+        async with ServerGrader(options(url)) as grader:
+            server.on_step = lambda socket: asyncio.sleep(0.05)
+            await steps(grader, *([f"{n}"] for n in range(6)))
+            hanging = asyncio.create_task(steps(grader, ["x"]))
+            await asyncio.sleep(0.02)
+            hanging.cancel()
+            assert len(server.sessions) >= 6
+        async with asyncio.timeout(2.0):
+            while server.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert grader._http is None
+
+
 async def test_server_whose_sessions_others_hold_is_waited_for():
     async with (
         serving() as (server, url),
@@ -141,7 +176,7 @@ async def test_server_whose_sessions_others_hold_is_waited_for():
 
 
 async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypatch):
-    monkeypatch.setattr(module, "_FULL_SECONDS", 1.0)
+    monkeypatch.setattr(sessions, "_FULL_SECONDS", 1.0)
     async with (
         serving() as (server, url),
         ServerGrader(options(url, sessions=8)) as first,
@@ -167,9 +202,9 @@ async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypa
 
 
 async def test_grader_that_fills_a_server_alone_has_its_sessions_nearly_always(monkeypatch):
-    monkeypatch.setattr(module, "_FULL_SECONDS", 0.3)
-    monkeypatch.setattr(module, "_SPARE_SECONDS", 0.06)
-    monkeypatch.setattr(module, "_OPENING_SECONDS", 0.03)
+    monkeypatch.setattr(sessions, "_FULL_SECONDS", 0.3)
+    monkeypatch.setattr(sessions, "_SPARE_SECONDS", 0.06)
+    monkeypatch.setattr(sessions, "_OPENING_SECONDS", 0.03)
     async with serving() as (server, url), ServerGrader(options(url, sessions=16)) as grader:
         server.capacity = 4
         server.on_step = lambda socket: asyncio.sleep(0.001)
@@ -349,6 +384,50 @@ async def test_server_that_fails_makes_episodes_wait(fault, caplog):
         assert (grader.problem, grader.counts.errors) == ("", 0)
 
 
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [("_session", "opened no session within 0.2 s"), ("_answer", "did not answer a reset within 0.2 s")],
+)
+async def test_time_limit_holds_for_openings_and_resets(where, says, monkeypatch):
+    answers = getattr(OpenEnvServer, where)
+    hangs = True
+
+    async def slow(*given: Any) -> Any:
+        if hangs:
+            await asyncio.sleep(30)
+        return await answers(*given)
+
+    monkeypatch.setattr(OpenEnvServer, where, slow)
+    async with serving() as (_, url), ServerGrader(options(url, timeout_seconds=0.2)) as grader:
+        waiting = asyncio.create_task(steps(grader, ["a"]))
+        while says not in grader.problem:
+            assert not waiting.done(), waiting.result()
+            await asyncio.sleep(0.01)
+        hangs = False
+        assert await waiting == [said(0.1, "a")]
+        assert (grader.problem, grader.counts.errors) == ("", 0)
+
+
+FENCED = '{"x": 1, "y": "`"}'
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        FENCED,
+        f"```json\n{FENCED}\n```",
+        f"```\n{FENCED}\n```",
+        f" \n```json {FENCED}``` \n",
+        f"<think>```json\n{{}}\n```</think>\n```json\n{FENCED}\n```",
+    ],
+)
+def test_action_may_be_in_a_fence(reply):
+    schema = Schema(b"", None, None, ("x", "y"))
+    assert schema.action_of(reply) == {"x": 1, "y": "`"}
+    assert schema.action_of(f"Here it is:\n{reply}") is None or "<think>" in reply
+    assert Schema(b"", "x", None, ("x",)).action_of("```json\n{}\n```") == {"x": "```json\n{}\n```"}
+
+
 async def test_token_is_sent(monkeypatch):
     monkeypatch.setenv("ENVIRONMENT_TOKEN", "secret")
     async with serving() as (server, url), ServerGrader(options(url)) as grader:
@@ -364,8 +443,14 @@ async def test_server_that_is_not_there_yet():
         while not grader.problem:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert f"the environment server {url} does not answer" in grader.problem
+        down = time.monotonic()
+        await asyncio.sleep(0.3)
         async with serving(port=port):
-            assert await waiting == [said(0.1, "a"), said(0.1, "b")]
+            found = await waiting
+            assert found == [said(0.1, "a"), said(0.1, "b")]
+            assert [0.3 <= one.waited <= time.monotonic() - down + 5 for one in found] == [True] * 2
+            (found,) = await steps(grader, ["c"])
+            assert found.waited == 0.0
 
 
 # --- an episode that fails ------------------------------------------------------------------------

@@ -141,7 +141,10 @@ async def test_service_that_fails_makes_groups_wait(handler, says, caplog):
         assert says in caplog.text
         assert "Traceback" not in grader.problem
         service.handler = right
-        assert [one.score for one in await group] == [1.0, 0.0]
+        found = await group
+        assert [one.score for one in found] == [1.0, 0.0]
+        assert [one.waited > 0 for one in found] == [True, True]
+        assert [one.waited for one in await grader.score_group(PROMPT, ["4"])] == [0.0]
         assert grader.problem == ""
         assert grader.counts.errors == 0
 

@@ -128,6 +128,18 @@ def test_object_that_raises_is_closed() -> None:
     assert (environment.opened, environment.closed) == (1, 1)
 
 
+def test_object_whose_close_raises_ends_as_others_do() -> None:
+    class Stubborn(Count):
+        class Game(Count.Game):
+            def close(self) -> None:
+                super().close()
+                raise OSError("busy")
+
+    environment = Stubborn()
+    assert environment.step(PROMPT, list("aaaaa")) == expected(list("aaaaa"))
+    assert (environment.opened, environment.closed) == (1, 1)
+
+
 def test_turns_of_another_total_have_no_reward() -> None:
     class Last(Count):
         range = (-0.02, 0.02)

@@ -18,7 +18,11 @@ def test_model_learns_an_environment(tmp_path: Path, name: str, gain: float) -> 
     example = EXAMPLES / name / "run.yaml"
     spec = yaml.safe_load(example.read_text())
     spec["spec"]["task"]["jsonl"]["path"] = str(example.with_name("data.jsonl"))
-    spec["spec"]["warmStart"]["jsonl"]["path"] = str(example.with_name("warm.jsonl"))
+    warm = spec["spec"]["warmStart"]
+    if "jsonl" in warm:
+        warm["jsonl"]["path"] = str(example.with_name("warm.jsonl"))
+    else:
+        warm["dataset"]["files"] = [str(example.with_name("warm.jsonl.gz"))]
     with start_run(tmp_path, spec) as run:
         assert run.finish(1700) == 0, run.tail()
         curve, summary = run.curve(), run.summary()

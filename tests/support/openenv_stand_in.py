@@ -189,15 +189,15 @@ def _errors(action: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, An
 
 @asynccontextmanager
 async def serving(
-    server: OpenEnvServer | None = None, port: int = 0
+    server: OpenEnvServer | None = None, port: int = 0, host: str = "127.0.0.1"
 ) -> AsyncIterator[tuple[OpenEnvServer, str]]:
     """Serve on a loopback port; gives the server and its address."""
     server = server or OpenEnvServer()
     runner = web.AppRunner(server.app(), shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, host, port).start()
+        yield server, f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await server.close_sessions()
         await runner.cleanup()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.spec_warnings import warnings_of
+from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_api.wire import BROKEN
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, problems
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return run_elsewhere(arguments)
     spec = read_spec(arguments.file)
-    for warning in warnings_of(spec.spec):
+    for warning in (*warnings_of(spec.spec), *local_warnings_of(spec.spec)):
         say(f"{arguments.file}: warning: {warning}", error=True)
     return run_spec(
         spec, arguments.dir, arguments.planner, arguments.started, resume=arguments.resume, pins=arguments.pin

@@ -11,7 +11,7 @@ from scalerl_api.compute import rl_token_cost, rl_tokens, supervised_tokens
 from scalerl_api.load import SpecError, SpecProblem
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import RunSpec
-from scalerl_api.spec_warnings import warnings_of
+from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_cli import inputs
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load
@@ -30,7 +30,10 @@ def validate(arguments: argparse.Namespace) -> int:
         if arguments.memory:
             _show_memory(file)
         if not found:
-            for warning in warnings_of(load(file).spec):
+            spec = load(file).spec
+            # With an image, it is for a cluster.
+            is_local = spec.environment is not None and spec.environment.image is None
+            for warning in (*warnings_of(spec), *(local_warnings_of(spec) if is_local else ())):
                 say(f"{file}: warning: {warning}", error=True)
             if arguments.show:
                 recipe = resolve(load(file).spec.recipe)

@@ -55,6 +55,7 @@ class Accepted(msgspec.Struct, array_like=True):
     returns: list[list[float]] = []
     message_tokens: int = 0
     episode_seconds: tuple[float, float] | None = None
+    equal_turns: bool = False
 
     @property
     def rollouts(self) -> int:

@@ -16,7 +16,8 @@ def zero_variance(
 
     This compares rewards, not scores: of two correct answers, the longer one may have the lower reward. ScaleRL drops such
     groups from the effective batch without refilling it (arXiv 2510.13786 §2 [P]). With another ``credit``, the returns of turns
-    decide in their place (:func:`~.rewards.turn_returns`): all of them, or those of each turn among themselves.
+    decide in their place (:func:`~.rewards.turn_returns`): all of them, or those of each turn among themselves. They are given
+    without a discount, which is a preference among episodes that differ in their rewards, and no reason to train on others.
 
     >>> returns = [[1.0, 0.0], [1.0]]  # the second reply of the first episode earned nothing
     >>> zero_variance([1.0, 1.0], returns), zero_variance([1.0, 1.0], returns, "Return"), zero_variance([1.0, 1.0], returns, "Turn")

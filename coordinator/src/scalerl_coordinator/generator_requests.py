@@ -380,18 +380,19 @@ class GeneratorRequests:
         limit = identity.max_tokens(expected.prompt.task)
         group_rewards = rewards(verdicts, summary.lengths, settings.length, limit)
         turns = [completion.turns for completion in group.completions]
-        group_returns = (
-            [turn_returns(*of, settings.discount) for of in zip(group_rewards, turns, strict=True)]
-            if identity.credit != "Episode"
-            else []
+        has_returns = identity.credit != "Episode"
+        group_returns, undiscounted = (
+            [turn_returns(*of, discount) for of in zip(group_rewards, turns, strict=True) if has_returns]
+            for discount in (settings.discount, 1.0)
         )
         self._training.observe_group(group.generation_seconds, summary.lengths)
         graded = [i for i in range(len(turns)) if i not in summary.ungraded]
-        next_prompt = self._refill(
-            expected.slot,
+        is_equal = zero_variance(
             [group_rewards[i] for i in graded],
-            [group_returns[i] for i in graded if group_returns],
+            [undiscounted[i] for i in graded if has_returns],
+            identity.credit,
         )
+        next_prompt = self._refill(expected.slot, len(graded), is_equal)
         self._core.commit(
             r.GroupAccepted(
                 lease_id=group.lease_id,
@@ -417,6 +418,7 @@ class GeneratorRequests:
                 returns=group_returns,
                 message_tokens=sum(turn.end - turn.start for of in turns for turn in of),
                 episode_seconds=group.episode_seconds,
+                equal_turns=has_returns and is_equal,
             ),
             payload if next_prompt is None else b"",
         )
@@ -424,18 +426,12 @@ class GeneratorRequests:
         self._core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)
         return PushResult.ACCEPTED, None
 
-    def _refill(
-        self, slot: int, graded_rewards: list[float], graded_returns: list[list[float]]
-    ) -> PromptRef | None:
+    def _refill(self, slot: int, graded: int, is_equal: bool) -> PromptRef | None:
         """The next prompt of the slot if the zero-variance filter will drop its group; None if the group stays."""
         core, identity = self._core, self._core.settings.identity
         tries = len(core.state.tries.get(slot, ())) + 1
         # With fewer than two verdicts the verifier failed: another prompt would cost a group and teach no more.
-        is_dropped = (
-            identity.zero_variance_filter
-            and len(graded_rewards) > 1
-            and zero_variance(graded_rewards, graded_returns, identity.credit)
-        )
+        is_dropped = identity.zero_variance_filter and graded > 1 and is_equal
         if tries >= identity.max_tries or not is_dropped:
             return None
         task = core.state.prompts[slot].task

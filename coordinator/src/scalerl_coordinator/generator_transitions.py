@@ -82,6 +82,7 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
         returns=record.returns,
         message_tokens=record.message_tokens,
         episode_seconds=record.episode_seconds,
+        equal_turns=record.equal_turns,
     )
     if record.sample is not None:
         state.samples.setdefault(state.step_of(record.slot), record.sample)

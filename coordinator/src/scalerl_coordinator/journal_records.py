@@ -112,6 +112,8 @@ class GroupAccepted(Record, frozen=True, array_like=True, tag="group"):
     """Tokens that an environment wrote."""
     episode_seconds: tuple[float, float] | None = None
     """See :attr:`~scalerl_api.wire.Group.episode_seconds`."""
+    equal_turns: bool = False
+    """Whether only the discount distinguishes the returns of graded episodes, if anything does."""
 
 
 class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):

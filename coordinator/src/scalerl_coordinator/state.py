@@ -200,8 +200,9 @@ class CoordinatorState(msgspec.Struct):
         self.filled[step] = self.filled.get(step, 0) + 1
         if self.closed(step) and self.known_identity.zero_variance_filter:
             for group in self.step_groups(step):
-                if not group.filtered and zero_variance(
-                    group.graded_rewards, group.graded_returns, self.known_identity.credit
+                if not group.filtered and (
+                    group.equal_turns
+                    or zero_variance(group.graded_rewards, group.graded_returns, self.known_identity.credit)
                 ):
                     group.filtered = True
                     self.counts.queued -= group.rollouts

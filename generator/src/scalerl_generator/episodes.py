@@ -69,9 +69,9 @@ class EpisodeSampler:
             ServerLost, ServerRefused, BadReply, GenerationFailed: as :meth:`CompletionStreams.extend`.
             GradingError: the environment's processes cannot be kept running.
         """
-        before = _totals(streams.completions)  # another generator may have sampled a part
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
-        self._count(*(now - then for now, then in zip(_totals(streams.completions), before, strict=True)))
+        # Also what another generator, or an earlier lease, has sampled of them: that was not counted, since it has not ended.
+        self._count(*_totals(streams.completions))
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
 
@@ -145,6 +145,7 @@ class EpisodeSampler:
         self.metrics.environment_seconds.observe(seconds)
         for completion, step, texts in zip(completions, steps, replies, strict=True):
             completion.environment_seconds += seconds
+            completion.waited_seconds += step.waited
             completion.text = texts[0] if len(texts) == 1 else None
             if completion.finish_reason is None:  # the reply is as long as a turn may be
                 completion.finish_reason = "length"

@@ -36,6 +36,7 @@ from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
 from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import PromptTooLong
 from scalerl_generator.registration import Registration
@@ -85,6 +86,12 @@ class Occupancy:
         of_group = sum(parts) / (len(parts) * whole) if whole else 1.0
         self.fraction += self._smoothing * (of_group - self.fraction)
         self.fraction = max(self.fraction, MIN_OCCUPANCY)
+
+    def observe_episodes(self, episodes: Sequence[PartialCompletion], seconds: float) -> None:
+        """Add a group of episodes that took ``seconds``. The time in which their environment was down does not count: more episodes
+        would not have filled the server, and after it they would all sample at once."""
+        down = max(one.waited_seconds for one in episodes)
+        self.observe([one.sampling_seconds for one in episodes], seconds - down)
 
 
 def groups_wanted(capacity: int, per_group: int, occupancy: float, at_server: int, in_hand: int) -> int:
@@ -375,7 +382,7 @@ class Leasing:
         self._registration.generated_tokens += sum(lengths) - sum(turn.end - turn.start for turn in messages)
         self._registration.generated_leases.add(held.lease.lease_id)
         if generated.episodes:
-            self._occupancy.observe([one.sampling_seconds for one in generated.episodes], generated.seconds)
+            self._occupancy.observe_episodes(generated.episodes, generated.seconds)
         else:
             self._occupancy.observe(lengths)
         self._metrics.occupancy.set(self._occupancy.fraction)

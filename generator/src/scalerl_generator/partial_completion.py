@@ -68,6 +68,8 @@ class PartialCompletion:
         """Seconds of an episode's requests in this process."""
         self.environment_seconds = 0.0
         """Seconds of its steps."""
+        self.waited_seconds = 0.0
+        """The part in which they waited for an environment that was down."""
         self.text: str | None = None
         """Text of an episode of one turn; of others it has to be decoded."""
         self.has_forced = False

@@ -42,6 +42,8 @@ STALE = {"stale_share": 0.06}
         (observed(2, ready=1, **WAITS), None, "under way"),
         (observed(2, quota=2, **WAITS), None, "room for 2"),
         (observed(**IDLE), 1, "wait for leases"),
+        (observed(**IDLE, outage=True), None, "waited for an environment"),
+        (observed(**WAITS, outage=True), 3, "trainer waits"),
         (observed(generator_busy=0.4), None, "in balance"),  # one alone would be busy for .8
         (observed(3, generator_busy=0.4), 2, "wait for leases"),
         (observed(1, **IDLE), None, "in balance"),

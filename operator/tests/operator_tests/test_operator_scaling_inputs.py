@@ -137,6 +137,21 @@ def test_load_covers_window_and_restarts() -> None:
     assert measure(meter, 150.0, Generators(wanted=2, ready=2)) is None
 
 
+@pytest.mark.parametrize("field", ["environment_problem", "reward_problem"])
+def test_outage_belongs_to_its_window(field: str) -> None:
+    meter = LoadMeter()
+    measure(meter, 100.0)
+    assert not measure(meter, 110.0).outage
+    assert measure(meter, 120.0, **{field: "generator-0: down"}).outage
+    assert measure(meter, 130.0).outage, "it is over, and its idle time is in the window"
+    meter.restart()
+    assert measure(meter, 140.0, **{field: "generator-0: down"}) is None
+    assert measure(meter, 150.0).outage, "it began before the window"
+    meter.restart()
+    measure(meter, 160.0)
+    assert not measure(meter, 170.0).outage
+
+
 def test_clock_set_back_costs_one_cooldown_at_most() -> None:
     change = Change(before=2, after=1, at=1e6, exploratory=False, measuring=False, pace=None)
     rules, history = spec(generators={"max": 4}, cooldownSeconds=600), History(generators=1, change=change)

@@ -4,7 +4,7 @@
 |---|---|
 | the trainer waits, less than a step is queued, the generators are busy | one more |
 | rollouts become too old to be trained on | one fewer |
-| the generators wait for leases, and one fewer would still keep up | one fewer |
+| the generators wait for leases, and one fewer would still keep up | one fewer, unless an environment or a reward service was down |
 
 The thresholds are from no paper. The conditions for one more and for one fewer are apart, and the cooldown doubles with each
 reversal, so that a run between two numbers settles.
@@ -89,6 +89,8 @@ def _difference(load: Load, generators: int) -> tuple[int, str]:
     if waits and load.queued_steps < 1.0 and load.generator_busy >= GENERATORS_WORK:
         return 1, f"the trainer waits for rollouts ({busy})"
     if not waits and generators > 1 and load.generator_busy * generators / (generators - 1) < STILL_KEEPS_UP:
+        if load.outage:
+            return 0, f"the generators waited for an environment or a reward service ({busy})"
         return -1, f"the generators wait for leases ({busy})"
     return 0, f"in balance ({busy})"
 
@@ -98,6 +100,7 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self._start: tuple[Status, Generators] | None = None
+        self._outage = False
 
     def restart(self) -> None:
         """Starts a new window."""
@@ -107,14 +110,17 @@ class LoadMeter:
         """The load over the window so far; None at its start."""
         start, before = self._start or (status, None)
         steady = generators == before and generators.ready == generators.wanted
-        if not steady or status.wall_seconds < start.wall_seconds or status.step < start.step:
+        counts = steady and status.wall_seconds >= start.wall_seconds and status.step >= start.step
+        if not counts:
             # Without the curves, which may be long.
             self._start = replace(status, points=[], set_points={}), generators
-            return None
-        return _load(spec, start, status)
+            self._outage = False
+        # Idle generators that wait for what is down are not too many.
+        self._outage |= bool(status.environment_problem or status.reward_problem)
+        return _load(spec, start, status, self._outage) if counts else None
 
 
-def _load(spec: RunSpec, start: Status, end: Status) -> Load:
+def _load(spec: RunSpec, start: Status, end: Status, outage: bool) -> Load:
     """Utilisation of trainer and generators between two statuses, whose totals are of the whole run."""
 
     def alive_seconds(status: Status) -> float:
@@ -133,6 +139,7 @@ def _load(spec: RunSpec, start: Status, end: Status) -> Load:
         generator_busy=_fraction(generating[1] - generating[0], alive),
         queued_steps=end.counts.queued / (spec.recipe.prompts_per_step * spec.recipe.completions_per_prompt),
         stale_share=_fraction(stale, end.counts.acknowledged - start.counts.acknowledged + stale),
+        outage=outage,
     )
 
 

@@ -130,6 +130,7 @@ class Load(Recorded, frozen=True, kw_only=True):
 
     queued_steps: rollouts that wait for the trainer at the end, in steps.
     stale_share: share of the delivered rollouts that were dropped as too old.
+    outage: whether episodes or verdicts waited for an environment or a reward service that failed.
     """
 
     seconds: float
@@ -138,6 +139,7 @@ class Load(Recorded, frozen=True, kw_only=True):
     generator_busy: float
     queued_steps: float
     stale_share: float
+    outage: bool = False
 
 
 class Recipe(Recorded, frozen=True, kw_only=True):

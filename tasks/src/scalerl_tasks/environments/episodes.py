@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -93,7 +93,7 @@ class Retry:
         if graded.verdict is None or graded.verdict.score >= 1:
             return graded
         text = self.unanswered if graded.verdict.answered is False else self.wrong
-        return Graded(graded.verdict, None, (Message(text),))
+        return replace(graded, messages=(Message(text),))
 
 
 class ToolsGrader:
@@ -166,7 +166,7 @@ class ToolsGrader:
         if graded.verdict is None or step.verdict is None:
             return graded
         parts = {**graded.verdict.parts, **step.verdict.parts}
-        return Graded(Verdict(graded.verdict.score, parts, graded.verdict.answered))
+        return replace(graded, verdict=Verdict(graded.verdict.score, parts, graded.verdict.answered))
 
     async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
         """See :meth:`~scalerl_tasks.grading.grading_pool.GradingPool.check`; of the verifier."""

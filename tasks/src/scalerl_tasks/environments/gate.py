@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from scalerl_processes.waiting import calling
@@ -67,7 +69,7 @@ class EnvironmentGate:
         if not failed:
             return found
         self._note([True] * len(failed), f"{found[failed[0]].error}")
-        delay, tries, ended = self._first_delay, 1, self._ended
+        delay, tries, ended, held = self._first_delay, 1, self._ended, time.monotonic()
         while failed and self.problem:
             if tries >= _MOST_TRIES and self._ended - ended >= self._waiting + len(failed):
                 break
@@ -75,13 +77,14 @@ class EnvironmentGate:
             try:
                 async with calling(on_graded or (lambda: None), self._waiting_seconds):
                     await asyncio.sleep(delay)
+                waited = time.monotonic() - held
                 again = await self._grader.steps(
                     prompt, [episodes[at] for at in failed], in_thought=in_thought, on_graded=on_graded
                 )
             finally:
                 self._waiting -= len(failed)
             for at, step in zip(failed, again, strict=True):
-                found[at] = step
+                found[at] = replace(step, waited=waited + step.waited)
             delay, tries, failed = min(2 * delay, self._max_delay), tries + 1, _failed(found)
         return found
 

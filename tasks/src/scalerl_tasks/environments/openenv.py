@@ -62,6 +62,19 @@ class EnvironmentServer:
         return f"the environment server {self.url}"
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server, or one of its replicas, is reached."""
+
+    url: str
+    host: str = ""
+    """The server's own name and port, if ``url`` has a number in their place."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"host": self.host} if self.host else {}
+
+
 class Down(Exception):
     """The server answered nothing of use; the message says what."""
 
@@ -174,8 +187,8 @@ def encoded(data: Any) -> str:
         raise Failed(f"the data of the episode cannot be written as JSON: {error}") from None
 
 
-async def read_schema(http: aiohttp.ClientSession, server: EnvironmentServer) -> Schema:
-    """The schema of the server.
+async def read_schema(http: aiohttp.ClientSession, server: EnvironmentServer, address: Address) -> Schema:
+    """The schema of the server at an address.
 
     Raises:
         Down
@@ -185,7 +198,7 @@ async def read_schema(http: aiohttp.ClientSession, server: EnvironmentServer) ->
     timeout = aiohttp.ClientTimeout(total=server.timeout_seconds)
     try:
         status, content = await exchange(
-            http, "GET", f"{server.url.rstrip('/')}/schema", timeout, _MAX_ANSWER_BYTES
+            http, "GET", f"{address.url}/schema", timeout, _MAX_ANSWER_BYTES, headers=address.headers
         )
     except Unanswered as error:
         raise Down(f"{server.where} does not answer: {error}") from None
@@ -231,9 +244,14 @@ class Session:
     """An environment on the server; one episode after the other."""
 
     def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, server: EnvironmentServer, schema: Schema
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        server: EnvironmentServer,
+        schema: Schema,
+        address: Address,
     ) -> None:
         self._socket, self._server, self._schema = socket, server, schema
+        self.address = address
         self._answers: asyncio.Queue[str | Exception] = asyncio.Queue()
         # Pings of the server are answered while a message is awaited: also between two steps.
         self._reader = asyncio.create_task(self._read(), name="environment-session")
@@ -243,7 +261,9 @@ class Session:
         """The rewards of the steps of its episode."""
 
     @classmethod
-    async def open(cls, http: aiohttp.ClientSession, server: EnvironmentServer, schema: Schema) -> Session:
+    async def open(
+        cls, http: aiohttp.ClientSession, server: EnvironmentServer, schema: Schema, address: Address
+    ) -> Session:
         """Connect.
 
         Raises:
@@ -254,7 +274,10 @@ class Session:
         try:
             async with asyncio.timeout(server.timeout_seconds):
                 socket = await http.ws_connect(
-                    f"{server.url.rstrip('/')}/ws", max_msg_size=_MAX_ANSWER_BYTES, compress=0
+                    f"{address.url}/ws",
+                    headers=address.headers,
+                    max_msg_size=_MAX_ANSWER_BYTES,
+                    compress=0,
                 )
         except TimeoutError:
             raise Down(f"{server.where} opened no session within {server.timeout_seconds:g} s") from None
@@ -265,7 +288,7 @@ class Session:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = str(error) if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
             raise Down(f"{server.where} does not answer: {reason}") from None
-        return cls(socket, server, schema)
+        return cls(socket, server, schema, address)
 
     @property
     def is_closed(self) -> bool:

@@ -28,6 +28,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -36,6 +37,7 @@ from scalerl_api.http_client import open_session
 from scalerl_processes.waiting import calling, pause
 from scalerl_tasks.environments.openenv import (
     TOKEN,
+    Address,
     Down,
     EnvironmentServer,
     Failed,
@@ -51,6 +53,7 @@ from scalerl_tasks.environments.openenv import (
     reset_arguments,
 )
 from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_content, read_replies
+from scalerl_tasks.environments.sessions import Sessions
 from scalerl_tasks.errors import GradingError, VerifierError
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt
@@ -65,15 +68,8 @@ _RETRIES: Final = 5
 _RAISES: Final = 2
 _FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
 _WAITING_SECONDS = 1.0
-_FULL_SECONDS = 30.0
-"""A server that refused a session is asked for more after this time, by a generator that has one."""
 _NONE_SECONDS = 5.0
 """Longest back-off of a generator that has no session: shorter than the times for which others give one back."""
-_SPARE_SECONDS = 6.0
-"""Time for which a generator that has all sessions gives one back."""
-_OPENING_SECONDS = 1.0
-_ENDED_SECONDS, _IDLE_SECONDS = 5.0, 60.0
-"""Idle sessions are closed after these times: without an episode, and with one."""
 _MAX_KNOWN: Final = 1 << 16
 
 
@@ -89,7 +85,7 @@ class ServerGrader:
         self.problem = ""
         self._http: aiohttp.ClientSession | None = None
         self._schema: Schema | None = None
-        self._sessions = _Sessions(server)
+        self._sessions = Sessions(server)
         self._known: OrderedDict[bytes, bytes] = OrderedDict()
         """Digests of answers, by the replies before them."""
         self._answered: tuple[Prompt, Sequence[str]] | None = None
@@ -139,26 +135,27 @@ class ServerGrader:
     # --- steps ----------------------------------------------------------------------------------
 
     async def _step(self, prompt: Prompt, replies: Sequence[str]) -> Graded:
-        failures = 0
+        failures, started, waited = 0, time.monotonic(), 0.0
         while True:
             try:
                 graded = await self._played(prompt, replies)
             except Unfit:
                 raise
             except VerifierError as error:
-                return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+                return self._counted(Graded(None, f"{error} (prompt {prompt.id})", waited=waited))
             except Down as error:
                 if await self._is_down(error):
+                    waited = time.monotonic() - started
                     continue
                 failures += 1
                 if failures >= (_RAISES if isinstance(error, Raised) else _RETRIES):
-                    return self._counted(Graded(None, f"{error} (prompt {prompt.id})"))
+                    return self._counted(Graded(None, f"{error} (prompt {prompt.id})", waited=waited))
                 await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**failures)
             else:
                 self._up()
                 self._answers += 1
                 self._answered = prompt, replies[:1]
-                return self._counted(graded)
+                return self._counted(replace(graded, waited=waited))
 
     def _counted(self, graded: Graded) -> Graded:
         self.counts.graded += 1
@@ -178,7 +175,7 @@ class ServerGrader:
                 first = len(replies) - 1
                 if session.key != keys[-2]:
                     await session.reset(prompt)
-                    self._sessions.opened.add(session)
+                    self._sessions.answered(session)
                     first = 0
                 for at in range(first, len(replies)):
                     observed = await session.step(replies[at])
@@ -188,12 +185,20 @@ class ServerGrader:
                 graded = self._graded(observed, session)
                 session.key = b"" if observed.done else keys[-1]
             except Lost:
-                await self._sessions.drop(session)
-                if not reused:
-                    raise
+                if reused:
+                    await self._sessions.drop(session)
+                    continue
+                await self._sessions.failed(session)
+                raise
             except Full as error:
                 if not await self._sessions.full(session, error.taken):
                     raise
+            except Raised:
+                await self._sessions.drop(session)
+                raise
+            except Down:
+                await self._sessions.failed(session)
+                raise
             except BaseException:
                 await self._sessions.drop(session)
                 raise
@@ -203,24 +208,32 @@ class ServerGrader:
 
     async def _session(self, key: bytes) -> tuple[Session, bool]:
         """A session, and whether it was there. One of another version of the server is refused."""
-        if found := await self._sessions.take(key):
-            return found, True
-        try:
-            if self._http is None:
-                raise GradingError("the environment's sessions were closed")
-            schema = await read_schema(self._http, self._server)
-            if self._schema is not None and schema.digest != self._schema.digest:
-                raise Down(
-                    f"{self._server.where} has other actions or observations than before: another version? Start the one that the "
-                    "run began with"
-                )
-            if schema.problem:
-                raise Unfit(schema.problem)
-            self._schema = self._schema or schema
-            return await Session.open(self._http, self._server, schema), False
-        except BaseException:
-            await self._sessions.drop(None)
-            raise
+        while True:
+            found = await self._sessions.take(key)
+            if isinstance(found, Session):
+                return found, True
+            try:
+                return await self._opened(found.address), False
+            except Down:
+                if not await self._sessions.failed(found):
+                    raise
+            except BaseException:
+                await self._sessions.drop(found)
+                raise
+
+    async def _opened(self, address: Address) -> Session:
+        if self._http is None:
+            raise GradingError("the environment's sessions were closed")
+        schema = await read_schema(self._http, self._server, address)
+        if self._schema is not None and schema.digest != self._schema.digest:
+            raise Down(
+                f"{self._server.where} has other actions or observations than before: another version? Start the one that the "
+                "run began with"
+            )
+        if schema.problem:
+            raise Unfit(schema.problem)
+        self._schema = self._schema or schema
+        return await Session.open(self._http, self._server, schema, address)
 
     def _same(self, key: bytes, observed: Observed) -> None:
         """Check that the same replies are answered as before; of older answers than the last ``_MAX_KNOWN`` that is not known."""
@@ -314,97 +327,3 @@ def _keys(prompt: Prompt, replies: Sequence[str]) -> list[bytes]:
         text = reply.encode("utf-8", "surrogatepass")
         keys.append(hashlib.blake2b(text, key=keys[-1], digest_size=16).digest())
     return keys
-
-
-class _Sessions:
-    """The sessions of a grader, no more than the server has.
-
-    A grader that is refused one has one less for a while, so that another, which has none, gets one. One that has all sessions of the
-    server takes it back unless another has taken it.
-    """
-
-    def __init__(self, server: EnvironmentServer) -> None:
-        self._most = server.sessions
-        self._limit, self._later, self._limited = server.sessions, server.sessions, 0.0
-        self._busy = 0
-        self._idle: dict[Session, asyncio.TimerHandle] = {}
-        """Oldest first, with the timer that closes each."""
-        self.opened: set[Session] = set()
-        """Those that the server has answered, until they are closed."""
-        self._changed = asyncio.Condition()
-        self._closing: set[asyncio.Task[None]] = set()
-
-    async def take(self, key: bytes) -> Session | None:
-        """The session of an episode; otherwise one that is not needed; None: there may be another one."""
-        async with self._changed:
-            while True:
-                for closed in [one for one in self._idle if one.is_closed]:
-                    self._end(closed)
-                if (now := time.monotonic()) > self._limited:
-                    self._limit, self._later = self._later, self._most
-                    self._limited = now + _FULL_SECONDS
-                has_room = self._busy + len(self._idle) < self._limit
-                found = next((one for one in self._idle if one.key == key), None)
-                found = found or next((one for one in self._idle if not one.key), None)
-                if found is None and not has_room:
-                    found = next(iter(self._idle), None)
-                if found is not None or has_room:
-                    self._busy += 1
-                    if found is not None:
-                        self._idle.pop(found).cancel()
-                    return found
-                await self._changed.wait()
-
-    async def release(self, session: Session) -> None:
-        """Keep a session for the next step."""
-        async with self._changed:
-            self._busy -= 1
-            if self._busy + len(self._idle) < self._limit:
-                seconds = _IDLE_SECONDS if session.key else _ENDED_SECONDS
-                self._idle[session] = asyncio.get_running_loop().call_later(seconds, self._end, session)
-            else:
-                self._close(session)
-            self._changed.notify()
-
-    async def drop(self, session: Session | None) -> None:
-        """Give up a session that was taken."""
-        self._busy -= 1
-        if session is not None:
-            self._close(session)
-        async with self._changed:
-            self._changed.notify()
-
-    async def full(self, session: Session, taken: int) -> bool:
-        """Give up one that the server refused, of whose sessions so many are taken; whether there are others to wait for."""
-        await self.drop(session)
-        others = self._busy + len(self._idle)
-        if others:
-            now, self._limit, self._later = time.monotonic(), max(others - 1, 1), self._most
-            if 0 < taken <= len(self.opened):  # all are its own
-                self._limit, self._later = max(taken - 1, 1), taken
-                self._limited = now + _SPARE_SECONDS
-            elif 0 < taken <= others:  # whether the server counts those that are being opened is not known
-                self._limit, self._limited = others, now + _OPENING_SECONDS
-            else:
-                self._limited = now + _FULL_SECONDS
-            while self._idle and self._busy + len(self._idle) > self._limit:
-                self._end(next((one for one in self._idle if not one.key), next(iter(self._idle))))
-        return others > 0
-
-    async def aclose(self) -> None:
-        for session in list(self._idle):
-            self._end(session)
-        await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def _end(self, session: Session) -> None:
-        self._idle.pop(session).cancel()
-        self._close(session)
-
-    def _close(self, session: Session) -> None:
-        task = asyncio.create_task(self._closed(session))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def _closed(self, session: Session) -> None:
-        await session.close()
-        self.opened.discard(session)

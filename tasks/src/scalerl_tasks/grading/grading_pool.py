@@ -42,6 +42,8 @@ class Graded:
     """What an environment says, if its episode goes on; the verdict holds if it ends here."""
     turn_reward: float = 0.0
     """The part of the episode's score that the reply earned, in [-1, 1], if the episode goes on."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds for which it waited because the environment, or a service that scores, was down."""
 
     @property
     def score(self) -> float:

@@ -19,9 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -88,6 +89,8 @@ class _Item:
     """Failed requests with this completion alone, while the service answered others."""
     alone: bool = False
     """Sent in a request of its own: a request with it failed."""
+    waits_since: float | None = None
+    """When a request with it failed first, because the service is down."""
 
 
 class _Refused(Exception):
@@ -242,6 +245,8 @@ class HttpGrader:
         for item in items:
             item.alone = True
             item.failures += is_cause
+            if not is_cause:
+                item.waits_since = item.waits_since or time.monotonic()
             if len(items) == 1 and is_cause and (final or item.failures >= self._service.retries):
                 self._record(item, Graded(None, f"{error} (prompt {item.row['id']})"))
             else:
@@ -251,8 +256,9 @@ class HttpGrader:
     def _record(self, item: _Item, graded: Graded) -> None:
         self.counts.graded += 1
         self.counts.errors += graded.error is not None
+        now = time.monotonic()
         if not item.done.done():
-            item.done.set_result(graded)
+            item.done.set_result(replace(graded, waited=now - (item.waits_since or now)))
 
     async def _scored(self, rows: list[dict[str, Any]]) -> list[Graded]:
         """The verdicts of a request's completions.
