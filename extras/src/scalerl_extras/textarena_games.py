@@ -101,7 +101,9 @@ class Game:
         """What the game has said since it was asked last."""
         own = sys.modules["textarena"].ObservationType.PLAYER_ACTION
         _, observations = self._env.get_observation()
-        return "\n".join(text.strip("\n") for _, text, kind in observations if kind is not own).strip()
+        # Some games put a move where the kind belongs, and a number in place of the text.
+        texts = [text for _, text, kind in observations if kind is not own and isinstance(text, str)]
+        return "\n".join(text.strip("\n") for text in texts).strip()
 
     def step(self, reply: str) -> Mapping[str, Any]:
         """The game's answer to a move: ``observations``, ``reward`` and ``done``."""
