@@ -14,7 +14,7 @@ from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.grading.grading_pool import GradingError
 from scalerl_tasks.scoring import open_grading_pool
 
-INSTALL = f"pip install 'scalerl-extras[textarena]', which is textarena=={RELEASE}; on a cluster in all three images"
+INSTALL = f"pip install 'scalerl-extras[textarena]', which is textarena=={RELEASE}; on a cluster in the images of generator and trainer"
 
 
 @pytest.fixture

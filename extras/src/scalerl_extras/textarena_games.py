@@ -142,7 +142,7 @@ def _textarena() -> Any:
     except (importlib.metadata.PackageNotFoundError, ImportError) as error:
         problem = f"is not installed here ({error})"
     raise VerifierError(
-        f"textarena {problem}: pip install 'scalerl-extras[textarena]', which is textarena=={RELEASE}; on a cluster in all three images"
+        f"textarena {problem}: pip install 'scalerl-extras[textarena]', which is textarena=={RELEASE}; on a cluster in the images of generator and trainer"
     )
 
 
