@@ -9,6 +9,7 @@
 #   bench    what benchmarks compare against
 #   sbom     what writes the bills of materials of a release (release/build.py), in an environment of its own
 #   openenv  a server of another project, which a test of make test-full runs in an environment of its own
+#   textarena  games that a test of make test-full plays, in an environment of its own over this project's
 #   suffix   arctic-inference, of which a benchmark builds a part
 #   libnuma  a wheel that carries libnuma, for machines without (libnuma.sh)
 set -euo pipefail
@@ -41,3 +42,4 @@ lock requirements/bench.in -c requirements/cpu.txt -o requirements/bench.txt
 lock requirements/libnuma.in --no-deps -o requirements/libnuma.txt
 lock requirements/suffix.in --no-deps -o requirements/suffix.txt
 lock requirements/openenv.in --override requirements/openenv-overrides.txt -o requirements/openenv.txt
+lock requirements/textarena.in -c requirements/cpu.txt -o requirements/textarena.txt

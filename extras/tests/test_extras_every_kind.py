@@ -124,7 +124,10 @@ async def test_environment_of_the_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"name": "gess"}, "did you mean 'guess'? (built in: retry, tools, nim, server; installed: guess)"),
+        (
+            {"name": "gess"},
+            "did you mean 'guess'? (built in: retry, tools, nim, server; installed: guess, textarena)",
+        ),
         ({"parameters": {"hnit": True}}, "unexpected keyword argument 'hnit'"),
     ],
 )

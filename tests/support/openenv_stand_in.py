@@ -95,7 +95,8 @@ class OpenEnvServer:
             return web.Response(
                 status=self.refuses.status, text=self.refuses.text, content_type=self.refuses.content_type
             )
-        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+        health = request.path == "/health"  # probes have no token
+        if self.token and not health and request.headers.get("authorization") != f"Bearer {self.token}":
             return web.Response(status=401)
         answer: web.StreamResponse = await handler(request)
         return answer
