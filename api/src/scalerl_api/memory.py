@@ -31,7 +31,9 @@ ALLREDUCE_ELEMENTS = 500_000_000
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """Elements that ZeRO-3 updates at a time."""
 CHUNK_BYTES = 64 * 2**20
-"""Logits that the output head computes at a time."""
+"""Logits that the output head computes at a time on a CPU."""
+ACCELERATOR_CHUNK_BYTES = 2**30
+"""The same on an accelerator."""
 _BUCKET_BYTES: Final[Mapping[int, int]] = {0: 0, 1: 0, 2: 7, 3: 11}
 """Bytes per element of a bucket by ZeRO stage, for bfloat16: the buffer, its float32 copy, and what is being reduced."""
 CONTEXT_BYTES = 5 * 2**28
@@ -149,7 +151,7 @@ class RankMemory:
     activations: int
     """Kept for the backward pass, and recomputed ones of a layer."""
     head: int = 0
-    """The output head: its weight in float32, the weight's gradient in float32 and in the model's dtype, chunks of logits."""
+    """The output head: on a CPU its weight in float32; the weight's gradient in float32 and in the model's dtype, chunks of logits."""
     buckets: int = 0
     """Buffers of a publish; and communication buckets beside the head, or what an update needs beyond head and activations, if that
     is more."""
@@ -258,10 +260,14 @@ def rank_memory(
     # one with activation checkpointing.
     kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
     activations = micro_batch_tokens * hidden * kept * each
-    # The head: the weight's float32 copy, its float32 gradient and that in the model's dtype, and three chunks of logits.
+    # The head: the weight's float32 copy where products of bfloat16 are not accumulated in float32, its float32 gradient and that
+    # in the model's dtype, and chunks of logits: three in float32, or two and one in the model's dtype.
     gradient = (4 * output + (each * output if each != 4 else 0)) if trained is None else 0
-    copies = gradient + (4 * output if fp32_head and each != 4 else 0)
-    head = copies + 3 * min(CHUNK_BYTES, 4 * micro_batch_tokens * size.vocabulary_size)
+    copies = gradient + (4 * output if fp32_head and each != 4 and not accelerator else 0)
+    chunk = min(
+        ACCELERATOR_CHUNK_BYTES if accelerator else CHUNK_BYTES, 4 * micro_batch_tokens * size.vocabulary_size
+    )
+    head = copies + (5 * chunk // 2 if accelerator else 3 * chunk)
     bucket = _BUCKET_BYTES[zero_stage] * min(bucket_elements, own)
     # After the backward pass, when activations and the head's copies are free again: the buffer in which gradients are reduced
     # without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time.
