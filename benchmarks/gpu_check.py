@@ -2,17 +2,25 @@
 
     python benchmarks/gpu_check.py [--device cuda|cpu] [--tiny] [--only NAME,...] [--out FILE] [--list]
 
-It needs torch and transformers, pydantic and msgspec; neither an installation of this project nor DeepSpeed or vLLM: what
+It needs torch and transformers, pydantic, msgspec and numpy; neither an installation of this project nor DeepSpeed or vLLM: what
 cannot run without them says so, and the rest runs. Each check is a process of its own with a deadline, so that one that
-crashes or hangs costs nothing but itself:
+crashes or hangs costs nothing but itself. All but the last two take at most 90 s. What settles most comes first:
 
 ============ =====================================================================================================
 machine      versions, device, driver, speed of a bfloat16 matrix product
 positions    the trainer's log-probabilities in bfloat16 beside plain transformers, by position, for three kinds of models
-head         the float32 head: how far a bfloat16 one is off, its time, its share of a step
-step-0.5B    a training step of that shape beside plain transformers: tokens/s, share of the peak, memory
+attention    torch's variable-length kernel: outputs, gradients, time beside ``sdpa`` of each sequence alone, and in a model
+head         the float32 head: errors of log-probabilities and gradients, time, also cast to float32 and in bfloat16
+engine-FSDP2 the engine on one rank: loss, log-probabilities, gathered weights, memory beside the estimate
+engine-ZeRO1 the same under DeepSpeed, if that is there
+engine-ZeRO3 the same
+offload      the same under FSDP2, with parameters and optimizer state in the host's memory
+step-0.5B    a training step of that shape beside plain transformers: tokens/s, share of the peak, memory, share of the head
 step-1.5B    the same
-engine       the engine under DeepSpeed at ZeRO 1 and 3, if that is there, and under FSDP2, also with offload, one rank: loss, log-probabilities, gathered weights
+step-8B      the same of four layers of Llama 3 8B
+files        weights through files: a base and a delta, written from the device and read bit by bit
+lora         steps of low-rank adapters
+moe          steps of a mixture of experts
 group-1      the process group of weight updates, of one process
 group-2      the same of two processes, each on a device of its own where there are two
 publish      vLLM: ``benchmarks/publish.py --quick``
@@ -27,19 +35,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import json
-import math
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -63,70 +69,21 @@ for member in (
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+from support.gpu_device import (  # noqa: E402
+    CannotRun,
+    Options,
+    clock,
+    need_devices,
+    open_device,
+    peak_bytes,
+    require,
+    seconds_of,
+)
+
 TOTAL_SECONDS = 570.0
-POSITIONS = (0, 256, 1024, 4096)
+POSITIONS = (0, 256, 1024, 4096, 8192)
 TOLERANCE = 0.02
 """Mean difference of a log-probability, in nats, that rounding explains; a rotary table in bfloat16 gives .1 to 2."""
-
-
-@dataclass(frozen=True)
-class Options:
-    device: str
-    tiny: bool
-
-
-class CannotRun(Exception):
-    """Why a check cannot run on this machine."""
-
-
-def require(*modules: str) -> None:
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise CannotRun(f"{module} is not installed")
-
-
-def clock(device: Any) -> float:
-    """Now, with all that was asked of the device done."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def seconds_of(work: Callable[[], object], device: Any, repeats: int) -> float:
-    """The best of ``repeats``, after one that does not count."""
-    work()
-    best = math.inf
-    for _ in range(repeats):
-        begin = clock(device)
-        work()
-        best = min(best, clock(device) - begin)
-    return best
-
-
-def open_device(options: Options) -> Any:
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise CannotRun("torch sees no CUDA device")
-    torch.set_num_threads(min(4, torch.get_num_threads()))
-    return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-
-
-def need_devices(count: int, why: str) -> None:
-    """Raise ``CannotRun`` where this process sees fewer than ``count`` GPUs."""
-    import torch
-
-    there = torch.cuda.device_count()
-    if there < count:
-        raise CannotRun(f"{count} GPUs are needed, this process sees {there}: {why}")
-
-
-def peak_bytes(device: Any) -> int | None:
-    import torch
-
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 # --- the checks ------------------------------------------------------------------------------------------
@@ -217,6 +174,7 @@ def check_head(options: Options) -> dict[str, Any]:
     import torch
     from support.gpu_models import SHAPES, TINY
 
+    from scalerl_trainer.models import head as head_module
     from scalerl_trainer.models.head import LogprobHead
 
     device = open_device(options)
@@ -228,35 +186,59 @@ def check_head(options: Options) -> dict[str, Any]:
     torch.nn.init.normal_(linear.weight, std=0.05)
     hidden = torch.randn(count, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(shape.vocabulary, (count,), device=device)
+    # Weights of single tokens of both signs, and errors on some of them: the exact gradients are in float64.
+    weights = torch.randn(count, device=device)
     some = slice(0, min(count, 256))
-    exact = (hidden[some].double() @ linear.weight.double().t()).log_softmax(-1)
-    exact = exact.gather(1, target[some, None])[:, 0].detach()
+    parts = [x.detach()[some] if x is hidden else x.detach() for x in (hidden, linear.weight)]
+    exact = _exact_head(parts[0], parts[1], target[some], weights[some])
     result: dict[str, Any] = {"tokens": count, "vocabulary": shape.vocabulary, "hidden": shape.hidden}
-    for name, fp32, precision in (
-        ("bfloat16", False, "highest"),
-        ("float32", True, "highest"),
-        ("tf32", True, "high"),
+    own = head_module._operand
+    for name, fp32, cast in (
+        ("bfloat16", False, False),
+        ("float32", True, False),
+        ("cast to float32", True, True),
     ):
-        torch.set_float32_matmul_precision(precision)
+        head_module._operand = (lambda weight, fp32: weight.float()) if cast else own
         head = LogprobHead(linear, fp32=fp32)
 
-        def work(head: LogprobHead = head) -> torch.Tensor:
+        def work(
+            head: LogprobHead = head, rows: slice = slice(None), factors: torch.Tensor = weights
+        ) -> torch.Tensor:
             linear.weight.grad = hidden.grad = None
-            logprobs, _ = head(hidden, target, 1.0, True)
-            logprobs.sum().backward()
+            logprobs, _ = head(hidden[rows], target[rows], 1.0, True)
+            (logprobs * factors[rows]).sum().backward()
             return logprobs
 
-        logprobs = work().detach()
+        found = [work(rows=some).detach(), hidden.grad[some], linear.weight.grad]
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
         result[name] = {
-            "mean_error": float((logprobs[some] - exact).abs().mean()),
-            "max_error": float((logprobs[some] - exact).abs().max()),
+            "mean_error": float((found[0] - exact[0]).abs().mean()),
+            "hidden_gradient_error": errors[1],
+            "weight_gradient_error": errors[2],
             "seconds": seconds_of(work, device, 3),
         }
-    torch.set_float32_matmul_precision("highest")
-    result["peak_bytes"] = peak_bytes(device)
-    if not result["float32"]["mean_error"] <= result["bfloat16"]["mean_error"]:
+        if device.type == "cuda":
+            result[name]["peak_bytes"] = peak_bytes(device)
+            torch.cuda.reset_peak_memory_stats(device)
+    head_module._operand = own
+    found, cast_to = result["float32"], result["cast to float32"]
+    if not found["mean_error"] <= result["bfloat16"]["mean_error"]:
         raise AssertionError(f"the float32 head is further off than the bfloat16 one: {json.dumps(result)}")
+    for what in ("hidden_gradient_error", "weight_gradient_error"):
+        if not found[what] <= 1.2 * cast_to[what]:
+            raise AssertionError(
+                f"{what} is more than 1.2 times that of operands in float32: {json.dumps(result)}"
+            )
     return result
+
+
+def _exact_head(hidden: Any, weight: Any, target: Any, weights: Any) -> list[Any]:
+    """Log-probabilities and the gradients of their weighted sum, in float64."""
+    import torch
+
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    logprobs = (leaves[0] @ leaves[1].t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    return [logprobs.detach(), *torch.autograd.grad((logprobs * weights).sum(), leaves)]
 
 
 def check_step(options: Options, name: str) -> dict[str, Any]:
@@ -270,7 +252,7 @@ def check_step(options: Options, name: str) -> dict[str, Any]:
     shape = (TINY if options.tiny else SHAPES)[name]
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     result: dict[str, Any] = {"sequence": shape.sequence}
-    for way in ("trainer", "trainer, bfloat16 head", "plain transformers"):
+    for way in ("trainer", "trainer, bfloat16 head", "trainer, sdpa", "plain transformers"):
         model = step = None
         rows = shape.rows
         while rows:
@@ -317,6 +299,7 @@ def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]
     from support.gpu_models import Masters
 
     from scalerl_trainer.algo.losses import Cispo, TokenBatch
+    from scalerl_trainer.models import varlen
     from scalerl_trainer.models.policy import Policy
     from scalerl_trainer.models.precision import cast_parameters
     from scalerl_trainer.packing import Sequence, pack
@@ -332,11 +315,13 @@ def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]
 
         return plain
     cast_parameters(model, torch.bfloat16)
-    policy = Policy(model, fp32_head=way == "trainer").train()
+    if way != "trainer, sdpa" and varlen.problem(model, torch.bfloat16, device) is None:
+        varlen.use(model.config)
+    policy = Policy(model, fp32_head=way != "trainer, bfloat16 head").train()
     masters = Masters(list(policy.parameters()))
     rows, length = ids.shape
     sequences = [Sequence(row[:16], row[16:]) for row in ids.tolist()]
-    micro_batches = pack(sequences, rows * length, shared_rows=False).micro_batches
+    micro_batches = pack(sequences, rows * length, shared_rows=policy.variable_length).micro_batches
     loss = Cispo()
 
     def train() -> None:
@@ -351,70 +336,6 @@ def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]
         masters.step()
 
     return train
-
-
-def check_engine(options: Options) -> dict[str, Any]:
-    import torch
-    from support.gpu_models import SHAPES, TINY, make
-
-    from scalerl_trainer.algo.losses import Cispo
-    from scalerl_trainer.engine import (
-        Engine,
-        EngineSettings,
-        Rank,
-        TrainBatch,
-        destroy_process_group,
-        init_process_group,
-    )
-    from scalerl_trainer.packing import Sequence
-
-    open_device(options)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        rank = Rank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
-    device = init_process_group(
-        rank, device="cuda" if options.device == "cuda" else "cpu", timeout_seconds=120
-    )
-    shape = (TINY if options.tiny else SHAPES)["0.5B"]
-    ids = torch.randint(3, shape.vocabulary, (4, shape.sequence)).tolist()
-    sequences = [Sequence(row[:16], row[16:]) for row in ids]
-    count = sum(len(s.completion) for s in sequences)
-    result: dict[str, Any] = {"tokens": count}
-    moved: dict[str, Any] = {"zero_stage": 3, "offload": "OptimizerAndParameters"}
-    ways: dict[str, Any] = {"FSDP2": {"engine": "FSDP2", "zero_stage": 3}}
-    ways["FSDP2, offload"] = moved | {"engine": "FSDP2"}
-    if importlib.util.find_spec("deepspeed") is not None:
-        ways = {"ZeRO 1": {"zero_stage": 1}, "ZeRO 3": {"zero_stage": 3}, "ZeRO 3, offload": moved} | ways
-    for way, partition in ways.items():
-        model = make(shape, torch.device("cpu") if options.tiny else device, torch.bfloat16)
-        names = {name for name, _ in model.named_parameters()}
-        settings = EngineSettings(
-            **partition, learning_rate=1e-4, warmup_steps=0, micro_batch_tokens=4 * shape.sequence
-        )
-        engine = Engine(model, settings, device)
-        before = engine.logprobs(sequences).logprobs_n
-        batch = TrainBatch(sequences, torch.full((4,), 1 / count), torch.ones(4), before)
-        stats = []
-        for _ in range(3):
-            begin = clock(device)
-            done = engine.step(batch, Cispo())
-            stats.append((done.ratios, done.gradient_norm, clock(device) - begin))
-        after = engine.logprobs(sequences).logprobs_n
-        gathered = {n for bucket in engine.gather_parameters(64 << 20) for n in bucket.names}
-        result[way] = {
-            "first_ratio_max": stats[0][0].ratio_max if stats[0][0] is not None else None,
-            "gradient_norms": [norm for _, norm, _ in stats],
-            "logprob_gain": float((after - before).mean()),
-            "step_seconds": stats[-1][2],
-            "peak_bytes": peak_bytes(device),
-        }
-        engine.close()
-        if gathered != names:
-            raise AssertionError(f"{way}: {sorted(names ^ gathered)[:3]} gathered or missing")
-        if not result[way]["logprob_gain"] > 0:
-            raise AssertionError(f"{way}: rewarded tokens did not become likelier: {json.dumps(result)}")
-    destroy_process_group()
-    return result
 
 
 def check_group(options: Options, world: int) -> dict[str, Any]:
@@ -535,13 +456,33 @@ def check_run(options: Options) -> dict[str, Any]:
     return {"steps": len(rows), "summary": summary}
 
 
+def supported(module: str, name: str, *arguments: Any) -> Callable[[Options], dict[str, Any]]:
+    """A check of ``support``, which needs the trainer to import."""
+
+    def check(options: Options) -> dict[str, Any]:
+        found: dict[str, Any] = getattr(importlib.import_module(f"support.{module}"), name)(
+            options, *arguments
+        )
+        return found
+
+    return check
+
+
 CHECKS: dict[str, tuple[Callable[[Options], dict[str, Any]], float]] = {
-    "machine": (check_machine, 120.0),
-    "positions": (check_positions, 120.0),
+    "machine": (check_machine, 60.0),
+    "attention": (supported("gpu_attention", "check_attention"), 90.0),
     "head": (check_head, 90.0),
-    "step-0.5B": (lambda options: check_step(options, "0.5B"), 120.0),
-    "step-1.5B": (lambda options: check_step(options, "1.5B"), 150.0),
-    "engine": (check_engine, 150.0),
+    "positions": (check_positions, 90.0),
+    "engine-FSDP2": (supported("gpu_engine", "check_engine", "FSDP2"), 90.0),
+    "engine-ZeRO1": (supported("gpu_engine", "check_engine", "ZeRO 1"), 90.0),
+    "engine-ZeRO3": (supported("gpu_engine", "check_engine", "ZeRO 3"), 90.0),
+    "offload": (supported("gpu_engine", "check_engine", "FSDP2", "OptimizerAndParameters"), 90.0),
+    "step-0.5B": (lambda options: check_step(options, "0.5B"), 90.0),
+    "step-1.5B": (lambda options: check_step(options, "1.5B"), 90.0),
+    "step-8B": (lambda options: check_step(options, "8B"), 90.0),
+    "files": (supported("gpu_engine", "check_files"), 90.0),
+    "lora": (supported("gpu_engine", "check_lora"), 90.0),
+    "moe": (supported("gpu_engine", "check_moe"), 90.0),
     "group-1": (lambda options: check_group(options, 1), 90.0),
     "group-2": (lambda options: check_group(options, 2), 90.0),
     "publish": (check_publish, 240.0),

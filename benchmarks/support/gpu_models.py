@@ -28,14 +28,16 @@ class Shape:
 SHAPES = {
     "0.5B": Shape("qwen2", 896, 24, 14, 2, 4864, 151936, 2048, 8),
     "1.5B": Shape("qwen2", 1536, 28, 12, 2, 8960, 151936, 2048, 8),
+    "8B": Shape("llama3", 4096, 4, 32, 8, 14336, 128256, 2048, 4, tied=False),
+    "MoE": Shape("moe", 1024, 8, 16, 4, 3584, 32000, 2048, 4, tied=False),
 }
-"""Shapes of Qwen2.5 models."""
+"""Shapes of Qwen2.5 models, of four of the 32 layers of Llama 3 8B, and of a mixture of eight experts."""
 TINY = {name: Shape("qwen2", 64, 2, 4, 2, 128, 512, 32, 2) for name in SHAPES}
 
 
 def positions_shape(kind: str, tiny: bool) -> Shape:
     """Shape of a model with large weights, so that attention depends on a token's position."""
-    size = (64, 2, 4, 2, 128, 256, 256, 1) if tiny else (512, 4, 8, 4, 1024, 1024, 4096, 1)
+    size = (64, 2, 4, 2, 128, 256, 256, 1) if tiny else (512, 4, 8, 4, 1024, 1024, 16384, 1)
     return Shape(kind, *size, spread=0.1)
 
 
@@ -79,6 +81,30 @@ def make(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(7)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    return model.to(device)
+
+
+def make_moe(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Mixtral of eight experts, two of them for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.sequence,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=shape.tied,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(7)
+    with torch.device(device):
+        model = MixtralForCausalLM(config).to(dtype)
     model.config.use_cache = False
     return model.to(device)
 

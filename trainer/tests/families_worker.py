@@ -11,6 +11,7 @@ from typing import Any
 import model_families
 import torch
 import transformers
+import varlen_kernel
 from transformers import AutoModelForCausalLM
 
 from scalerl_trainer.algo.losses import Cispo
@@ -22,7 +23,7 @@ from scalerl_trainer.engine import (
     destroy_process_group,
     init_process_group,
 )
-from scalerl_trainer.models import Policy, load_model
+from scalerl_trainer.models import Policy, load_model, varlen
 from scalerl_trainer.models.structure import problems
 from scalerl_trainer.packing import Sequence
 
@@ -60,6 +61,15 @@ def divergence(ours_n: torch.Tensor, theirs_n: torch.Tensor) -> float:
     return float((torch.expm1(difference_n) - difference_n).mean())
 
 
+def by_kernel(engine: Engine, theirs_n: torch.Tensor) -> float | None:
+    """KL of sequences that share rows by a variable-length kernel; None if the engine's own check refuses to."""
+    varlen.use(engine.config)
+    engine._passes._separates = None
+    if not engine._passes.shares_rows():
+        return None
+    return divergence(engine.logprobs(sequences).logprobs_n, theirs_n)
+
+
 def train(folder: Path) -> dict[str, Any]:
     model = load_model(str(folder), dtype="float32")
     settings = EngineSettings(
@@ -82,8 +92,9 @@ def train(folder: Path) -> dict[str, Any]:
         mixed_n = engine.logprobs(sequences).logprobs_n
     finally:
         Policy.variable_length = patched  # type: ignore[method-assign]
+    found = {"kl_of_kernel": by_kernel(engine, theirs_n)} if varlen.passes_boundaries(model) else {}
     engine.close()
-    return {
+    return found | {
         "applied": applied,
         "moved": divergence(own_n, alone(folder)),
         "kl": divergence(own_n, theirs_n),
@@ -97,6 +108,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 given = json.loads(sys.argv[1])
 torch.set_num_threads(1)
+varlen.kernel = lambda: varlen_kernel.grouped  # CPUs have none
 init_process_group(Rank.from_environment(os.environ), device="cpu", timeout_seconds=240)
 results: dict[str, Any] = {}
 for family in model_families.FAMILIES:

@@ -58,6 +58,21 @@ def test_family_trains_as_transformers_computes(results: dict[str, Any], family:
     assert 0 <= found["kl_of_rows"] <= family.max_kl
     assert found["rows"] == family.rows
     assert (found["kl_if_shared"] > family.max_kl) == (family.rows == "own")
+    if (by_kernel := found.get("kl_of_kernel")) is not None:
+        assert 0 <= by_kernel <= family.max_kl
+
+
+OWN_ROWS_WITH_ANY_KERNEL = {
+    *("StableLM", "Nemotron", "Falcon", "Falcon with ALiBi"),  # boundaries do not reach their attention
+    *("Qwen3-Next", "Qwen3.5 (text)", "Falcon-H1", "LFM2"),  # recurrences and convolutions
+}
+
+
+@pytest.mark.slow
+def test_which_families_share_rows_by_a_variable_length_kernel(results: dict[str, Any]) -> None:
+    trained = {family.name for family in FAMILIES if not family.refused}
+    without = {name for name in trained if results[name].get("kl_of_kernel") is None}
+    assert without == OWN_ROWS_WITH_ANY_KERNEL
 
 
 @pytest.mark.slow

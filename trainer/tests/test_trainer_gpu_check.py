@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
-CHECKS = ("machine", "positions", "head", "step-0.5B", "engine", "group-1", "group-2")
+ENGINE = ("engine-FSDP2", "engine-ZeRO1", "engine-ZeRO3")
+CHECKS = (
+    *("machine", "attention", "head", "positions", *ENGINE, "offload", "step-0.5B", "step-8B"),
+    *("files", "lora", "moe", "group-1", "group-2"),
+)
 
 
 def check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +33,9 @@ def check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "checks", [("machine", "head"), pytest.param(CHECKS, marks=pytest.mark.full)], ids=["two", "all"]
+    "checks",
+    [("machine", "attention", "head", "files"), pytest.param(CHECKS, marks=pytest.mark.full)],
+    ids=["some", "all"],
 )
 def test_gpu_check_runs_on_cpu(checks: tuple[str, ...], tmp_path: Path) -> None:
     done = check("--device", "cpu", "--tiny", "--only", ",".join(checks), "--out", str(tmp_path / "out.json"))
@@ -42,7 +48,7 @@ def test_gpu_check_runs_on_cpu(checks: tuple[str, ...], tmp_path: Path) -> None:
     if checks != CHECKS:
         return
     step = report["checks"]["step-0.5B"]
-    for way in ("trainer", "trainer, bfloat16 head", "plain transformers"):
+    for way in ("trainer", "trainer, bfloat16 head", "trainer, sdpa", "plain transformers"):
         assert step[way]["tokens_per_second"] > 0
     assert report["checks"]["positions"]["llama3 bfloat16 head"]["0-256"] < 0.02
 
@@ -52,13 +58,16 @@ def test_gpu_check_without_deepspeed_trains_with_fsdp2(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
     out = tmp_path / "out.json"
     done = check(
-        *("--device", "cpu", "--tiny", "--only", "engine", "--out", str(out)), PYTHONPATH=str(tmp_path)
+        *("--device", "cpu", "--tiny", "--only", ",".join(ENGINE), "--out", str(out)),
+        PYTHONPATH=str(tmp_path),
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    (result,) = json.loads(out.read_text())["checks"].values()
-    assert result["status"] == "ok", result
-    assert not [name for name in result if name.startswith("ZeRO")]
-    assert result["FSDP2"]["logprob_gain"] > 0
+    fsdp2, *zero = json.loads(out.read_text())["checks"].values()
+    assert fsdp2["status"] == "ok", fsdp2
+    assert fsdp2["logprob_gain"] > 0
+    assert [(check["status"], check["reason"]) for check in zero] == [
+        ("not run", "deepspeed is not installed")
+    ] * 2
 
 
 @pytest.mark.slow
@@ -77,17 +86,17 @@ def test_gpu_check_writes_after_each_check(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "results" / "out.json"
 
     def run_check(_context: object, name: str, *_: object) -> dict[str, Any]:
-        if name == "engine":
+        if name == "engine-FSDP2":
             raise KeyboardInterrupt
         return {"status": "ok", "name": "A device"}
 
     module["main"].__globals__["run_check"] = run_check
-    arguments = ["gpu_check.py", "--only", "machine,engine,run", "--out", str(out)]
+    arguments = ["gpu_check.py", "--only", "machine,engine-FSDP2,run", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(KeyboardInterrupt):
         module["main"]()
     report = json.loads(out.read_text())
-    assert (report["device"], report["left"]) == ("A device", ["engine", "run"])
+    assert (report["device"], report["left"]) == ("A device", ["engine-FSDP2", "run"])
     assert report["checks"] == {"machine": {"status": "ok", "name": "A device"}}
     assert list(out.parent.iterdir()) == [out]
 
@@ -124,4 +133,4 @@ def test_gpu_check_names_missing_package() -> None:
 def test_gpu_check_unknown_check_raises() -> None:
     done = check("--only", "heads")
     assert done.returncode == 2
-    assert "no check is called heads; there are machine, positions, head," in done.stdout
+    assert "no check is called heads; there are machine, attention, head," in done.stdout

@@ -34,7 +34,9 @@ SUB_GROUP_ELEMENTS = 1_000_000_000
 LIVE_ELEMENTS = 1_000_000_000
 """Elements that ZeRO-3 keeps gathered because a later module needs them again (``stage3_max_live_parameters``)."""
 CHUNK_BYTES = 64 * 2**20
-"""Logits that the output head computes at a time."""
+"""Logits that the output head computes at a time on a CPU."""
+ACCELERATOR_CHUNK_BYTES = 2**30
+"""The same on an accelerator."""
 _BUCKET_BYTES: Final[Mapping[int, int]] = {0: 0, 1: 0, 2: 7, 3: 11}
 """Bytes per element of a bucket by ZeRO stage, for bfloat16: the buffer, its float32 copy, and what is being reduced."""
 CONTEXT_BYTES = 5 * 2**28
@@ -183,7 +185,7 @@ class RankMemory:
     gathered: int = 0
     """Partitioned parameters that are whole while they are used."""
     head: int = 0
-    """The output head: its weight in float32, the weight's gradient in float32 and in the model's dtype, chunks of logits."""
+    """The output head: on a CPU its weight in float32; the weight's gradient in float32 and in the model's dtype, chunks of logits."""
     buckets: int = 0
     """Buffers of a publish, communication buckets, and what an update (under FSDP2 the reduction of a layer) needs beyond head,
     activations and gathered parameters, which are free by then."""
@@ -297,7 +299,7 @@ def rank_memory(
         optimizer=optimizer * (offload == "None"),
         activations=micro_batch_tokens * values * each,
         gathered=gathered * each,
-        head=_head(size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head),
+        head=_head(size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head, accelerator=accelerator),
         reference=share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
     )
     bucket = 0 if engine == "FSDP2" else _BUCKET_BYTES[zero_stage] * min(bucket_elements, own)
@@ -332,12 +334,16 @@ def _gathered(size: ModelSize, engine: str, offload: Offload, zero_stage: int, w
     return min(count, used if engine == "FSDP2" else max(used, LIVE_ELEMENTS))
 
 
-def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool) -> int:
-    """Bytes of the weight's float32 copy, its float32 gradient and that in the model's dtype, and three chunks of logits."""
+def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, accelerator: bool) -> int:
+    """Bytes of the weight's float32 gradient and that in the model's dtype, and of chunks of logits: three in float32, or on an
+    accelerator two and one in the model's dtype. On a CPU also the weight's float32 copy: there products of bfloat16 are not
+    accumulated in float32.
+    """
     output = size.vocabulary_size * size.hidden_size
     gradient = (4 * output + (each * output if each != 4 else 0)) if trains else 0
-    copies = gradient + (4 * output if fp32 and each != 4 else 0)
-    return copies + 3 * min(CHUNK_BYTES, 4 * tokens * size.vocabulary_size)
+    copies = gradient + (4 * output if fp32 and each != 4 and not accelerator else 0)
+    chunk = min(ACCELERATOR_CHUNK_BYTES if accelerator else CHUNK_BYTES, 4 * tokens * size.vocabulary_size)
+    return copies + (5 * chunk // 2 if accelerator else 3 * chunk)
 
 
 def offloaded_bytes(size: ModelSize, spec: RunSpec) -> int:

@@ -9,6 +9,7 @@ All ranks exchange their errors before anything is applied, and raise together.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +33,7 @@ from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.engine.weights import Weights
 from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import AdapterNames, Adapters
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
@@ -47,6 +49,8 @@ from scalerl_trainer.saved_state import (
     SavedState,
 )
 from scalerl_trainer.utilization import flops_per_token
+
+log = logging.getLogger(__name__)
 
 _PROXIMAL_BUCKET_BYTES = 256 << 20
 
@@ -105,7 +109,7 @@ class Engine:
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
         self._host = HostBuffers()
-        self._passes.shares_rows()
+        self._choose_attention(dtype)
 
     def set_reference(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
         """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.
@@ -388,6 +392,20 @@ class Engine:
         self.before_update()
         return time.perf_counter() - begin
 
+    def _choose_attention(self, dtype: torch.dtype) -> None:
+        """Use torch's variable-length kernel in place of ``sdpa`` where device and model allow it. A collective."""
+        reason = varlen.problem(self._policy.causal_lm, dtype, self.device)
+        if reason is None:
+            varlen.use(self.config)
+        shared = self._passes.shares_rows()
+        if reason is None and not shared:
+            self.config._attn_implementation = "sdpa"
+            reason = "the model does not keep sequences apart by position, or differs from sdpa"
+        if self._rank == 0:
+            kind = "sequences share rows" if shared else "each sequence has a row of its own"
+            why = f" (torch's variable-length kernel is not used: {reason})" if reason else ""
+            log.info("attention: %s; %s%s", self.config._attn_implementation, kind, why)
+
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
         return None if lora is None else Adapters(causal_lm, lora, self.settings.seed)
@@ -395,6 +413,8 @@ class Engine:
     def _frozen(self, causal_lm: Any, weights: WeightStream | None = None) -> Frozen:
         buffers = buffer_dtypes(causal_lm)
         cast_parameters(causal_lm, getattr(torch, self.settings.dtype))
+        if self.config._attn_implementation == varlen.NAME:
+            varlen.use(causal_lm.config)
         policy = Policy(
             causal_lm, fp32_head=self.settings.fp32_head, chunk_bytes=self.settings.logit_chunk_bytes
         )

@@ -32,6 +32,7 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.routing import Routing
@@ -45,6 +46,9 @@ _CHECKED_TOKENS = 64
 _ROW_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
 """In standard deviations of the log-probabilities over tokens. Of the families of docs/models.md, those that keep sequences apart
 reach 2e-2 in bfloat16 (rounding), those that mix them .14 and more."""
+_KERNEL_TOLERANCE = 0.03
+"""The same of the median token between two kernels in bfloat16, where those families reach 9e-3. Not of the worst: a router that
+chooses another expert changes single tokens by .4."""
 TABLES = 2 * len(POSITIONS) * FIELDS
 """Elements of the two ratio tables by position: of all tokens, and of fresh ones."""
 
@@ -107,6 +111,7 @@ class Passes:
 
         Attention is causal, so the first sequence of a row is computed as if alone. Shapes are equal in both orders, so
         rounding is too, and a model that mixes the sequences (by a recurrence, a convolution, positions of its own) differs.
+        Of torch's variable-length kernel also with each sequence alone under ``sdpa``.
         """
         generator = torch.Generator().manual_seed(0)
         tokens = min(_CHECKED_TOKENS, self._settings.micro_batch_tokens + 2)
@@ -125,17 +130,30 @@ class Passes:
         there = len(second.completion)
         difference = float((forth_n - torch.cat([back_n[there:], back_n[:there]])).abs().max())
         # In units of how much log-probabilities differ among tokens, which is little in an untrained model.
-        limit = _ROW_TOLERANCE[self._settings.dtype] * float(forth_n.std())
-        separates = bool(gather_vectors(torch.tensor([int(difference < limit)], device=self._device)).all())
+        spread = float(forth_n.std())
+        good = difference < _ROW_TOLERANCE[self._settings.dtype] * spread
+        if self._config._attn_implementation == varlen.NAME:
+            by_sdpa = float((forth_n - self._alone_by_sdpa([first, second])).abs().median())
+            good = good and by_sdpa < _KERNEL_TOLERANCE * spread
+            difference = max(difference, by_sdpa)
+        separates = bool(gather_vectors(torch.tensor([int(good)], device=self._device)).all())
         if not separates:
             log.warning(
-                "%s does not keep the sequences of one row apart (their log-probabilities depend on their order, by %.2g on "
-                "rank %d): each sequence gets a row of its own, which is slower",
+                "%s does not keep the sequences of one row apart (their log-probabilities depend on their order or kernel, by "
+                "%.2g on rank %d): each sequence gets a row of its own, which is slower",
                 self._config.model_type,
                 difference,
                 self._rank,
             )
         return separates
+
+    def _alone_by_sdpa(self, sequences: list[Sequence]) -> torch.Tensor:
+        self._config._attn_implementation = "sdpa"
+        try:
+            with torch.no_grad():
+                return torch.cat([self.forward(one_row([sequence]), 1.0)[0] for sequence in sequences])
+        finally:
+            self._config._attn_implementation = varlen.NAME
 
     def micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield ``count`` micro-batches, each with whether it is real: empty ones follow the real ones, so that all ranks run

@@ -8,7 +8,6 @@ from typing import Literal
 from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
-from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES
 from scalerl_trainer.models.lora import Lora
 
 Dtype = Literal["bfloat16", "float32"]
@@ -42,8 +41,8 @@ class EngineSettings:
     activation_checkpointing: bool = False
     fp32_head: bool = True
     """Compute the LM head in float32."""
-    logit_chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    """Memory of the logits that are computed at a time."""
+    logit_chunk_bytes: int | None = None
+    """Memory of the logits that are computed at a time; None to choose by device."""
     ratio_guard: RatioGuard | None = field(default_factory=RatioGuard)
     """Skips steps whose importance ratios explode; None for no guard."""
     gradient_guard: GradientGuard | None = field(default_factory=GradientGuard)
@@ -66,8 +65,9 @@ class EngineSettings:
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
         for name in ("micro_batch_tokens", "temperature", "logit_chunk_bytes"):
-            if not getattr(self, name) > 0:
-                raise EngineError(f"{name} must be positive, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise EngineError(f"{name} must be positive, not {value}")
         for name in ("learning_rate", "weight_decay", "warmup_steps", "max_gradient_norm"):
             if not getattr(self, name) >= 0:
                 raise EngineError(f"{name} must not be negative, not {getattr(self, name)}")

@@ -5,9 +5,17 @@ With a vocabulary of V and M trainable tokens, logits and softmax would be sever
 log-normaliser of each token, and the backward pass recomputes a chunk's logits. This costs one more matrix product and
 bounds a chunk's logits to ``chunk_bytes``.
 
-``fp32`` casts hidden states and weight to float32 before the product. ScaleRL (arXiv 2510.13786) reports an asymptote of
-.61 with float32 logits in trainer and generator, and of .52 without [P]. Without ``fp32`` the product has the model's
-dtype and its result is cast to float32, as in inference servers.
+``fp32`` computes logits in float32. ScaleRL (arXiv 2510.13786) reports an asymptote of .61 with float32 logits in trainer and
+generator, and of .52 without [P]. Without ``fp32`` the product has the model's dtype and its result is cast to float32, as in
+inference servers.
+
+The product of two bfloat16 numbers is exact in float32, so on an accelerator ``fp32`` takes hidden states and weight as they
+are and accumulates in float32 (``torch.mm(…, out_dtype=torch.float32)``), which its matrix units do at the speed of bfloat16.
+CPUs have no such product: both are cast. In the backward pass the derivative of the logits becomes an operand, and is rounded
+to bfloat16 for that, except its largest elements, those of the target and of the most likely token, which are added in float32:
+gradients are then at most 1.1 times as far from exact ones as where nothing but the result is rounded
+(``benchmarks/head_bytes.py``). There the entropy is of every eighth token, because exponentials of all logits are a quarter of
+the bytes that the head moves.
 
 Log-probabilities are those of ``softmax(logits / temperature)``, the distribution that the generator sampled from. Logits are
 ``cap(scale · (hidden · weightᵀ + bias))``, see :mod:`.logits`.
@@ -17,14 +25,20 @@ Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
-DEFAULT_CHUNK_BYTES = 64 * 2**20
+ENTROPY_STRIDE = 8
+"""On an accelerator, entropies are of every eighth token."""
+CPU_CHUNK_BYTES = 64 * 2**20
+ACCELERATOR_CHUNK_BYTES = 2**30
+"""1,766 tokens with a vocabulary of 152,000. Each chunk reads the weight three times, and its gradient is read and written."""
 
 
 class LogprobHead(nn.Module):
@@ -37,14 +51,15 @@ class LogprobHead(nn.Module):
     bias: torch.Tensor | None
     transform: LogitTransform
     fp32: bool
-    chunk_bytes: int
+    chunk_bytes: int | None
+    """Of a chunk's logits; None to choose by device."""
 
     def __init__(
         self,
         output: nn.Linear,
         *,
         fp32: bool,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         transform: LogitTransform = PLAIN,
     ) -> None:
         super().__init__()
@@ -59,10 +74,11 @@ class LogprobHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies, nats, float32 ``[M]``.
 
-        The entropies have no gradient; the tensor is empty without ``entropy``.
+        The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator, they are the means of chunks,
+        each estimated from every eighth token.
         """
-        vocabulary = self.weight.shape[0]
-        chunk = max(1, self.chunk_bytes // (4 * vocabulary))
+        by_device = CPU_CHUNK_BYTES if self.weight.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+        chunk = max(1, (self.chunk_bytes or by_device) // (4 * self.weight.shape[0]))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
             hidden_md,
             self.weight,
@@ -100,34 +116,40 @@ class _ChunkedLogprob(torch.autograd.Function):
         logprob_m = torch.empty(count, dtype=torch.float32, device=hidden_md.device)
         normalizer_m = torch.empty_like(logprob_m)
         entropy_m = torch.empty_like(logprob_m) if entropy else logprob_m.new_empty(0)
-        matrix_vd = weight_vd.float() if fp32 else weight_vd
+        matrix_vd = _operand(weight_vd, fp32)
+        rounded = _is_rounded(matrix_vd, fp32)
+        top_m = torch.empty_like(target_m) if rounded else None
+        top_logprob_m = torch.empty_like(logprob_m) if rounded else None
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform)
+            logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform, fp32)
             if temperature != 1.0:
                 logits_cv.div_(temperature)
-            largest_c = logits_cv.amax(-1)
-            logits_cv.sub_(largest_c[:, None])
-            weight_cv = logits_cv.exp()
-            sum_c = weight_cv.sum(-1)
-            logprob_m[part] = logits_cv.gather(1, target_m[part, None]).squeeze(1) - sum_c.log()
-            normalizer_m[part] = largest_c + sum_c.log()
+            target_c1 = target_m[part, None]
+            logits_c1 = logits_cv.gather(1, target_c1)
+            logprobs_cv = functional.log_softmax(logits_cv, -1)
+            logprobs_c1 = logprobs_cv.gather(1, target_c1)
+            logprob_m[part] = logprobs_c1.squeeze(1)
+            normalizer_m[part] = (logits_c1 - logprobs_c1).squeeze(1)
             if entropy:
-                # H = log Z - Σ p·logit, of logits without their largest: a product of two vectors a token, without a copy.
-                mean_c = torch.bmm(weight_cv[:, None, :], logits_cv[:, :, None]).view(-1) / sum_c
-                entropy_m[part] = sum_c.log() - mean_c
+                entropy_m[part] = _entropies(logprobs_cv, logits_cv)
+            if top_m is not None and top_logprob_m is not None:
+                torch.max(logprobs_cv, -1, out=(top_logprob_m[part], top_m[part]))
         # Saves the parameters and not their float32 copies, because ZeRO-3 gathers and frees the parameters' storage.
-        ctx.save_for_backward(hidden_md, weight_vd, bias_v, target_m, normalizer_m)
+        ctx.save_for_backward(
+            hidden_md, weight_vd, bias_v, target_m, normalizer_m, logprob_m, top_m, top_logprob_m
+        )
         ctx.temperature, ctx.transform, ctx.fp32, ctx.chunk = temperature, transform, fp32, chunk
         ctx.mark_non_differentiable(entropy_m)
         return logprob_m, entropy_m
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_md, weight_vd, bias_v, target_m, normalizer_m = ctx.saved_tensors
+        hidden_md, weight_vd, bias_v, target_m, normalizer_m, *apart = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
-        upstream_m = gradients[0]
-        matrix_vd = weight_vd.float() if ctx.fp32 else weight_vd
+        scale_m = gradients[0] * (transform.scale / ctx.temperature)
+        matrix_vd = _operand(weight_vd, ctx.fp32)
+        rounded = _is_rounded(matrix_vd, ctx.fp32)
         grad_hidden_md = torch.empty_like(hidden_md)
         # Float32 for every model dtype, because the gradient is a sum over chunks. None of frozen parameters (LoRA).
         _, trains_weight, trains_bias, *_ = ctx.needs_input_grad
@@ -135,39 +157,148 @@ class _ChunkedLogprob(torch.autograd.Function):
         grad_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if trains_bias else None
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            states_cd = hidden_md[part]
-            logits_cv = _logits(states_cd, matrix_vd, bias_v, transform)
+            states_cd, target_c, scale_c = hidden_md[part], target_m[part], scale_m[part]
+            logits_cv = _logits(states_cd, matrix_vd, bias_v, transform, ctx.fp32)
             slope_cv = None
             if transform.cap is not None:
                 slope_cv = (logits_cv / transform.cap).square_().neg_().add_(1.0)
             if ctx.temperature != 1.0:
                 logits_cv.div_(ctx.temperature)
-            scale_c = (upstream_m[part] / ctx.temperature)[:, None]
-            delta_cv = logits_cv.sub_(normalizer_m[part, None]).exp_().mul_(-scale_c)
-            delta_cv.scatter_add_(1, target_m[part, None], scale_c)
-            if slope_cv is not None:
-                delta_cv.mul_(slope_cv)
-            if transform.scale != 1.0:
-                delta_cv.mul_(transform.scale)
+            if rounded:
+                own = [x[part] for x in (target_m, normalizer_m, *apart)]
+                delta = _rounded_delta(logits_cv, scale_c, slope_cv, *own)
+            else:
+                logits_cv.sub_(normalizer_m[part, None]).exp_().mul_(-scale_c[:, None])
+                logits_cv.scatter_add_(1, target_c[:, None], scale_c[:, None])
+                if slope_cv is not None:
+                    logits_cv.mul_(slope_cv)
+                delta = _Delta(logits_cv.to(matrix_vd.dtype))
+            grad_hidden_md[part] = delta.by_states(matrix_vd, ctx.fp32).to(hidden_md.dtype)
             if grad_bias_v is not None:
-                grad_bias_v += delta_cv.sum(0)
-            delta_cv = delta_cv.to(matrix_vd.dtype)
-            grad_hidden_md[part] = (delta_cv @ matrix_vd).to(hidden_md.dtype)
-            if grad_weight_vd is not None and delta_cv.dtype == torch.float32:
-                grad_weight_vd.addmm_(delta_cv.t(), states_cd.float())
-            elif (
-                grad_weight_vd is not None
-            ):  # a product in bfloat16 cannot be added to float32 by the same call
-                grad_weight_vd += delta_cv.t() @ states_cd.to(matrix_vd.dtype)
+                delta.add_to_bias(grad_bias_v)
+            if grad_weight_vd is not None:
+                delta.add_to_weight(grad_weight_vd, states_cd, ctx.fp32)
         grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
         grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
         return grad_hidden_md, grad_weight, grad_bias, *[None] * 6
 
 
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """The derivative by a chunk's raw logits: ``sign · values``, and elements apart."""
+
+    values_cv: torch.Tensor
+    """In the dtype of the operands."""
+    sign_c: torch.Tensor | None = None
+    """1 or -1; None for 1."""
+    apart: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Indices and float32 values ``[C, K]`` of the elements that ``values_cv`` has not."""
+
+    def by_states(self, matrix_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
+        grad_cd = _product(self.values_cv, matrix_vd, fp32)
+        if self.sign_c is not None and self.apart is not None:
+            grad_cd.mul_(self.sign_c[:, None])
+            for index_c, value_c in zip(*(x.unbind(1) for x in self.apart), strict=True):
+                grad_cd.addcmul_(matrix_vd[index_c].float(), value_c[:, None])
+        return grad_cd
+
+    def add_to_weight(self, grad_vd: torch.Tensor, states_cd: torch.Tensor, fp32: bool) -> None:
+        operand_cd = states_cd.to(self.values_cv.dtype)
+        if self.sign_c is None or self.apart is None:
+            _add_product(grad_vd, self.values_cv.t(), operand_cd, fp32)
+            return
+        signed_cd = operand_cd * self.sign_c[:, None].to(operand_cd.dtype)
+        _add_product(grad_vd, self.values_cv.t(), signed_cd, fp32)
+        for index_c, value_c in zip(*(x.unbind(1) for x in self.apart), strict=True):
+            grad_vd.index_add_(0, index_c, states_cd.float().mul_(value_c[:, None]))
+
+    def add_to_bias(self, grad_v: torch.Tensor) -> None:
+        if self.sign_c is None or self.apart is None:
+            grad_v += self.values_cv.float().sum(0)
+            return
+        signs_c1 = self.sign_c[:, None].to(self.values_cv.dtype)
+        grad_v += _product(self.values_cv.t(), signs_c1, True).squeeze(1)
+        grad_v.index_add_(0, self.apart[0].flatten(), self.apart[1].flatten())
+
+
+def _rounded_delta(
+    logits_cv: torch.Tensor,
+    scale_c: torch.Tensor,
+    slope_cv: torch.Tensor | None,
+    target_c: torch.Tensor,
+    normalizer_c: torch.Tensor,
+    logprob_c: torch.Tensor,
+    top_c: torch.Tensor,
+    top_logprob_c: torch.Tensor,
+) -> _Delta:
+    """The derivative in bfloat16. Overwrites ``logits_cv``.
+
+    The factor of each token is part of the exponent, which saves a pass over the logits.
+    """
+    index_ck = torch.stack([target_c, top_c], 1)
+    other_c = top_logprob_c.exp().masked_fill(top_c == target_c, 0.0)
+    value_ck = torch.stack([-torch.expm1(logprob_c), -other_c], 1) * scale_c[:, None]
+    logits_cv.sub_((normalizer_c - scale_c.abs().log())[:, None])
+    values_cv = torch.empty_like(logits_cv, dtype=torch.bfloat16)
+    if slope_cv is None:
+        torch.exp(logits_cv, out=values_cv)
+    else:
+        value_ck *= slope_cv.gather(1, index_ck)
+        values_cv.copy_(logits_cv.exp_().mul_(slope_cv))
+    values_cv.scatter_(1, index_ck, 0.0)
+    return _Delta(values_cv, torch.where(scale_c < 0, 1.0, -1.0), (index_ck, value_ck))
+
+
+def _entropies(logprobs_cv: torch.Tensor, spare_cv: torch.Tensor) -> torch.Tensor:
+    """-Σ p·log p of a chunk's tokens, ``[C]``: a product of two vectors a token. Overwrites ``spare_cv``."""
+    stride = _stride(logprobs_cv)
+    some_cv, spare_cv = logprobs_cv[::stride], spare_cv[::stride]
+    weight_cv = torch.exp(some_cv, out=spare_cv)
+    entropy_c = -torch.bmm(weight_cv[:, None, :], some_cv[:, :, None]).view(-1)
+    return entropy_c if stride == 1 else entropy_c.mean().expand(logprobs_cv.shape[0])
+
+
+def _stride(tensor: torch.Tensor) -> int:
+    """Entropies are of one token of so many."""
+    return 1 if tensor.device.type == "cpu" else ENTROPY_STRIDE
+
+
+def _is_rounded(matrix_vd: torch.Tensor, fp32: bool) -> bool:
+    """Whether products of float32 logits have bfloat16 operands."""
+    return fp32 and matrix_vd.dtype != torch.float32
+
+
+def _operand(weight_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
+    """The weight as products take it."""
+    accumulates = weight_vd.dtype == torch.bfloat16 and weight_vd.device.type != "cpu"
+    return weight_vd.float() if fp32 and not accumulates else weight_vd
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, fp32: bool) -> torch.Tensor:
+    """The matrix product of two tensors of one dtype, float32 with ``fp32``."""
+    if fp32 and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, fp32: bool) -> None:
+    """Add the product to the float32 ``total``, in place."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif fp32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:  # a product that is rounded to bfloat16 cannot be added to float32 by the same call
+        total += left @ right
+
+
 def _logits(
-    states_cd: torch.Tensor, matrix_vd: torch.Tensor, bias_v: torch.Tensor | None, transform: LogitTransform
+    states_cd: torch.Tensor,
+    matrix_vd: torch.Tensor,
+    bias_v: torch.Tensor | None,
+    transform: LogitTransform,
+    fp32: bool,
 ) -> torch.Tensor:
-    logits_cv = (states_cd.to(matrix_vd.dtype) @ matrix_vd.t()).float()
+    logits_cv = _product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), fp32).float()
     if bias_v is not None:
         logits_cv += bias_v
     if transform.scale != 1.0:

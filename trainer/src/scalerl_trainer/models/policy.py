@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from scalerl_trainer.errors import ModelError, first_line
-from scalerl_trainer.models.head import DEFAULT_CHUNK_BYTES, LogprobHead
+from scalerl_trainer.models import varlen
+from scalerl_trainer.models.head import LogprobHead
 from scalerl_trainer.models.logits import LogitTransform, logit_transform
 
 PREFIX = "causal_lm."
@@ -25,7 +26,7 @@ class Policy(nn.Module):
     causal_lm: Any
     head: LogprobHead
 
-    def __init__(self, causal_lm: Any, *, fp32_head: bool, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+    def __init__(self, causal_lm: Any, *, fp32_head: bool, chunk_bytes: int | None = None) -> None:
         super().__init__()
         config = causal_lm.config
         output = causal_lm.get_output_embeddings()
@@ -59,7 +60,11 @@ class Policy(nn.Module):
 
         That the whole model keeps them apart is for the engine to check.
         """
-        return bool(self.causal_lm.config._attn_implementation == "flash_attention_2")
+        return self._takes_positions and self._attention in ("flash_attention_2", varlen.NAME)
+
+    @property
+    def _attention(self) -> str:
+        return str(self.causal_lm.config._attn_implementation)
 
     def forward(
         self,
@@ -75,7 +80,9 @@ class Policy(nn.Module):
         The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
         of a row. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
         """
-        positions = {"position_ids": position_ids_bt} if self._takes_positions else {}
+        positions: dict[str, Any] = {"position_ids": position_ids_bt} if self._takes_positions else {}
+        if self._attention == varlen.NAME:
+            positions |= varlen.boundaries(position_ids_bt)
         hidden_btd = self.causal_lm.base_model(
             input_ids=input_ids_bt, use_cache=False, **positions
         ).last_hidden_state

@@ -106,14 +106,15 @@ def _meta_model(folder: Path, dtype: Dtype, attention: str) -> Any:
 
 def _replaceable_attentions(model: Any) -> int:
     """Modules that call transformers' attention interface, by which vLLM finds them (its ``AttentionFuser``)."""
+    return sum("ALL_ATTENTION_FUNCTIONS" in forward_source(module) for module in model.modules())
 
-    def calls(module: Any) -> bool:
-        try:
-            return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.unwrap(type(module).forward))
-        except (OSError, TypeError):
-            return False
 
-    return sum(map(calls, model.modules()))
+def forward_source(module: Any) -> str:
+    """Source of a module's ``forward``; empty where there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return ""
 
 
 def _model_problems(model: Any, tensors: Mapping[str, StoredTensor], dtype: Dtype) -> Iterator[str]:

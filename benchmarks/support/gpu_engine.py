@@ -1,0 +1,184 @@
+"""Steps of the real engine on one rank, and weights through files, for ``gpu_check``."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scalerl_api.memory import ModelSize, rank_memory
+from scalerl_trainer.algo.losses import Cispo
+from scalerl_trainer.engine import (
+    Engine,
+    EngineSettings,
+    Rank,
+    TrainBatch,
+    destroy_process_group,
+    init_process_group,
+)
+from scalerl_trainer.models.lora import PUBLISHED, Lora
+from scalerl_trainer.packing import Sequence
+from support.gpu_device import Options, clock, open_device, peak_bytes, require
+from support.gpu_models import SHAPES, TINY, Shape, make, make_moe
+
+BUCKET_BYTES = 64 << 20
+
+
+def check_engine(options: Options, way: str, offload: str = "None") -> dict[str, Any]:
+    """Three steps of a dense model under DeepSpeed or FSDP2."""
+    if way.startswith("ZeRO"):
+        require("deepspeed")
+    shape = (TINY if options.tiny else SHAPES)["0.5B"]
+    stage = 3 if way == "FSDP2" else int(way[-1])
+    engine = "FSDP2" if way == "FSDP2" else "DeepSpeed"
+    changed = {"engine": engine, "zero_stage": stage, "offload": offload, "activation_checkpointing": True}
+    return _trained(options, make, shape, changed)
+
+
+def check_lora(options: Options) -> dict[str, Any]:
+    """Adapters of all linear layers, trained and gathered for a publish."""
+    shape = (TINY if options.tiny else SHAPES)["1.5B"]
+    return _trained(
+        options, make, shape, {"engine": "FSDP2", "zero_stage": 3, "lora": Lora(rank=8, alpha=16)}
+    )
+
+
+def check_moe(options: Options) -> dict[str, Any]:
+    """A mixture of eight experts, two of them for each token."""
+    shape = (TINY if options.tiny else SHAPES)["MoE"]
+    result = _trained(options, make_moe, shape, {"engine": "FSDP2", "zero_stage": 3})
+    if not result["routing"]:
+        raise AssertionError(f"no router was found: {json.dumps(result)}")
+    return result
+
+
+def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str, Any]) -> dict[str, Any]:
+    open_device(options)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rank = Rank(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+    device = init_process_group(
+        rank, device="cuda" if options.device == "cuda" else "cpu", timeout_seconds=80
+    )
+    model = make_model(shape, torch.device("cpu") if options.tiny else device, torch.bfloat16)
+    names = {name for name, _ in model.named_parameters()}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tokens = shape.rows * shape.sequence
+    given: dict[str, Any] = {"learning_rate": 1e-4, "warmup_steps": 0, "micro_batch_tokens": tokens}
+    settings = EngineSettings(**given | changed)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    engine = Engine(model, settings, device)
+    sequences = _sequences(shape)
+    before = engine.logprobs(sequences).logprobs_n
+    count = len(before)
+    batch = TrainBatch(
+        sequences, torch.full((len(sequences),), 1 / count), torch.ones(len(sequences)), before
+    )
+    stats = []
+    for _ in range(3):
+        begin = clock(device)
+        done = engine.step(batch, Cispo())
+        stats.append((done, clock(device) - begin))
+    after = engine.logprobs(sequences).logprobs_n
+    first, last = stats[0][0], stats[-1][0]
+    result: dict[str, Any] = {
+        "tokens": last.tokens,
+        "attention": engine.config._attn_implementation,
+        "first_ratio_max": first.ratios.ratio_max if first.ratios is not None else None,
+        "gradient_norms": [done.gradient_norm for done, _ in stats],
+        "routing": last.routing,
+        "logprob_gain": float((after - before).mean()),
+        "step_seconds": stats[-1][1],
+        "tokens_per_second": last.tokens / stats[-1][1],
+        "peak_bytes": peak_bytes(device),
+        "estimated_bytes": _estimate(shape, parameters, settings, device),
+    }
+    if settings.lora is None:
+        wrong = {n for bucket in engine.gather_parameters(BUCKET_BYTES) for n in bucket.names} ^ names
+    else:
+        expected = {name for name, _ in engine.adapter_shapes(PUBLISHED)}
+        wrong = {name for name, _ in engine.gather_adapters(PUBLISHED)} ^ expected
+        result["adapter_tensors"] = len(expected)
+    engine.close()
+    destroy_process_group()
+    if wrong:
+        raise AssertionError(f"{sorted(wrong)[:3]} gathered or missing")
+    if not result["logprob_gain"] > 0:
+        raise AssertionError(f"rewarded tokens did not become likelier: {json.dumps(result)}")
+    return result
+
+
+def _sequences(shape: Shape) -> list[Sequence]:
+    """Of uneven lengths, so that a kernel for them has something to pack: of each row's tokens a half, and the rest in parts."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(shape.rows):
+        for length in (shape.sequence // 2, shape.sequence // 4, shape.sequence // 8):
+            ids = torch.randint(3, shape.vocabulary, (length,), generator=generator).tolist()
+            found.append(Sequence(ids[: length // 4], ids[length // 4 :]))
+    return found
+
+
+def _estimate(shape: Shape, parameters: int, settings: EngineSettings, device: torch.device) -> int:
+    """The memory that ``prepare`` would ask for."""
+    size = ModelSize(parameters, shape.hidden, shape.layers, shape.intermediate, shape.vocabulary)
+    lora = settings.lora
+    return rank_memory(
+        size,
+        dtype=settings.dtype,
+        zero_stage=settings.zero_stage,
+        world=1,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        engine=settings.engine,
+        offload=settings.offload,
+        activation_checkpointing=settings.activation_checkpointing,
+        trained=None if lora is None else size.adapter_parameters(lora.rank),
+        accelerator=device.type == "cuda",
+    ).total
+
+
+def check_files(options: Options) -> dict[str, Any]:
+    """Versions of weights on the device through files: a base, and a delta after an update, read bit by bit."""
+    from scalerl_generator.weight_files import WeightReader
+    from scalerl_trainer.publish.buckets import tensor_spec
+    from scalerl_trainer.publish.weight_writer import WeightWriter
+
+    device = open_device(options)
+    shape = (TINY if options.tiny else SHAPES)["0.5B"]
+    model = make(shape, device, torch.bfloat16)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    manifest = [tensor_spec(name, tensor) for name, tensor in tensors.items()]
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors.items()
+
+    result: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
+    with tempfile.TemporaryDirectory() as folder:
+        writer = WeightWriter(Path(folder) / "0.1-a", BUCKET_BYTES, lambda: None)
+        reader = WeightReader(Path(folder))
+        for version in (1, 2):
+            begin = clock(device)
+            written = writer.write(version, manifest, stream)
+            wrote = clock(device)
+            reader.read(version, manifest, BUCKET_BYTES, written.files)
+            result[f"version {version}"] = {
+                "write_seconds": wrote - begin,
+                "read_seconds": clock(device) - wrote,
+                "bytes": written.bytes,
+            }
+            assert reader.copy is not None
+            for bucket, memory in zip(reader.copy.buckets, reader.copy.of_bucket, strict=True):
+                for slot in bucket.slots:
+                    own = tensors[slot.tensor.name]
+                    found = memory[slot.offset : slot.offset + own.nbytes].view(own.dtype).view(own.shape)
+                    if not torch.equal(found.to(device), own):
+                        raise AssertionError(f"{slot.tensor.name} of version {version} was read differently")
+            for tensor in tensors.values():  # about the share of bits that an update at 1e-6 changes
+                tensor.mul_(1 + 2**-7 * (torch.rand_like(tensor, dtype=torch.float32) < 0.012))
+    return result
