@@ -5,6 +5,9 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
+# Images of CI set it. Without bytecode every worker rewrites the assertions of all tests (15 s of a processor), and every
+# process that a test starts compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # cpu or gpu: which vLLM and torch are installed. The tiny example and the tests run on CPUs, also where GPUs are.
 DEVICE ?= cpu
 MEMBERS := processes api tasks curvefit coordinator trainer generator operator cli extras
