@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import resource
@@ -22,11 +23,11 @@ try:
 
     torch.set_num_threads(1)
     if role.get("retry_seconds") is not None:
-        from scalerl_trainer import checkpointer, leader, mid_training
+        from scalerl_trainer.checkpointer import TIMINGS
 
-        for place in (checkpointer, leader, mid_training):
-            place.RETRY_SECONDS = role["retry_seconds"]
-        checkpointer.BLIND_RETRY_SECONDS = role["retry_seconds"]
+        # The one object that is everybody's default. `replace` refuses a name that it does not have.
+        seconds = role["retry_seconds"]
+        vars(TIMINGS).update(vars(dataclasses.replace(TIMINGS, retry=seconds, blind_retry=seconds)))
     code = importlib.import_module(role["module"]).main(role["argv"])
 except SystemExit as leaving:
     code = leaving.code if isinstance(leaving.code, int) else 1
