@@ -73,7 +73,8 @@ doctests: setup ## the examples in the members' docstrings
 	$(PYTEST) -q --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
 
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
+	@# Three at a time: whole runs of the trainer and waits for servers leave processors idle.
+	$(PYTEST) $(DURATIONS) $(BY_FILE) 3 -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'local $(AND_NOT_FULL)' tests/local
