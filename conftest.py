@@ -76,12 +76,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if config.getoption("dist") != "loadfile":
         return
     reports = [r for rs in terminalreporter.stats.values() for r in rs if isinstance(r, pytest.TestReport)]
-    took: Counter[str] = Counter()
+    took: dict[str, float] = {}
     for report in reports:
-        took[scope(report.nodeid)] += report.duration
+        of = scope(report.nodeid)
+        took[of] = took.get(of, 0.0) + report.duration
     config.cache.set(SECONDS, config.cache.get(SECONDS, {}) | {of: round(s, 1) for of, s in took.items()})
-    for of, took_seconds in took.most_common(LISTED):
-        terminalreporter.write_line(f"{took_seconds:7.1f}s {of}")
+    terminalreporter.section(f"longest {LISTED} files")
+    for of in sorted(took, key=took.__getitem__, reverse=True)[:LISTED]:
+        terminalreporter.write_line(f"{took[of]:7.1f}s {of}")
 
 
 @pytest.hookimpl(trylast=True)
