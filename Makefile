@@ -5,6 +5,9 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV ?= .venv
+# Images of CI set it. Without bytecode every worker rewrites the assertions of all tests (15 s of a processor), and every
+# process that a test starts compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # cpu or gpu: which vLLM and torch are installed. The tiny example and the tests run on CPUs, also where GPUs are.
 DEVICE ?= cpu
 MEMBERS := processes api tasks curvefit coordinator trainer generator operator cli extras
@@ -22,8 +25,8 @@ PYTEST = $(if $(wildcard $(VENV)/lib/scalerl/libnuma.so.1),LD_LIBRARY_PATH=$(abs
 FULL ?=
 AND_NOT_FULL = $(if $(FULL),,and not full)
 DURATIONS := --durations=20
-# What shares a worker, and what comes first: conftest.py.
-BY_FILE := --dist loadfile --no-loadscope-reorder -n
+# What shares a worker, and what comes first: conftest.py. Three at a time on two cores: tests wait for processes, servers, leases and pods.
+BY_FILE := --dist loadfile --no-loadscope-reorder -n 3
 AUTOSTOP := tests/cluster/test_runs.py::test_run_is_stopped_by_its_forecast
 KUEUE := tests/cluster/test_kueue.py
 ALONE := tests/cluster/test_event_loop.py
@@ -70,16 +73,15 @@ doctests: setup ## the examples in the members' docstrings
 	$(PYTEST) -q --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
 
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
+	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
 
 test-local: setup ## whole runs on this machine, with faults
-	$(PYTEST) $(DURATIONS) $(BY_FILE) 2 -m 'local $(AND_NOT_FULL)' tests/local
+	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'local $(AND_NOT_FULL)' tests/local
 
 test-cluster: setup ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
 	$(if $(FULL),$(BIN)/python tests/cluster/cluster.py tool kueue)
-	@# Three at a time: they wait for leases, pods and controllers.
-	$(PYTEST) $(DURATIONS) $(BY_FILE) 3 -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster $(ALONE:%=--ignore=%)
+	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster $(ALONE:%=--ignore=%)
 	@# It measures callbacks by the wall.
 	$(PYTEST) -m 'cluster $(AND_NOT_FULL)' $(ALONE)
 

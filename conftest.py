@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 # On a loaded machine an example may take any time.
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -27,6 +28,11 @@ NODE = (
 LONG = ("test_interrupted.py",)
 """One test of five minutes: begun last, it would run alone."""
 SLOW = ("slow", "vllm", "local")
+SLOW_SECONDS = 5.0
+"""What a test with one of these marks counts, where no run has measured its file."""
+SECONDS = "scalerl/seconds"
+"""Where pytest's cache keeps the seconds of each scope."""
+LISTED = 20
 MAY_SKIP_IN_CI = ("needs a GPU", "needs Chromium", "needs peft")
 
 
@@ -45,12 +51,39 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest scopes first, so that all workers end at about the same time."""
+def pytest_configure_node(node: WorkerController) -> None:
+    """All workers order tests by the same figures."""
+    node.workerinput["seconds"] = node.config.cache.get(SECONDS, {})
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest scopes first, as the last run measured them, so that all workers end at about the same time."""
+    if not hasattr(config, "workerinput"):
+        return
+    seconds: dict[str, float] = config.workerinput["seconds"]
     slow = Counter(scope(i.nodeid) for i in items if any(i.get_closest_marker(m) for m in SLOW))
-    items.sort(
-        key=lambda i: (scope(i.nodeid) != "node", not scope(i.nodeid).endswith(LONG), -slow[scope(i.nodeid)])
-    )
+
+    def order(item: pytest.Item) -> tuple[bool, bool, float]:
+        of = scope(item.nodeid)
+        return of != "node", not of.endswith(LONG), -seconds.get(of, slow[of] * SLOW_SECONDS)
+
+    items.sort(key=order)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Keeps how long each scope took, where several workers ran."""
+    config = terminalreporter.config
+    if config.getoption("dist") != "loadfile":
+        return
+    reports = [r for rs in terminalreporter.stats.values() for r in rs if isinstance(r, pytest.TestReport)]
+    took: dict[str, float] = {}
+    for report in reports:
+        of = scope(report.nodeid)
+        took[of] = took.get(of, 0.0) + report.duration
+    config.cache.set(SECONDS, config.cache.get(SECONDS, {}) | {of: round(s, 1) for of, s in took.items()})
+    terminalreporter.section(f"longest {LISTED} files")
+    for of in sorted(took, key=took.__getitem__, reverse=True)[:LISTED]:
+        terminalreporter.write_line(f"{took[of]:7.1f}s {of}")
 
 
 @pytest.hookimpl(trylast=True)
