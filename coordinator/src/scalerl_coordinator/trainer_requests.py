@@ -432,18 +432,25 @@ class TrainerRequests:
 
     def _held(self, version: int, now: float) -> set[int]:
         """Versions whose evaluation holds a publish of ``version`` now."""
-        blocking = self._evaluations_in_the_way(version, {m.version for m in self._outdated(now)})
+        overwritten = {m.version for m in self._outdated(now) if self._keeps_version(m)}
+        blocking = self._evaluations_in_the_way(version, overwritten)
         self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
         self._release_holds(now)
         evaluations = self.core.state.evaluations.values()
         return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
 
     def _to_update(self, version: int, now: float) -> list[Member]:
-        """The outdated members that may get ``version`` now: not those whose version an evaluation holds, and none at all while
-        it holds one that no member has."""
+        """The outdated members that may get ``version`` now: not those that keep a version which an evaluation holds, and none at
+        all while it holds one that no member has."""
         held = self._held(version, now)
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
-        return [m for m in self._outdated(now) if m.version not in held] if held <= present else []
+        if not held <= present:
+            return []
+        return [m for m in self._outdated(now) if m.version not in held or not self._keeps_version(m)]
+
+    def _keeps_version(self, member: Member) -> bool:
+        """Whether evaluations of its version need a member. One that has a prompt keeps it, also if others were chosen meanwhile."""
+        return member.member_id in self.core.evaluators(member.version) or self.core.evaluates(member)
 
     def _holds_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
@@ -452,8 +459,8 @@ class TrainerRequests:
     def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> set[int]:
         """Versions under evaluation that a publish of ``version`` must wait for.
 
-        These are the versions in ``overwritten``, which members to update hold now, and, if ``version`` is not published yet,
-        those that no healthy member holds. A publish of an already published version, to a generator that joins within a
+        These are the versions in ``overwritten``, which members to update would keep for them, and, if ``version`` is not published
+        yet, those that no healthy member holds. A publish of an already published version, to a generator that joins within a
         batch of PPO-off-policy, does not affect members that hold the batch's weights and continue its evaluation.
         """
         state = self.core.state
