@@ -73,7 +73,7 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
     assert timeline["busy"] == pytest.approx(rows[-1]["trainer_busy_fraction"], rel=0.01)
     assert_counts_add_up(summary, spec, complete=False)
     assert summary["max_staleness_steps"] <= STALENESS
-    assert len(curve) > 2
+    assert len(curve) >= 2
     assert not any(point["mixed_versions"] == "true" for point in curve), curve
     groups = [one for one in trace if one["kind"] == "group"]
     slots = [one["slot"] for one in groups]
