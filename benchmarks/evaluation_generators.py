@@ -158,7 +158,9 @@ def main() -> None:
     for generators, k in [(2, 1)] if arguments.quick else [(2, 1), (2, 2), (2, 8), (8, 1), (8, 2), (8, 8)]:
         # Generators with evaluations keep up with a trainer that never waits, with SPARE of their time left.
         groups = PROMPTS + HELD_OUT / EVERY
-        step_seconds = groups * GROUP_SECONDS * math.exp(DEVIATION**2 / 2) / (generators * CONCURRENT) / (1 - SPARE)
+        step_seconds = (
+            groups * GROUP_SECONDS * math.exp(DEVIATION**2 / 2) / (generators * CONCURRENT) / (1 - SPARE)
+        )
         for kept in (None, 1, 2, 4):
             if kept is not None and kept >= generators:
                 continue

@@ -59,7 +59,9 @@ def test_others_get_newer_versions_while_an_evaluation_is_generated() -> None:
     world.serve(b, 4, 1)
     assert world.next("t").action is NextAction.TRAIN
     world.report("t", 4)
-    assert world.publish("t") == [a], "it catches up, over versions that it did not get; now the other one keeps version 4"
+    assert world.publish("t") == [a], (
+        "it catches up, over versions that it did not get; now the other one keeps version 4"
+    )
 
 
 def test_kept_generator_trains_once_the_prompts_are_leased() -> None:
@@ -72,7 +74,9 @@ def test_kept_generator_trains_once_the_prompts_are_leased() -> None:
         world.report("t", version)
         assert world.publish("t") == [members["b"]]
         world.beat(members["b"], version + 1)
-    assert [lease.slot for lease in world.lease(members["a"], 2, 9)] == [4, 5], "k = 3 steps after its version"
+    assert [lease.slot for lease in world.lease(members["a"], 2, 9)] == [4, 5], (
+        "k = 3 steps after its version"
+    )
 
 
 def test_generators_that_do_not_have_the_version_are_not_kept() -> None:
@@ -156,7 +160,9 @@ def test_prompt_that_fails_with_the_only_kept_generator_is_tried_again_and_given
         world.beat(b, 3)
         world.pass_time(40, {a: 2, b: 3})
         (lease,) = (one for one in held_out(world.lease(a, 2, 2)) if one.slot == 0)
-        request = wire.Release(member_id=a, lease_ids=[lease.lease_id], reason="no", cause=ReleaseCause.FAILED)
+        request = wire.Release(
+            member_id=a, lease_ids=[lease.lease_id], reason="no", cause=ReleaseCause.FAILED
+        )
         world.rollouts.release(request, world.now)
     assert world.state.evaluations[2, 0].results[0].given_up
 

@@ -448,7 +448,9 @@ class Coordinator(RuleBasedStateMachine):
                 assert versions.get(lease.holder) != lease.policy_version
         kept = {v for v, _ in holding if v < state.version}
         present = {m.version for m in world.core.membership.members.values()}
-        REACHED["publishes while a generator keeps a version"] += bool(permit.members) and bool(kept & present)
+        REACHED["publishes while a generator keeps a version"] += bool(permit.members) and bool(
+            kept & present
+        )
 
     @precondition(lambda self: self.incarnation)
     @rule(keep=st.integers(1, 2))
