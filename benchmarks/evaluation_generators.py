@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "coordinator/tests"))
+sys.path += [str(Path(__file__).resolve().parents[1] / p) for p in ("coordinator/tests", "tests/support")]
 
 from coordinator_client import make_group
 from coordinator_world import World, make_settings
