@@ -432,7 +432,9 @@ class TrainerRequests:
 
     def _held(self, version: int, now: float) -> set[int]:
         """Versions whose evaluation holds a publish of ``version`` now."""
-        overwritten = {m.version for m in self._outdated(now) if self._keeps_version(m)}
+        evaluated = {e.version for e in self.core.state.evaluations.values() if self._holds_publish(e)}
+        kept = self._keepers(evaluated)
+        overwritten = {m.version for m in self._outdated(now) if m.member_id in kept}
         blocking = self._evaluations_in_the_way(version, overwritten)
         self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
         self._release_holds(now)
@@ -446,11 +448,16 @@ class TrainerRequests:
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
         if not held <= present:
             return []
-        return [m for m in self._outdated(now) if m.version not in held or not self._keeps_version(m)]
+        kept = self._keepers(held)
+        return [m for m in self._outdated(now) if m.member_id not in kept]
 
-    def _keeps_version(self, member: Member) -> bool:
-        """Whether evaluations of its version need a member. One that has a prompt keeps it, also if others were chosen meanwhile."""
-        return member.member_id in self.core.evaluators(member.version) or self.core.evaluates(member)
+    def _keepers(self, versions: set[int]) -> set[str]:
+        """Ids of the members that keep one of ``versions``, which are evaluated: those that generate the evaluation, and those that
+        have a prompt of it from when they did."""
+        core = self.core
+        chosen = set[str]().union(*map(core.evaluators, versions))
+        holders = (m for m in core.membership.members.values() if m.version in versions)
+        return chosen | {m.member_id for m in holders if m.member_id not in chosen and core.evaluates(m)}
 
     def _holds_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
