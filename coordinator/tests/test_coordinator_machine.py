@@ -69,6 +69,7 @@ class Coordinator(RuleBasedStateMachine):
         sets=st.sampled_from([0, 1, 3]),
         forecast=st.integers(-1, 5),
         by_length=st.booleans(),
+        kept=st.none() | st.integers(1, 2),
     )
     def begin(
         self,
@@ -82,6 +83,7 @@ class Coordinator(RuleBasedStateMachine):
         sets: int,
         forecast: int,
         by_length: bool,
+        kept: int | None,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(slots, "ON_POLICY_EVERY", 1)  # walks are short: a slot of every k-th step waits
@@ -108,6 +110,7 @@ class Coordinator(RuleBasedStateMachine):
                 set_every=(1, 2, 3, 1, 2)[:sets],
                 forecast_task=min(forecast, sets) if tasks > 1 else min(max(forecast, 0), sets),
                 by_length=by_length,
+                evaluation_generators=kept,
             )
         )
         self.bounds = [(0, k)]  # k, by the first step it holds for
@@ -426,6 +429,7 @@ class Coordinator(RuleBasedStateMachine):
         if permit is not None:
             failed = [m.member_id for m in permit.members if m.name in failing]
             updated = [m.member_id for m in permit.members if m.name not in failing]
+            self._check_kept_versions(permit)
             for name, (member_id, _) in self.members.items():
                 if member_id in updated:
                     self.members[name] = (member_id, world.state.version)
@@ -433,6 +437,22 @@ class Coordinator(RuleBasedStateMachine):
             world.commit_publish(self.incarnation, updated, failed, probe_kl=0.001, probe_tokens=8.0)
             self.unpublished = False
         world.acknowledge()
+
+    def _check_kept_versions(self, permit: wire.PublishPermit) -> None:
+        """No generator loses the version of a prompt whose evaluation holds a publish."""
+        world = self.world
+        state, follows = world.state, world.settings.follows
+        open_evaluations = [e for e in state.evaluations.values() if follows(e.task) and not e.released]
+        holding = {(e.version, e.task) for e in open_evaluations}
+        versions = {m.name: m.weight_version for m in permit.members}
+        for lease in state.leases.values():
+            if lease.split is Split.HELD_OUT and (lease.policy_version, lease.prompt.task) in holding:
+                assert versions.get(lease.holder) != lease.policy_version
+        kept = {v for v, _ in holding if v < state.version}
+        present = {m.version for m in world.core.membership.members.values()}
+        REACHED["publishes while a generator keeps a version"] += bool(permit.members) and bool(
+            kept & present
+        )
 
     @precondition(lambda self: self.incarnation)
     @rule(keep=st.integers(1, 2))
@@ -486,6 +506,7 @@ class Coordinator(RuleBasedStateMachine):
         max_tries=st.integers(1, 3),
         ppo=st.booleans(),
         by_length=st.booleans(),
+        evaluation_generators=st.none() | st.integers(1, 2),
     )
     def settings_change(self, keep: int, ppo: bool, set_samples: int, set_every: int, **changes: Any) -> None:
         """While the coordinator restarts. What was acknowledged stays, but for what is too old for its new step."""

@@ -87,6 +87,25 @@ def test_vllm_arguments_have_the_watermark_that_is_set() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tokens", "on_cpu", "extra", "cached"),
+    [
+        (128, True, (), False),
+        (129, True, (), True),
+        (128, True, ("--block-size=16",), True),
+        (128, True, ("--block-size", "16"), True),
+        (16, False, (), False),
+        (128, False, (), True),
+    ],
+)
+def test_vllm_arguments_cache_no_prefixes_where_no_sequence_fills_a_block(
+    tokens: int, on_cpu: bool, extra: tuple[str, ...], cached: bool
+) -> None:
+    options = ServerOptions(model="/m", port=8000, max_model_len=tokens, extra=extra)
+    argv = vllm_arguments(options, on_cpu)
+    assert ("--enable-prefix-caching" in argv, "--no-enable-prefix-caching" in argv) == (cached, not cached)
+
+
 def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     torch_dir = tmp_path / "torch"
     (torch_dir / "lib").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Two generators with a schedule by length share past responses, and every group is trained once."""
+"""Two generators with a schedule by length share past responses, every group is trained once, and one of them evaluates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.timeout(1200)
 def test_two_generators_share_past_responses(tmp_path: Path) -> None:
     """Epochs of 16 prompts. A server remembers its own responses, so those that an actor gives it are of the other.
 
-    The run continues until both were given some: the second generator may be ready many steps after the first.
+    The run continues until both were given some, and until versions were published to one of the two while the other one kept
+    the version that it evaluates: the second generator may be ready many steps after the first.
     """
     sums = [{"prompt": f"{a}+{a + 7}=", "answer": f"{2 * a + 7:03}"} for a in range(10, 10 + TRAIN + 8)]
     data = tmp_path / "sums.jsonl"
@@ -36,7 +37,9 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         trainer__replicas=1,
         model__dtype="bfloat16",
         weightSync__backend="Files",
-        evaluation__everySteps=10_000,
+        evaluation__everySteps=6,
+        evaluation__samplesPerPrompt=32,
+        evaluation__generators=1,
         checkpoint__everySteps=1000,
         schedule={"byLength": {}},
         trace=True,
@@ -48,8 +51,15 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
             given = run.actor_values("scalerl_actor_past_responses_total")
             return len(given) == 2 and min(given.values()) > 0
 
+        def one_kept_its_version() -> bool:
+            """Both had weights, then one of them got newer ones alone, then both."""
+            members = [row["publish_members"] for row in run.metrics() if "publish_members" in row]
+            both = [at for at, count in enumerate(members) if count == 2]
+            return bool(both) and 1 in members[both[0] : both[-1]]
+
         run.until(lambda: run.step() >= 1, START_SECONDS, "the first step")
         run.until(both_were_given_responses, START_SECONDS, "both generators were given past responses")
+        run.until(one_kept_its_version, START_SECONDS, "one generator kept a version")
         run.process.send_signal(signal.SIGINT)
         assert run.finish(120) == 130, run.tail()
         summary = run.summary()
@@ -58,10 +68,13 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         page = Run(run.directory)
         page.state()
         timeline = page.timeline(None, 50)
+        curve = run.curve()
     assert_nothing_left(run.directory)
     assert timeline["busy"] == pytest.approx(rows[-1]["trainer_busy_fraction"], rel=0.01)
     assert_counts_add_up(summary, spec, complete=False)
     assert summary["max_staleness_steps"] <= STALENESS
+    assert len(curve) >= 2
+    assert "false" in {point["mixed_versions"] for point in curve[1:]}, curve
     groups = [one for one in trace if one["kind"] == "group"]
     slots = [one["slot"] for one in groups]
     assert len(slots) == len(set(slots))

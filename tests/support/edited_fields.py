@@ -119,6 +119,7 @@ OTHER: Final[dict[str, Object]] = {
     },
     "model.path": {"model": {"scratch": None, "path": "/data/model"}},
     "model.scratch.hiddenSize": {"model": {"scratch": {"hiddenSize": 64}}},
+    "evaluation.generators": {"evaluation": {"generators": 1}},
     "evaluation.sets": {"evaluation": {"sets": [{"name": "held-out"}]}},
     "evaluation.forecastSet": {"evaluation": {"forecastSet": "held-out"}},
     "task.jsonl.path": {"task": {"reasoningGym": None, "jsonl": {"path": "/data/a.jsonl"}}},

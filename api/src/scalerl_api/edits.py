@@ -241,6 +241,9 @@ EDITS: Final[Mapping[str, Edit]] = {
         Effect.COORDINATOR, f"Applies immediately; an evaluation in progress restarts. {_NEW_SET}"
     ),
     "evaluation.holdSeconds": _NEXT_EVALUATION,
+    "evaluation.generators": Edit(
+        Effect.COORDINATOR, "Applies immediately; prompts that are leased are completed where they are."
+    ),
     "evaluation.sets": Edit(
         Effect.REFUSED,
         "the evaluation sets and their order cannot change: training prompts, curves and the default of forecastSet depend on "

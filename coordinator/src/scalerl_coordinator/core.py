@@ -347,7 +347,36 @@ class Core:
             and other.version >= member.version
             and (other.name not in retries.failed_by or (other.proven and not member.proven))
             for other in self.membership.members.values()
-            if other is not member
+            if other is not member and self._may_try_instead(other, member, key)
+        )
+
+    def _may_try_instead(self, other: Member, member: Member, key: SlotKey) -> bool:
+        """Whether ``other`` may serve a slot that ``member`` may serve: not a prompt of an evaluation that it does not generate."""
+        task, split, _ = key
+        if split is Split.TRAIN or not self.settings.follows(task):
+            return True
+        return other.version == member.version and other.member_id in self.evaluators(member.version)
+
+    def evaluators(self, version: int) -> set[str]:
+        """Ids of the members that generate an evaluation of ``version`` on a set that the forecast follows: ``evaluation.generators`` of
+        those that hold it, or all of them without that field, and at the end of the run, for its last version.
+
+        Members that have prompts of it come first, then the order is by name: a coordinator that restarts chooses the same.
+        """
+        holders = [m for m in self.membership.members.values() if m.healthy and m.version == version]
+        count = self.settings.evaluation_generators
+        if count is not None and not (self.end_reason and version == self.state.version):
+            holders = sorted(holders, key=lambda m: (not self.evaluates(m), m.name))[:count]
+        return {m.member_id for m in holders}
+
+    def evaluates(self, member: Member) -> bool:
+        """Whether a member has leases of an evaluation of its version on a set that the forecast follows."""
+        leases = (self.state.leases[lease_id] for lease_id in self.book.of(member.name))
+        return any(
+            lease.split is Split.HELD_OUT
+            and lease.policy_version == member.version
+            and self.settings.follows(lease.prompt.task)
+            for lease in leases
         )
 
     # --- queries --------------------------------------------------------------------------------

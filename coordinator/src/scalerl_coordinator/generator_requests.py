@@ -236,7 +236,11 @@ class GeneratorRequests:
             if self._core.settings.follows(task) is not followed:
                 continue
             newer_weights_allowed = evaluation.released or not followed
-            if member.version == version or (newer_weights_allowed and member.version > version):
+            if newer_weights_allowed:
+                serves = member.version >= version
+            else:
+                serves = member.version == version and member.member_id in self._core.evaluators(version)
+            if serves:
                 ready = (
                     p
                     for p in evaluation.todo

@@ -53,19 +53,33 @@ class PublishPermits:
         ]
 
     def to_update(self, version: int, now: float) -> list[Member]:
-        """The outdated members that may get ``version`` now: not those whose version an evaluation holds, and none at all while
-        it holds one that no member has."""
+        """The outdated members that may get ``version`` now: not those that keep a version which an evaluation holds, and none at
+        all while it holds one that no member has."""
         held = self.held(version, now)
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
-        return [m for m in self._outdated(now) if m.version not in held] if held <= present else []
+        if not held <= present:
+            return []
+        kept = self._keepers(held)
+        return [m for m in self._outdated(now) if m.member_id not in kept]
 
     def held(self, version: int, now: float) -> set[int]:
         """Versions whose evaluation holds a publish of ``version`` now."""
-        blocking = self._evaluations_in_the_way(version, {m.version for m in self._outdated(now)})
+        evaluated = {e.version for e in self.core.state.evaluations.values() if self._holds_publish(e)}
+        kept = self._keepers(evaluated)
+        overwritten = {m.version for m in self._outdated(now) if m.member_id in kept}
+        blocking = self._evaluations_in_the_way(version, overwritten)
         self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
         self._release_holds(now)
         evaluations = self.core.state.evaluations.values()
         return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
+
+    def _keepers(self, versions: set[int]) -> set[str]:
+        """Ids of the members that keep one of ``versions``, which are evaluated: those that generate the evaluation, and those that
+        have a prompt of it from when they did."""
+        core = self.core
+        chosen = set[str]().union(*map(core.evaluators, versions))
+        holders = (m for m in core.membership.members.values() if m.version in versions)
+        return chosen | {m.member_id for m in holders if m.member_id not in chosen and core.evaluates(m)}
 
     def _holds_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
@@ -74,8 +88,8 @@ class PublishPermits:
     def _evaluations_in_the_way(self, version: int, overwritten: set[int]) -> set[int]:
         """Versions under evaluation that a publish of ``version`` must wait for.
 
-        These are the versions in ``overwritten``, which members to update hold now, and, if ``version`` is not published yet,
-        those that no healthy member holds. A publish of an already published version, to a generator that joins within a
+        These are the versions in ``overwritten``, which members to update would keep for them, and, if ``version`` is not published
+        yet, those that no healthy member holds. A publish of an already published version, to a generator that joins within a
         batch of PPO-off-policy, does not affect members that hold the batch's weights and continue its evaluation.
         """
         state = self.core.state

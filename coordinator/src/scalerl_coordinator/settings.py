@@ -143,6 +143,8 @@ class Settings:
     max_steps: int | None
     generator_devices: int
     trainer_devices: int
+    evaluation_generators: int | None = None
+    """Members that keep a version under evaluation; None for all that have it."""
     set_every: tuple[int, ...] = ()
     """``everySteps`` of each of :attr:`Identity.sets`."""
     forecast_task: int = 0
@@ -285,6 +287,7 @@ class Settings:
             else names.index(spec.forecast_set),
             weights=tuple(task.weight for task in tasks),
             hold_seconds=float(evaluation.hold_seconds),
+            evaluation_generators=evaluation.generators,
             lease_seconds=float(spec.lease_seconds),
             max_steps=spec.budget.max_steps,
             max_compute_tokens=spec.budget.max_compute_tokens,

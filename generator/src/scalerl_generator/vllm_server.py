@@ -48,6 +48,8 @@ TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
 
 OPEN_PATHS = ("/health", "/metrics")
 
+CPU_BLOCK_TOKENS, BLOCK_TOKENS = 128, 16
+"""Tokens of a block of vLLM's KV cache on CPUs (of MLA models fewer) and, at least, on devices, without ``--block-size`` (vLLM 0.32)."""
 _PREPARED = "SCALERL_VLLM_PREPARED"
 _PLUGIN = "scalerl"
 
@@ -161,7 +163,7 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         *("--worker-extension-cls", "scalerl_generator.vllm_worker.WorkerExtension"),
         *("--middleware", "scalerl_generator.vllm_server.RequireToken"),
         "--enable-scale-out",
-        "--enable-prefix-caching" if options.prefix_caching else "--no-enable-prefix-caching",
+        "--enable-prefix-caching" if _caches_prefixes(options, on_cpu) else "--no-enable-prefix-caching",
         *("--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *("--uvicorn-log-level", options.log_level),
         # With development endpoints vLLM logs one error for each request in flight, each time with a longer stack:
@@ -190,6 +192,13 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         if options.tensor_parallel == 1:
             argv += ["--distributed-executor-backend", "uni"]
     return [*argv, *options.extra]
+
+
+def _caches_prefixes(options: ServerOptions, on_cpu: bool) -> bool:
+    """Whether the prefix cache is used. It has full blocks only: if no sequence fills one, each is looked up in vain."""
+    sized = any(option_name(argument) == "--block-size" for argument in options.extra)
+    fills_a_block = options.max_model_len > (CPU_BLOCK_TOKENS if on_cpu else BLOCK_TOKENS)
+    return options.prefix_caching and (fills_a_block or sized)
 
 
 def _drafts(options: ServerOptions) -> dict[str, Any]:
