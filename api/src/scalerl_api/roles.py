@@ -155,6 +155,10 @@ ModuleName = Annotated[
 ]
 
 
+MAX_OWN_RANK: Final = 512
+"""The largest rank of vLLM's own LoRA."""
+
+
 class LoraSpec(Model):
     """Low-rank adapters (LoRA): the trainer updates them alone, and generators sample with weights that have them merged."""
 
@@ -167,8 +171,22 @@ class LoraSpec(Model):
     publish: Literal["Merged", "Adapter"] = "Merged"
     """What is sent to generators: the weights with merged adapters, or the adapters alone, which each generator merges with the
     weights in its model's files. That is 1 to 2 % of the bytes, and a read of the model for each version."""
+    in_flight: Literal["Continue", "FinishOnOwn"] = "Continue"
+    """Completions in flight at an update continue with the new version, or finish on their own, for which vLLM keeps several."""
     export: Literal["Merged", "Adapter"] = "Merged"
     """What exports contain: the model with merged adapters, or the adapters in the format of peft."""
+
+    rules = (
+        Rule(
+            "!has(self.inFlight) || self.inFlight != 'FinishOnOwn' || has(self.publish) && self.publish == 'Adapter' "
+            "&& (!has(self.rank) || self.rank <= 512)",
+            "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
+            "inFlight",
+            lambda lora: (
+                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= MAX_OWN_RANK)
+            ),
+        ),
+    )
 
 
 class TrainerSpec(Model):

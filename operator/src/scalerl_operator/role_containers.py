@@ -262,6 +262,15 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
         if history.drafter:
             options += ["--drafter", literal(history.drafter.model_dump_json())]
+    lora = spec.trainer.lora
+    if lora and lora.in_flight == "FinishOnOwn":
+        # A completion ends before its version is more than k steps old; one version is being installed.
+        options += [
+            "--lora-versions",
+            str(spec.recipe.max_staleness_steps + 2),
+            "--lora-rank",
+            str(lora.rank),
+        ]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

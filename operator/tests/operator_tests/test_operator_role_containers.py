@@ -53,6 +53,17 @@ def test_server_is_given_options_and_memory_for_drafts() -> None:
     assert server.resources.memory_bytes == 2**30 + 56 * 7_340_032
 
 
+def test_server_holds_the_versions_that_leases_permit() -> None:
+    lora = {"rank": 64, "publish": "Adapter", "inFlight": "FinishOnOwn"}
+    made = plan(
+        run_spec(trainer={"lora": lora}, recipe={"offPolicy": {"pipeline": {"maxStalenessSteps": 3}}})
+    )
+    server, _ = made.workload(Role.GENERATOR).containers
+    assert " ".join(server.argv).endswith("--lora-versions 5 --lora-rank 64")
+    server, _ = plan(run_spec(trainer={"lora": {"publish": "Adapter"}})).workload(Role.GENERATOR).containers
+    assert "--lora-versions" not in server.argv
+
+
 def test_plan_sets_lifetimes_replicas_and_order() -> None:
     made = plan(run_spec(generator={"replicas": 3}, trainer={"replicas": 2}))
     assert [(w.role, w.lifetime, w.replicas) for w in made.workloads] == [
