@@ -250,6 +250,7 @@ class World:
         failed: list[str] | None = None,
         refused: list[str] | None = None,
         problem: str = "",
+        kept: list[str] | None = None,
         **stats: float,
     ) -> None:
         request = wire.PublishCommit(
@@ -260,6 +261,7 @@ class World:
             stats=stats,
             refused=refused or [],
             problem=problem,
+            kept=kept or [],
         )
         self.training.publish_commit(request, self.now)
 

@@ -86,6 +86,49 @@ def test_publish_failure_removes_member(world):
     assert sorted(m.name for m in world.begin_publish("t").members) == ["bad", "g"]
 
 
+def test_a_version_that_none_was_sent_is_not_published(world):
+    """As when the volume is full. Complete steps are trained meanwhile, with what the leases permit, but not past a due point."""
+    train(world, publish=False)
+    published = world.state.published
+    world.begin_publish("t")
+    world.commit_publish("t", [], problem="version 1 cannot be written")
+    assert world.state.published == published
+    assert world.core.publish_problem == "version 1 cannot be written"
+    assert world.state.closed(1)
+    assert world.next("t").action is NextAction.TRAIN
+
+
+def test_a_due_version_that_none_was_sent_is_not_trained_past(world):
+    """Its point would be missing, or of weights that no generator has."""
+    train(world)
+    train(world, publish=False)
+    world.serve(world.member, 1)
+    assert world.state.closed(2)
+    world.begin_publish("t")
+    world.commit_publish("t", [], problem="version 2 cannot be written")
+    assert not world.state.evaluations
+    assert world.next("t").action is NextAction.PUBLISH
+    world.commit_publish("t", [world.member])
+    assert (2, 0) in world.state.evaluations
+
+
+def test_a_member_that_cannot_read_a_version_keeps_its_leases(world):
+    world.serve(world.member, 0, 3)
+    (lease,) = world.lease(world.member, 0, 1)
+    train(world, publish=False)
+    other = world.register("other")
+    world.begin_publish("t")
+    world.commit_publish("t", [other], problem="a file is damaged", kept=[world.member])
+    assert world.state.published == 1
+    assert world.core.membership.members[world.member].version == 0
+    assert world.push(world.member, make_group(lease)) is PushResult.ACCEPTED
+    assert world.begin_publish("t").members == [], "its back-off"
+    world.pass_time(6, {world.member: 0, other: 1})
+    assert [m.name for m in world.begin_publish("t").members] == ["g"]
+    world.commit_publish("t", [], problem="a file is damaged", kept=[world.member])
+    assert world.state.published == 1
+
+
 def test_refused_version_is_not_committed_and_gets_no_lease(world):
     train(world, publish=False)
     published = world.state.published

@@ -106,6 +106,17 @@ def test_vllm_arguments_cache_no_prefixes_where_no_sequence_fills_a_block(
     assert ("--enable-prefix-caching" in argv, "--no-enable-prefix-caching" in argv) == (cached, not cached)
 
 
+@pytest.mark.parametrize(("rank", "slots_rank"), [(1, "1"), (2, "8"), (32, "32"), (257, "320"), (512, "512")])
+def test_vllm_arguments_hold_versions_of_adapters(rank: int, slots_rank: str, tmp_path: Path) -> None:
+    options = ServerOptions(model="/m", port=8000, lora_versions=3, lora_rank=rank)
+    argv = vllm_arguments(options, True)
+    assert "--enable-lora" in argv
+    assert (value(argv, "--max-loras"), value(argv, "--max-lora-rank")) == ("3", slots_rank)
+    env = prepared_environment(options, {}, True, tmp_path, tmp_path, cache_bytecode=False)
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in vllm_arguments(OPTIONS, True)
+
+
 def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     torch_dir = tmp_path / "torch"
     (torch_dir / "lib").mkdir(parents=True)

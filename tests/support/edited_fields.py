@@ -243,6 +243,7 @@ OTHER: Final[dict[str, Object]] = {
         }.items()
     },
     "trainer.offload": {"trainer": {"zeroStage": 3, "devices": 1, "offload": "Optimizer"}},
+    "trainer.lora.inFlight": {"trainer": {"lora": {"inFlight": "FinishOnOwn", "publish": "Adapter"}}},
     "trainer.engine": {"trainer": {"engine": "FSDP2", "zeroStage": 3}},
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},

@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from scalerl_trainer.publish import weight_writer
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.errors import SourceError
-from scalerl_trainer.publish.file_publisher import FilePublisher
+from scalerl_trainer.publish.file_publisher import MAX_BASES, FilePublisher
 from scalerl_trainer.publish.publisher import Weights
 from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt, encode_changes
 
@@ -471,12 +473,53 @@ def test_a_base_that_does_not_fit_leaves_deltas(tmp_path: Path, monkeypatch: pyt
         assert files.base == (0 if version < 5 else 5)
 
 
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "iterdir"])
+def test_a_volume_that_hangs_is_given_up(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within three timeouts, with one attempt, and nothing of it harms what is written later, also when the call goes on."""
+    training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
+    weights = Weights(training.manifest, training.stream)
+    member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
+    publisher = publisher_of(writer, timeout_seconds=0.2)
+    if call == "iterdir":
+        writer.folder.mkdir()
+    answers, owner = threading.Event(), os if call == "fsync" else Path
+    original = getattr(owner, call)
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        assert answers.wait(60)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, call, hang)
+        started = time.monotonic()
+        outcome = publisher.publish(0, weights, [member])
+        assert time.monotonic() - started < 3
+    assert (outcome.updated, outcome.failed, outcome.kept) == ([], [], [])
+    assert "version 0 cannot be written" in outcome.error
+    assert "the volume does not answer: 0.6 s have passed" in outcome.error
+    training.read(reader, 1, training.write(writer, 1))
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "volume":
+            thread.join(60)
+    training.update()
+    training.read(reader, 2, training.write(writer, 2))
+    training.read(WeightReader(tmp_path), 2, training.write(writer, 2))
+    answers.clear()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: answers.wait(60))
+    started = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - started < 3
+    answers.set()
+
+
 def test_members_are_independent(processes: Any, tmp_path: Path) -> None:
     """No member joins a group: these die if they are asked to."""
     members = []
     for name, faults in (
         ("good", []),
         ("refuses", [{"at": "receive", "how": "fetch-failed"}]),
+        ("slow", [{"at": "receive", "how": "fetch-continues"}]),
         ("dies", [{"at": "receive", "how": "kill"}]),
     ):
         (tmp_path / name).mkdir()
@@ -495,18 +538,23 @@ def test_members_are_independent(processes: Any, tmp_path: Path) -> None:
         members.append(wire.Member(member_id=name, name=name, control_url=url, weight_version=-1))
     training, writer = Training(), make_writer(tmp_path / "weights")
     weights = Weights(training.manifest, training.stream)
-    for version in range(3):
+    publisher = publisher_of(writer)
+    for version in range(MAX_BASES + 2):
         training.update()
-        outcome = publisher_of(writer).publish(version, weights, members)
-        assert (outcome.updated, set(outcome.failed)) == (["good"], {"refuses", "dies"})
+        outcome = publisher.publish(version, weights, members)
+        left_out = version >= MAX_BASES
+        assert outcome.updated == ["good"]
+        assert set(outcome.kept) == ({"slow"} if left_out else {"refuses", "slow"})
+        assert outcome.slow
+        assert set(outcome.failed) == ({"refuses", "dies"} if left_out else {"dies"})
         taken = torch.load(tmp_path / f"good/v{version}.pt")
         assert all(
             torch.equal(taken[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
             for n, t in training.tensors.items()
         )
         whole = sum(t.nbytes for t in training.tensors.values())
-        assert outcome.stats["publish_bytes"] > whole, (
-            "a base, since a member cannot read what was sent before"
+        assert (outcome.stats["publish_bytes"] > whole) == (version <= MAX_BASES), (
+            "a base for it, but not for ever"
         )
-    publisher_of(writer).close()
+    publisher.close()
     assert list((tmp_path / "weights").iterdir()) == []

@@ -202,6 +202,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.replicas": Edit(Effect.AT_ONCE),
     "generator.devices": Edit(Effect.ALL),
     "generator.cpuThreads": Edit(Effect.GENERATOR),
+    "generator.cpuWorkers": Edit(Effect.ALL),
     "generator.maxConcurrentSequences": Edit(Effect.GENERATOR),
     "generator.adaptiveConcurrency": Edit(Effect.GENERATOR),
     "generator.kvCache": Edit(Effect.ALL),

@@ -299,7 +299,9 @@ def rank_memory(
         optimizer=optimizer * (offload == "None"),
         activations=micro_batch_tokens * values * each,
         gathered=gathered * each,
-        head=_head(size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head, accelerator=accelerator),
+        head=_head(
+            size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head, accelerator=accelerator
+        ),
         reference=share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
     )
     bucket = 0 if engine == "FSDP2" else _BUCKET_BYTES[zero_stage] * min(bucket_elements, own)

@@ -52,6 +52,8 @@ def container_bytes(
     if devices:
         # vLLM has a process for HTTP, and one for each device.
         libraries += ACCELERATOR_LIBRARY_BYTES[container] * (devices if container == "server" else 1)
+    elif container == "server" and spec.generator.workers > 1:
+        libraries *= 1 + spec.generator.workers
     return libraries + math.ceil((1 + MARGIN) * of_model(size, spec))
 
 
@@ -89,12 +91,12 @@ def _server(size: ModelSize, spec: RunSpec) -> int:
         return tensor + bucket
     copy = size.parameters * BYTES[spec.model.dtype]
     head = 4 * size.vocabulary_size * size.hidden_size
-    cache = 0 if spec.generator.kv_cache else DEFAULT_CPU_CACHE_BYTES
+    cache = 0 if spec.generator.kv_cache else spec.generator.workers * DEFAULT_CPU_CACHE_BYTES
     return server_memory(size, spec) + cache + copy + head + tensor + bucket
 
 
 DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
-"""KV cache of vLLM on CPUs without ``generator.kvCache``, as :mod:`scalerl_generator.vllm_server` sets it."""
+"""KV cache of vLLM on CPUs without ``generator.kvCache``, as :mod:`scalerl_generator.vllm_server` sets it for each worker."""
 
 
 def _trainer(size: ModelSize, spec: RunSpec) -> int:

@@ -48,7 +48,9 @@ class GeneratorSpec(Model):
     devices: Annotated[int, Field(ge=0, le=64)] = 0
     """Accelerators per replica (tensor parallelism); 0 runs on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Compute threads on CPU; default: chosen by vLLM."""
+    """Compute threads on CPU, of each worker; default: chosen by vLLM."""
+    cpu_workers: Annotated[int, Field(ge=1, le=8)] | None = None
+    """CPU only: processes of a server (tensor parallelism), such as one for each NUMA node; default: 1."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
     """Maximum number of completions that one server samples concurrently."""
     adaptive_concurrency: bool = False
@@ -76,7 +78,18 @@ class GeneratorSpec(Model):
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for generators; ignored by the local runtime."""
 
+    @property
+    def workers(self) -> int:
+        """Tensor-parallel workers of a server."""
+        return self.devices or self.cpu_workers or 1
+
     rules = (
+        Rule(
+            "!has(self.cpuWorkers) || !has(self.devices) || self.devices == 0",
+            "cpuWorkers is of generators on CPUs: with devices, leave it out",
+            "cpuWorkers",
+            lambda generator: generator.cpu_workers is None or generator.devices == 0,
+        ),
         Rule(
             "!has(self.speculation) || !has(self.extraArgs) || self.extraArgs.all(a, "
             f"!(a.split('=')[0].split('.')[0].replace('_', '-') in {list(SPECULATION_OPTIONS)}))",
@@ -155,6 +168,10 @@ ModuleName = Annotated[
 ]
 
 
+MAX_OWN_RANK: Final = 512
+"""The largest rank of vLLM's own LoRA."""
+
+
 class LoraSpec(Model):
     """Low-rank adapters (LoRA): the trainer updates them alone, and generators sample with weights that have them merged."""
 
@@ -167,8 +184,22 @@ class LoraSpec(Model):
     publish: Literal["Merged", "Adapter"] = "Merged"
     """What is sent to generators: the weights with merged adapters, or the adapters alone, which each generator merges with the
     weights in its model's files. That is 1 to 2 % of the bytes, and a read of the model for each version."""
+    in_flight: Literal["Continue", "FinishOnOwn"] = "Continue"
+    """Completions in flight at an update continue with the new version, or finish on their own, for which vLLM keeps several."""
     export: Literal["Merged", "Adapter"] = "Merged"
     """What exports contain: the model with merged adapters, or the adapters in the format of peft."""
+
+    rules = (
+        Rule(
+            "!has(self.inFlight) || self.inFlight != 'FinishOnOwn' || has(self.publish) && self.publish == 'Adapter' "
+            "&& (!has(self.rank) || self.rank <= 512)",
+            "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
+            "inFlight",
+            lambda lora: (
+                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= MAX_OWN_RANK)
+            ),
+        ),
+    )
 
 
 class TrainerSpec(Model):

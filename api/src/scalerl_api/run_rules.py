@@ -67,6 +67,17 @@ RUN_RULES: Final = (
         lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
     ),
     Rule(
+        "!has(self.generator.speculation) || !has(self.trainer.lora) || !has(self.trainer.lora.inFlight) || "
+        "self.trainer.lora.inFlight == 'Continue'",
+        "trainer.lora.inFlight FinishOnOwn cannot go with generator.speculation: leave one of them out",
+        "trainer.lora.inFlight",
+        lambda spec: (
+            spec.generator.speculation is None
+            or spec.trainer.lora is None
+            or spec.trainer.lora.in_flight == "Continue"
+        ),
+    ),
+    Rule(
         "self.storage.mountedBy != 'Coordinator' || has(self.checkpoint.to)",
         "storage.mountedBy Coordinator needs checkpoint.to, from which the other pods get the model, and where checkpoints are kept",
         "checkpoint.to",

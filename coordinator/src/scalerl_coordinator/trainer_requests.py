@@ -325,6 +325,10 @@ class TrainerRequests:
                 )
                 members.failed_publish(member.name, now)
                 core.reassign_leases(member.name)
+        for member_id in request.kept:
+            member = members.members.get(member_id)
+            if member is not None:
+                members.failed_publish(member.name, now)
         ahead = any(
             m.healthy and (m.version > request.version or not m.version_reported)
             for m in members.members.values()
@@ -332,9 +336,11 @@ class TrainerRequests:
         digest = hashlib.blake2b(msgspec.msgpack.encode(request), digest_size=8).hexdigest()
         repeated = digest == core.state.last_publish
         core.publish_problem = "" if request.updated else request.problem
-        # Weights that no generator computes with are not published.
-        committed = bool(request.updated) or not request.refused
-        if not committed:
+        # Weights that no generator computes with are not published, nor are those that none was sent or none could read.
+        unread = bool(request.problem) and not request.failed
+        committed = bool(request.updated) or not (request.refused or unread)
+        due = any(self._due(request.version, task) for task in core.settings.identity.set_tasks)
+        if not committed and (request.refused or due):
             self._permitted = -1  # it is published again before its next step
         if (
             committed

@@ -151,7 +151,11 @@ async def run_actor(
     state, busy = ServerState(), BusyClock()
     metrics = ActorMetrics(state, busy)
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(VllmClient(arguments.server, environment.token))
+        lora = spec.trainer.lora
+        own_adapters = lora is not None and lora.in_flight == "FinishOnOwn"
+        server = await stack.enter_async_context(
+            VllmClient(arguments.server, environment.token, own_adapters=own_adapters)
+        )
         session = await stack.enter_async_context(open_session())
         coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)
         distillation = spec.recipe.distillation

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
 from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
+from scalerl_generator.adapter_versions import PUBLISHED, AdapterVersion, AdapterVersions
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     CachePressure,
@@ -31,6 +34,7 @@ from scalerl_generator.vllm_replies import (
     Sampled,
     ServerDown,
     ServerRefused,
+    Span,
     StreamedAnswer,
     UpdateFailed,
     VllmError,
@@ -70,6 +74,7 @@ _MAX_PARTS = 64
 _ENCODE = msgspec.json.Encoder().encode
 
 Result = TypeVar("Result")
+_Part = TypeVar("_Part", bound=Part)
 
 
 async def gather_all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -109,6 +114,14 @@ def _sampling(n: int, max_tokens: int, temperature: float, stop_token_ids: Seque
     }
 
 
+def _of_version(part: _Part, own: AdapterVersion | None) -> _Part:
+    """``part`` with the version of its request's own adapters; vLLM's is that of the last update when a token was sampled."""
+    if own is None or not isinstance(part, Sampled) or not part.weight_versions:
+        return part
+    end = max(span.end for span in part.weight_versions)
+    return replace(part, weight_versions=(Span(own.version, 0, end),))
+
+
 class VllmClient:
     """Async client of one server.
 
@@ -116,11 +129,16 @@ class VllmClient:
         base_url: such as ``http://127.0.0.1:8000``.
         token: the server's token (``SCALERL_VLLM_TOKEN``).
         connect_seconds: timeout of a connection.
+        own_adapters: whether each request samples with the adapters that are the newest when it is sent, until it ends
+            (:mod:`.adapter_versions`). The server needs ``--lora-versions``.
 
     Use as an async context manager, or call :meth:`close`.
     """
 
-    def __init__(self, base_url: str, token: str, connect_seconds: float = 5.0) -> None:
+    def __init__(
+        self, base_url: str, token: str, connect_seconds: float = 5.0, *, own_adapters: bool = False
+    ) -> None:
+        self._adapters = AdapterVersions() if own_adapters else None
         self._base, self._connect_seconds = base_url.rstrip("/"), connect_seconds
         self._headers = {
             "Authorization": f"Bearer {token}",
@@ -181,7 +199,9 @@ class VllmClient:
         """
         params = _sampling(n, max_tokens, temperature, stop_token_ids)
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key)
-        return read_completions(await self._call("POST", _GENERATE, body, timeout_seconds), n)
+        with self._own_adapters(body) as own:
+            reply = await self._call("POST", _GENERATE, body, timeout_seconds)
+        return [_of_version(one, own) for one in read_completions(reply, n)]
 
     async def stream(
         self,
@@ -207,9 +227,23 @@ class VllmClient:
         interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
         params = _sampling(n, max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key) | {"stream": True}
-        timeout = aiohttp.ClientTimeout(
-            sock_connect=min(self._connect_seconds, timeout_seconds), sock_read=timeout_seconds
-        )
+        with self._own_adapters(body) as own:
+
+            def add(index: int, part: Part) -> None:
+                on_part(index, _of_version(part, own))
+
+            timeout = aiohttp.ClientTimeout(
+                sock_connect=min(self._connect_seconds, timeout_seconds), sock_read=timeout_seconds
+            )
+            await self._stream(body, n, timeout, add)
+
+    async def _stream(
+        self,
+        body: dict[str, Any],
+        n: int,
+        timeout: aiohttp.ClientTimeout,
+        on_part: Callable[[int, Part], None],
+    ) -> None:
         answer = StreamedAnswer(_GENERATE, n)
         url = self._base + _GENERATE
         problem = "the response is incomplete"
@@ -245,7 +279,9 @@ class VllmClient:
         """
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         body = _generate_body(token_ids, params, cache_salt)
-        return read_prompt_logprobs(await self._call("POST", _GENERATE, body, timeout_seconds), token_ids)
+        with self._own_adapters(body):
+            reply = await self._call("POST", _GENERATE, body, timeout_seconds)
+        return read_prompt_logprobs(reply, token_ids)
 
     async def weight_version(self) -> int:
         """Version of the server's weights; ``UNVERSIONED`` before its first update."""
@@ -348,6 +384,10 @@ class VllmClient:
             ServerDown, BadReply: the server does not answer or answers wrongly; which weights it holds is unknown.
         """
         info = msgspec.to_builtins(receive) | {"path": path}
+        adapters = None
+        if self._adapters is not None:
+            adapters = self._adapters.next(receive.version)
+            info |= {"adapters": adapters.name, "needed_adapters": self._adapters.needed()}
         seconds = receive.timeout_seconds + _MARGIN_SECONDS
         try:
             if (await self.publish_report()).active:  # a client that died left it open
@@ -355,6 +395,9 @@ class VllmClient:
             await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
             await self._call("POST", "/update_weights", {"update_info": info}, seconds)
             report = await self.publish_report()
+            if adapters is not None and not report.error:
+                body = {"lora_name": adapters.name, "lora_path": PUBLISHED}
+                await self._call("POST", "/v1/load_lora_adapter", body, _CONTROL_SECONDS)
             finish = {} if report.error else {"weight_version": str(receive.version)}
             await self._call("POST", "/finish_weight_update", finish, _CONTROL_SECONDS)
         except ServerRefused as error:
@@ -362,6 +405,8 @@ class VllmClient:
             raise UpdateFailed(error.message, partial=report.state == "partial") from error
         if report.error:
             raise UpdateFailed(report.error, partial=report.state == "partial")
+        if self._adapters is not None and adapters is not None:
+            self._adapters.installed(adapters)
         return await self.publish_report()
 
     async def receive(self, receive: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
@@ -397,6 +442,17 @@ class VllmClient:
         info = {"epoch": receive.epoch, "version": receive.version, "abort": True}
         await self._call("POST", "/update_weights", {"update_info": info}, _CONTROL_SECONDS)
         await self._call("POST", "/finish_weight_update", {}, _CONTROL_SECONDS)
+
+    @contextlib.contextmanager
+    def _own_adapters(self, body: dict[str, Any]) -> Iterator[AdapterVersion | None]:
+        """While the request of ``body`` is in flight, which is given the newest adapters."""
+        if self._adapters is None:
+            yield None
+            return
+        with self._adapters.request() as own:
+            if own is not None:
+                body["model"] = own.name
+            yield own
 
     def _session_for(self, path: str) -> aiohttp.ClientSession:
         """The pooled session for generation, or the one that opens a connection for each request, for all other paths.

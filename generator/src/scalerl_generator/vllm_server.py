@@ -50,6 +50,8 @@ OPEN_PATHS = ("/health", "/metrics")
 
 CPU_BLOCK_TOKENS, BLOCK_TOKENS = 128, 16
 """Tokens of a block of vLLM's KV cache on CPUs (of MLA models fewer) and, at least, on devices, without ``--block-size`` (vLLM 0.32)."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those of vLLM's ``--max-lora-rank``."""
 _PREPARED = "SCALERL_VLLM_PREPARED"
 _PLUGIN = "scalerl"
 
@@ -94,6 +96,10 @@ class ServerOptions:
     """Maximum draft length of speculative decoding from past responses (:mod:`.drafter`); 0 turns it off."""
     draft_memory_tokens: int = 4_000_000
     """Capacity of the drafter's memory in tokens, 56 bytes each."""
+    lora_versions: int = 0
+    """Number of versions of published adapters (LoRA) that are sampled with concurrently; 0: updates replace the weights."""
+    lora_rank: int = 1
+    """Of these adapters."""
     drafter: str = ""
     """The drafter of an installed package, as the JSON of ``history.drafter``; empty: :class:`.drafter.Drafter`."""
     stats: bool = False
@@ -129,6 +135,8 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
     p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
+    p.add_argument("--lora-versions", type=int, default=d.lora_versions)
+    p.add_argument("--lora-rank", type=int, default=d.lora_rank)
     p.add_argument("--drafter", default=d.drafter)
     p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
     p.add_argument("--log-level", default=d.log_level)
@@ -187,6 +195,9 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         }
         argv += ["--speculative-config", json.dumps(speculation)]
         argv += ["--additional-config", json.dumps(_drafts(options))]
+    if options.lora_versions:
+        rank = next(rank for rank in LORA_RANKS if rank >= options.lora_rank)
+        argv += ["--enable-lora", "--max-loras", str(options.lora_versions), "--max-lora-rank", str(rank)]
     if on_cpu:
         argv.append("--enforce-eager")  # compilation needs a C++ compiler and takes minutes
         if options.tensor_parallel == 1:
@@ -262,6 +273,8 @@ def prepared_environment(
         "VLLM_LOGGING_LEVEL": options.log_level.upper(),
         "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }
+    if options.lora_versions:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if options.max_draft_tokens:
         env.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))  # compiling the drafter takes 10 s
     if cache_bytecode:

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from scalerl_generator.vllm_adapters import PublishedAdapters
     from scalerl_generator.vllm_drafts import HistoryProposer
 
 BACKEND = "scalerl"
@@ -120,6 +121,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     files: dict[str, Any] | None = None
     path: str = ""
     """With ``files``, of the memory that has the version (:class:`~.weight_files.SharedBuckets`)."""
+    adapters: str = ""
+    """Name of the version as a LoRA of vLLM's, of a server that holds several; empty: the version replaces the weights."""
+    needed_adapters: list[str] = field(default_factory=list)
+    """Names of the others that requests still use."""
     abort: bool = False
 
 
@@ -289,6 +294,12 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._parameter_names = frozenset(name for name, _ in model.named_parameters())
         self._tied = _tied_layers(model)
         _repack_experts_after_updates(model)
+        self._adapters: PublishedAdapters | None = None
+        """Those beside base weights that stay as they are; None: updates replace the weights."""
+        if vllm_config.lora_config is not None:
+            from scalerl_generator.vllm_adapters import PublishedAdapters
+
+            self._adapters = PublishedAdapters(model, vllm_config.lora_config.lora_dtype)
         self.report = PublishReport()
         self.fetcher = WeightFetcher(RunPaths(Path(os.environ.get(DIR, ""))).weights)
         self._mapped: SharedBuckets | None = None
@@ -315,6 +326,8 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         return self._group.problem()
 
     def start_weight_update(self) -> None:
+        if self._adapters is not None:
+            return
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
@@ -340,6 +353,8 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
     def _receive(self, info: UpdateInfo, report: PublishReport) -> None:
         if info.abort:
             raise RuntimeError("aborted by the client")
+        if (self._adapters is None) == bool(info.adapters):
+            raise RuntimeError("the server's --lora-versions and trainer.lora.inFlight contradict each other")
         buckets = lay_out(msgspec.convert(info.tensors, list[TensorSpec]), info.bucket_bytes)
         buffers = self._broadcasts(info, buckets) if info.files is None else self._fetched(info, buckets)
         loaded: set[str] = set()
@@ -366,6 +381,9 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             report.transfer_seconds += t1 - t0
             report.verify_seconds += t2 - t1
             report.load_seconds += time.perf_counter() - t2
+        if self._adapters is not None:
+            self._adapters.add(info.adapters, adapters, info.adapter_scale, info.needed_adapters)
+            return
         if info.adapter_scale:
             t0 = time.perf_counter()
             report.state = "partial"
@@ -430,7 +448,8 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         if self.report.error:  # `_abort_update` has finalized the layers
             return
         started = time.perf_counter()
-        self._finalize()
+        if self._adapters is None:
+            self._finalize()
         self.report.finish_seconds = time.perf_counter() - started
         self.report.state = "whole"
         self.report.held = self.report.version
@@ -449,6 +468,8 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         self.shutdown()
+        if self._adapters is not None:
+            return
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():

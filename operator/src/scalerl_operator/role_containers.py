@@ -173,6 +173,8 @@ def _coordinator(spec: RunSpec) -> Workload:
 def _generator(spec: RunSpec) -> Workload:
     generator = spec.generator
     cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
+    workers = generator.cpu_workers or 1
+    threads = generator.cpu_threads and generator.cpu_threads * workers
     drafts = MEMORY_BYTES_PER_TOKEN * spec.draft_memory_tokens
     server = Container(
         name="server",
@@ -185,7 +187,7 @@ def _generator(spec: RunSpec) -> Workload:
         env=ENVIRONMENT,
         ports=("vllm",),
         loopback=("vllm",),
-        resources=Resources(generator.devices, generator.cpu_threads, cache + drafts or None),
+        resources=Resources(generator.devices, threads, workers * cache + drafts or None),
         volumes=_volumes(spec, sources=False, writable=False),
         **_probes("/health", "/health", "vllm", stuck_seconds=120),
     )
@@ -250,7 +252,7 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         *("--max-model-len", str(spec.model.context_tokens)),
         *("--max-num-seqs", str(generator.max_concurrent_sequences)),
         *("--memory-fraction", generator.memory_fraction, "--seed", str(spec.seed)),
-        *("--tensor-parallel", str(max(1, generator.devices))),
+        *("--tensor-parallel", str(generator.workers)),
         "--fp32-head" if spec.recipe.fp32_logits in ("Both", "Generator") else "--no-fp32-head",
     ]
     if generator.kv_cache:
@@ -262,6 +264,15 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
         if history.drafter:
             options += ["--drafter", literal(history.drafter.model_dump_json())]
+    lora = spec.trainer.lora
+    if lora and lora.in_flight == "FinishOnOwn":
+        # A completion ends before its version is more than k steps old; one version is being installed.
+        options += [
+            "--lora-versions",
+            str(spec.recipe.max_staleness_steps + 2),
+            "--lora-rank",
+            str(lora.rank),
+        ]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

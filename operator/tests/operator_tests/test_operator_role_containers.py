@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from operator_tests.children import run_spec
 from scalerl_operator.role_containers import plan
-from scalerl_operator.workloads import Lifetime, Role, UnknownVariable, expand, literal, port_variable
+from scalerl_operator.workloads import (
+    Lifetime,
+    Resources,
+    Role,
+    UnknownVariable,
+    expand,
+    literal,
+    port_variable,
+)
 
 GIVEN = {
     "SCALERL_DIR": "/run",
@@ -51,6 +59,24 @@ def test_server_is_given_options_and_memory_for_drafts() -> None:
         "--kv-cache-bytes 1073741824 --stats --watermark 0.1 --max-draft-tokens 16 --draft-memory-tokens 7340032"
     )
     assert server.resources.memory_bytes == 2**30 + 56 * 7_340_032
+
+
+def test_server_holds_the_versions_that_leases_permit() -> None:
+    lora = {"rank": 64, "publish": "Adapter", "inFlight": "FinishOnOwn"}
+    made = plan(
+        run_spec(trainer={"lora": lora}, recipe={"offPolicy": {"pipeline": {"maxStalenessSteps": 3}}})
+    )
+    server, _ = made.workload(Role.GENERATOR).containers
+    assert " ".join(server.argv).endswith("--lora-versions 5 --lora-rank 64")
+    server, _ = plan(run_spec(trainer={"lora": {"publish": "Adapter"}})).workload(Role.GENERATOR).containers
+    assert "--lora-versions" not in server.argv
+
+
+def test_workers_on_cpus_have_threads_and_a_cache_each() -> None:
+    made = plan(run_spec(generator={"cpuWorkers": 2, "cpuThreads": 3, "kvCache": "1Gi"}))
+    server, _ = made.workload(Role.GENERATOR).containers
+    assert "--tensor-parallel 2" in " ".join(server.argv)
+    assert server.resources == Resources(0, 6, 2 * 2**30)
 
 
 def test_plan_sets_lifetimes_replicas_and_order() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 import torch
@@ -36,6 +37,33 @@ def in_background(name: str, work: Callable[[], T], device: torch.device) -> Fut
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class LimitedCalls:
+    """Calls of the file system with a limit on the time that all of them take: on a network volume that hangs, none returns.
+
+    Args:
+        seconds: of all calls together.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._limit, self._left = seconds, seconds
+        self.hung = False
+        """Whether a call has not returned in time. It may still take effect, on what it was given."""
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, or what it raises.
+
+        Raises:
+            TimeoutError: the limit has passed.
+        """
+        begin = time.monotonic()
+        result = in_background("volume", call, torch.device("cpu"))
+        self.hung = not wait([result], max(0.0, min(self._left, threading.TIMEOUT_MAX))).done
+        self._left -= time.monotonic() - begin
+        if self.hung:
+            raise TimeoutError(f"the volume does not answer: {self._limit:g} s have passed")
+        return result.result()
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:

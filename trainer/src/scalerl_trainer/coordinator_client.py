@@ -174,6 +174,7 @@ class Coordinator:
         stats: dict[str, float],
         refused: list[str],
         problem: str,
+        kept: list[str],
     ) -> None:
         """Report a finished publish: :class:`scalerl_api.wire.PublishCommit` has the arguments."""
         message = wire.PublishCommit(
@@ -184,6 +185,7 @@ class Coordinator:
             stats=stats,
             refused=refused,
             problem=problem,
+            kept=kept,
         )
         self._call(endpoints.PUBLISH_COMMIT, message, wire.Ack, alone=False)
 

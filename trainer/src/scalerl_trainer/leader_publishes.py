@@ -185,9 +185,10 @@ class LeaderPublishes:
             {name: value for name, value in stats.items() if math.isfinite(value)},
             probed.refused,
             problem,
+            outcome.kept,
         )
         worker.metrics.show(stats)
-        unusable = len(failed) + len(probed.refused)
+        unusable = len(failed) + len(outcome.kept) + len(probed.refused)
         worker.metrics.publishes.labels("failed" if unusable or outcome.error else "ok").inc()
         worker.metrics.publish_members_failed.inc(unusable)
         worker.metrics.seconds.labels("publish").inc(stats["publish_seconds"])
@@ -199,7 +200,12 @@ class LeaderPublishes:
             f"{stats['probe_kl']:.2e}" if "probe_kl" in stats else "not measured",
         )
         return _Published(
-            version, members, bool(held), probed, outcome.error, bool(outcome.failed) and not outcome.slow
+            version,
+            members,
+            bool(held),
+            probed,
+            outcome.error,
+            bool(outcome.failed or outcome.kept) and not outcome.slow,
         )
 
     def finish_publish(self) -> bool:

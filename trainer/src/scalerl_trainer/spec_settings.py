@@ -114,6 +114,6 @@ def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishS
         backend=backend,
         bucket_bytes=quantity_bytes(spec.weight_sync.bucket),
         timeout_seconds=float(spec.weight_sync.timeout_seconds),
-        workers_per_member=max(1, spec.generator.devices),
+        workers_per_member=spec.generator.workers,
         device=device if backend == "nccl" else torch.device("cpu"),
     )

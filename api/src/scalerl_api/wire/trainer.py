@@ -251,7 +251,9 @@ class PublishCommit(Struct, frozen=True, kw_only=True):
     """Ids of the members that hold ``version`` but compute something else than the trainer; they get no lease with it and must
     register again."""
     problem: str = ""
-    """Why members failed or were refused; empty if none did."""
+    """Why members failed or were refused, or why nothing was sent; else empty."""
+    kept: list[str] = []
+    """Ids of the members that could not read ``version`` and generate with the one they have."""
 
 
 class CheckpointBegin(Struct, frozen=True, kw_only=True):

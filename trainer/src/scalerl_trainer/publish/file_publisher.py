@@ -1,11 +1,12 @@
 """Publishes versions through files (:mod:`.weight_writer`): no process group, and no member waits for another one.
 
 The weights may change once the version is written, before members have read it. A version that is sent again, to a member that
-joins, is not written again. After an answer that a file cannot be read, the next version that is sent, also if it is the same one, is
-written as a base, which no damage to the files before it concerns.
+joins, is not written again. A member that cannot read a version has not failed: it generates with the one it has until that is too old,
+and the next version that is sent, also if it is the same one, is written as a base, which no damage to the files before it concerns. A
+member that cannot read :data:`MAX_BASES` bases in a row has failed: it is left out until it registers again, and no base is written for it.
 
-If the files cannot be written, nothing is sent and no member has failed: they generate with their versions until those are too old, and
-the next version, or the next attempt at this one, is written once there is space.
+If the files cannot be written, nothing is sent and no member has failed, either. The next version, or the next attempt at this one, is
+written once the volume can take it. A write takes at most :data:`MAX_TIMEOUTS` timeouts, with all its attempts.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from scalerl_api import endpoints, wire
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
-from scalerl_trainer.publish.publisher import Outcome, PhaseSeconds, Weights, decode_received, stats_of
+from scalerl_trainer.publish.publisher import (
+    MAX_TIMEOUTS,
+    Outcome,
+    PhaseSeconds,
+    Weights,
+    decode_received,
+    stats_of,
+)
 from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 
 log = logging.getLogger(__name__)
+
+MAX_BASES = 3
+"""Versions in a row that a member may fail to read. After each, a base is written."""
 
 
 class FilePublisher:
@@ -45,10 +57,12 @@ class FilePublisher:
         self._control = control
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
+        self._unread: Counter[str] = Counter()
+        """Versions in a row that a member could not read, by its name."""
 
     def close(self) -> None:
         """Delete the files, at the end of the run."""
-        self._writer.remove()
+        self._writer.remove(self._timeout_seconds)
 
     def publish(
         self,
@@ -83,11 +97,7 @@ class FilePublisher:
             calls = self._control.start(members, endpoints.WEIGHTS_RECEIVE, messages, self._timeout_seconds)
             answers = calls.wait()
         names = {member.member_id: member.name for member in members}
-        failed = {m: answer.error for m, answer in answers.items() if not answer.ok}
-        for member_id, error in failed.items():
-            log.error("gave up publishing version %d to %s: %s", version, names[member_id], error)
-        if any(answer.problem == "fetch-failed" for answer in answers.values()):
-            self._writer.refuse()
+        kept, failed = self._not_received(version, names, answers)
         received = {m: decode_received(a.body) for m, a in answers.items() if a.body is not None}
         stats = stats_of(list(received.values()), clock, time.perf_counter() - started)
         stats |= {
@@ -96,15 +106,41 @@ class FilePublisher:
             "publish_failed_members": float(len(failed)),
             "publish_bytes": float(written.bytes if isinstance(written, Written) else 0),
         }
-        problem = written if isinstance(written, str) else next(iter(failed.values()), "")
+        problem = written if isinstance(written, str) else next(iter([*failed.values(), *kept.values()]), "")
         slow = any(answer.problem == "fetch-continues" for answer in answers.values())
-        return Outcome(version, list(received), list(failed), problem, stats, slow)
+        return Outcome(version, list(received), list(failed), problem, stats, list(kept), slow)
+
+    def _not_received(
+        self, version: int, names: Mapping[str, str], answers: Mapping[str, Answer]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The errors of members that keep their version, and of those that failed, by their ids."""
+        kept, failed = dict[str, str](), dict[str, str]()
+        for member_id, answer in answers.items():
+            name, error = names[member_id], answer.error
+            if answer.ok:
+                del self._unread[name]
+                continue
+            if answer.problem == "fetch-failed":
+                self._unread[name] += 1
+                if self._unread[name] <= MAX_BASES:
+                    self._writer.refuse()
+                else:
+                    error += f". It could not read {MAX_BASES} bases in a row: check the volume of the run where it is mounted"
+            if self._unread[name] <= MAX_BASES and answer.problem in ("fetch-failed", "fetch-continues"):
+                kept[member_id] = error
+                log.warning("%s keeps its weights, version %d is not read: %s", name, version, error)
+            else:
+                failed[member_id] = error
+                log.error("gave up publishing version %d to %s: %s", version, name, error)
+        return kept, failed
 
     def _write(self, version: int, weights: Weights) -> Written | str:
         """Write a version; returns the problem if it cannot be written."""
+        limit_seconds = MAX_TIMEOUTS * self._timeout_seconds
+        deadline = time.monotonic() + limit_seconds
         for attempt in (1, 2):
             try:
-                return self._writer.write(version, weights.manifest, weights.stream)
+                return self._writer.write(version, weights.manifest, weights.stream, limit_seconds)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 problem = (
@@ -112,6 +148,8 @@ class FilePublisher:
                     f"{'Free space on' if full else 'Check'} the volume of the run; generators keep their weights meanwhile"
                 )
                 log.error("%s", problem)
-            if attempt == 1:
-                time.sleep(self._retry_seconds)
+            limit_seconds = deadline - time.monotonic() - self._retry_seconds
+            if attempt == 2 or limit_seconds <= 0:
+                break
+            time.sleep(self._retry_seconds)
         return problem

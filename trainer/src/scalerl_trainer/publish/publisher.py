@@ -75,8 +75,10 @@ class Outcome:
     """Why the first of them did not; empty if all did."""
     stats: dict[str, float]
     """Statistics for the coordinator and metrics.jsonl."""
+    kept: list[str] = field(default_factory=list)
+    """Ids of the members that could not read the version, and generate with the one they have."""
     slow: bool = False
-    """Whether a member that failed continues to read the version."""
+    """Whether one of these continues to read the version."""
 
 
 @dataclass

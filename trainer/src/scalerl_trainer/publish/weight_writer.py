@@ -4,6 +4,9 @@ Each version is a delta from the one before. A base is written beside it (:data:
 it are deleted. So the files take at most three times the bytes of a version, while a base is written, and a generator that was sent no
 version for a while reads the deltas that it lacks, or the base.
 
+What touches the volume has a limit, since a volume that hangs must not stop the trainer for ever: the call is abandoned, no request
+names its file, and the next write begins with a base.
+
 The writer keeps a copy of the last version in host memory. An attempt of the trainer has a folder of its own, with the name of its
 :mod:`~scalerl_trainer.fence`; it deletes those of earlier ones.
 """
@@ -12,11 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +41,7 @@ from scalerl_api.weight_files import (
     layout_digest,
 )
 from scalerl_api.weight_layout import Bucket, lay_out
+from scalerl_trainer.background import LimitedCalls
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish.buckets import NamedTensors, fill
 
@@ -98,22 +105,32 @@ class WeightWriter:
         """Of the base, and of the deltas since."""
         self._last_bytes = 0
         self._refused = False
+        self._volume = LimitedCalls(math.inf)
 
     def refuse(self) -> None:
         """Make the next write one of a base, because a generator cannot read a file that is there."""
         self._refused = True
 
     def write(
-        self, version: int, manifest: list[wire.TensorSpec], stream: Callable[[], NamedTensors]
+        self,
+        version: int,
+        manifest: list[wire.TensorSpec],
+        stream: Callable[[], NamedTensors],
+        limit_seconds: float = math.inf,
     ) -> Written:
         """Write a version, unless it was the last one written and is not refused. The stream is read to its end.
 
+        Args:
+            limit_seconds: of the calls of the volume, without the time that the weights take.
+
         Raises:
+            TimeoutError: the limit has passed.
             OSError: the folder cannot be written. What is there stays, and the next write begins with a base.
             SourceError: the stream differs from the manifest.
         """
         if self._refused or not self._versions or self._versions[-1] != version:
-            self._start()
+            self._volume = LimitedCalls(limit_seconds)
+            self._volume(self._start)
             tensors = stream()
             try:
                 self._last_bytes = self._write(version, manifest, tensors)
@@ -123,8 +140,12 @@ class WeightWriter:
         files = wire.WeightFiles(folder=self.folder.name, base=self._base, versions=self._versions)
         return Written(files, self._last_bytes)
 
-    def remove(self) -> None:
+    def remove(self, limit_seconds: float = math.inf) -> None:
         """Delete the folder, at the end of the run."""
+        with contextlib.suppress(TimeoutError):
+            LimitedCalls(limit_seconds)(self._remove)
+
+    def _remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -165,8 +186,11 @@ class WeightWriter:
         return size
 
     def _keep_only(self, names: set[str]) -> None:
+        self._volume(partial(self._delete_others, names, self._volume))
+
+    def _delete_others(self, names: set[str], calls: LimitedCalls) -> None:
         for path in self.folder.iterdir():
-            if path.name not in names:
+            if path.name not in names and not calls.hung:  # else it may be of a later write
                 with contextlib.suppress(OSError):  # another base is due in time
                     path.unlink()
 
@@ -197,25 +221,40 @@ class WeightWriter:
         staged = self.folder / f".{name}"
         sizes: list[int] = []
         whole: list[bool] = []
+        file = self._volume(partial(_create, staged))
         try:
-            with staged.open("wb") as file:
-                for bucket, is_whole in buckets:
-                    content = bucket if isinstance(bucket, bytes) else bucket.numpy().data
-                    file.write(content)
-                    sizes.append(len(content))
-                    whole.append(is_whole)
-                file.write(
-                    encode_end(Header(self.folder.name, version, previous, self._layout, sizes, whole))
-                )
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-        except OSError:
-            with contextlib.suppress(OSError):
-                staged.unlink()
+            for bucket, is_whole in buckets:
+                content = bucket if isinstance(bucket, bytes) else bucket.numpy().data
+                self._volume(partial(file.write, content))
+                sizes.append(len(content))
+                whole.append(is_whole)
+            end = encode_end(Header(self.folder.name, version, previous, self._layout, sizes, whole))
+            return self._volume(partial(_complete, file, end, self.folder / name))
+        except BaseException:
+            if not self._volume.hung:  # else closing the file would wait for the call that hangs
+                with contextlib.suppress(OSError):
+                    self._volume(partial(_discard, file))
             raise
-        staged.rename(self.folder / name)
-        return size
+
+
+def _create(path: Path) -> BufferedWriter:
+    return path.open("wb")
+
+
+def _complete(file: BufferedWriter, end: bytes, path: Path) -> int:
+    with file:
+        file.write(end)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    Path(file.name).rename(path)
+    return size
+
+
+def _discard(file: BufferedWriter) -> None:
+    with contextlib.suppress(OSError):  # what is buffered may not fit either
+        file.close()
+    Path(file.name).unlink()
 
 
 def _words(payload_u8: torch.Tensor) -> NDArray[np.uint16]:

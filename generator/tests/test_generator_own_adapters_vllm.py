@@ -1,0 +1,123 @@
+"""Completions that finish on the adapters they began with, on a real vLLM server that holds several versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from test_generator_adapters_vllm import PROBE, SCALE, adapters, merged, publish_adapters
+from vllm_with_updates import TOKEN, Server, TensorSource, connect, receive, score, start_server
+
+from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled, UpdateFailed
+
+PROMPT = [5, 6, 7]
+TOLERANCE = 1e-5
+"""Of log-probabilities, in nats: the server adds x A B to x W, the reference has the sum in W."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ["--lora-versions", "3", "--lora-rank", "2"]
+    where = tmp_path_factory.mktemp("vllm")
+    yield from start_server(where, tied=True, dtype="float32", fp32_head=True, options=options)
+
+
+async def sample(client: VllmClient, started: asyncio.Event, tokens: int = 900) -> PartialCompletion:
+    completion = PartialCompletion()
+
+    def on_part(_: int, part: Part) -> None:
+        started.set()
+        completion.append(part, UNVERSIONED)
+        if isinstance(part, Sampled):
+            completion.settle(0, part.weight_versions)
+            completion.finish_reason = part.finish_reason
+
+    await client.stream(PROMPT, n=1, max_tokens=tokens, cache_salt=str(client), on_part=on_part)
+    return completion
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+async def test_completions_finish_on_their_own_version(server: Server) -> None:
+    """Through two updates in flight, of which the second brings as many versions as the server has slots."""
+    async with VllmClient(server.url, TOKEN, own_adapters=True) as client:
+        sender = await connect(client, 1)
+        running: dict[int, list[asyncio.Task[PartialCompletion]]] = {}
+        for version in (1, 2, 3):
+            await publish_adapters(client, sender, adapters(server.model, version, torch.float32), version)
+            assert all(any(not one.done() for one in tasks) for tasks in running.values()), "in flight"
+            started = asyncio.Event()
+            running[version] = [asyncio.create_task(sample(client, started)) for _ in range(8)]
+            await started.wait()
+        short = await client.generate(PROMPT, n=4, max_tokens=8, cache_salt="3")
+        policies = {
+            v: merged(server.model, adapters(server.model, v, torch.float32), torch.float32) for v in running
+        }
+        for version, tasks in running.items():
+            difference = dict.fromkeys(running, 0.0)
+            for completion in [(await one).sampled() for one in tasks]:
+                assert [(s.version, s.start) for s in completion.weight_versions] == [(version, 0)]
+                tokens = [*PROMPT, *completion.token_ids.tolist()]
+                for v, policy in policies.items():
+                    own = score(policy, tokens)[len(PROMPT) - 1 :]
+                    difference[v] = max(difference[v], float(np.abs(completion.logprobs - own).max()))
+            print(f"version {version}: {difference}")
+            assert difference.pop(version) <= TOLERANCE
+            assert min(difference.values()) > 0.1, "of no other version"
+        assert {s.version for one in short for s in one.weight_versions} == {3}
+        # What no request uses is dropped at the second update without one.
+        for version in (4, 5, 6):
+            await publish_adapters(client, sender, adapters(server.model, version, torch.float32), version)
+        assert client._adapters is not None
+        assert [one.version for one in client._adapters._held] == [5, 6]
+        found = await client.prompt_logprobs(PROBE)
+        policy = merged(server.model, adapters(server.model, 6, torch.float32), torch.float32)
+        assert np.abs(found - score(policy, PROBE)).max() <= TOLERANCE
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+async def test_refused_adapters_leave_the_version_before(server: Server) -> None:
+    good = adapters(server.model, 1, torch.float32)
+    policy = merged(server.model, good, torch.float32)
+
+    async def serves_good(client: VllmClient) -> None:
+        assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() <= TOLERANCE
+
+    async with VllmClient(server.url, TOKEN, own_adapters=True) as client:
+        sender = await connect(client, 2)
+        await publish_adapters(client, sender, good, 20)
+        other = TensorSource({name.replace("layers.0", "layers.9"): t for name, t in good.tensors.items()})
+        with pytest.raises(
+            UpdateFailed, match=r"has no layer model\.layers\.9\..*trainer\.lora\.targetModules"
+        ):
+            await publish_adapters(client, sender, other, 21)
+        await serves_good(client)
+        wide = TensorSource(
+            {n: torch.cat([t] * 5, 0 if n.endswith("A") else 1) for n, t in good.tensors.items()}
+        )
+        sender = await connect(client, 3)
+        with pytest.raises(UpdateFailed, match="old weights"):
+            await publish_adapters(client, sender, wide, 22)
+        await serves_good(client)
+        sender = await connect(client, 4)
+        damaged = asyncio.create_task(asyncio.to_thread(sender.send, good, 23, 0))
+        message = msgspec.structs.replace(receive(good, 4, 23), adapter_scale=SCALE)
+        with pytest.raises(UpdateFailed, match="checksum mismatch"):
+            await client.receive(message)
+        with pytest.raises(RuntimeError):
+            await damaged
+        await serves_good(client)
+        sender = await connect(client, 5)
+        await publish_adapters(client, sender, good, 24)
+        await serves_good(client)
+    async with VllmClient(server.url, TOKEN) as client:
+        sender = await connect(client, 6)
+        with pytest.raises(UpdateFailed, match=r"contradict each other"):
+            await publish_adapters(client, sender, good, 25)
