@@ -339,7 +339,7 @@ class TrainerRequests:
         # Weights that no generator computes with are not published, nor are those that none was sent or none could read.
         unread = bool(request.problem) and not request.failed
         committed = bool(request.updated) or not (request.refused or unread)
-        due = any(self._due(request.version, task) for task in core.settings.identity.set_tasks)
+        due = any(self.evaluations.due(request.version, task) for task in core.settings.identity.set_tasks)
         if not committed and (request.refused or due):
             self._permitted = -1  # it is published again before its next step
         if (
