@@ -120,8 +120,8 @@ class Game:
         if not done:
             return {"observations": [self._said() or GO_ON], "reward": 0.0, "done": False}
         reward = (self._env.close()[0] or {}).get(0)
-        share = min(max(float(reward), 0.0), 1.0) if isinstance(reward, int | float) else 0.0
-        return {"observations": [], "reward": share, "done": True}
+        scored = min(max(float(reward), 0.0), 1.0) if isinstance(reward, int | float) else 0.0
+        return {"observations": [], "reward": scored, "done": True}
 
 
 def _textarena() -> Any:
