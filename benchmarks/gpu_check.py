@@ -12,7 +12,7 @@ positions    the trainer's log-probabilities in bfloat16 beside plain transforme
 head         the float32 head: how far a bfloat16 one is off, its time, its share of a step
 step-0.5B    a training step of that shape beside plain transformers: tokens/s, share of the peak, memory
 step-1.5B    the same
-engine       the engine under DeepSpeed at ZeRO 1 and 3, if that is there, and under FSDP2, one rank: loss, log-probabilities, gathered weights
+engine       the engine under DeepSpeed at ZeRO 1 and 3, if that is there, and under FSDP2, also with offload, one rank: loss, log-probabilities, gathered weights
 group-1      the process group of weight updates, of one process
 group-2      the same of two processes, each on a device of its own where there are two
 publish      vLLM: ``benchmarks/publish.py --quick``
@@ -380,9 +380,11 @@ def check_engine(options: Options) -> dict[str, Any]:
     sequences = [Sequence(row[:16], row[16:]) for row in ids]
     count = sum(len(s.completion) for s in sequences)
     result: dict[str, Any] = {"tokens": count}
+    moved: dict[str, Any] = {"zero_stage": 3, "offload": "OptimizerAndParameters"}
     ways: dict[str, Any] = {"FSDP2": {"engine": "FSDP2", "zero_stage": 3}}
+    ways["FSDP2, offload"] = moved | {"engine": "FSDP2"}
     if importlib.util.find_spec("deepspeed") is not None:
-        ways = {"ZeRO 1": {"zero_stage": 1}, "ZeRO 3": {"zero_stage": 3}} | ways
+        ways = {"ZeRO 1": {"zero_stage": 1}, "ZeRO 3": {"zero_stage": 3}, "ZeRO 3, offload": moved} | ways
     for way, partition in ways.items():
         model = make(shape, torch.device("cpu") if options.tiny else device, torch.bfloat16)
         names = {name for name, _ in model.named_parameters()}

@@ -34,6 +34,8 @@ MODEL = {
 WIDE = MODEL | {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 768, "vocab_size": 150_000}
 """Most of its parameters are in the embedding."""
 
+EXPERTS = MODEL | {"intermediate_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
+
 
 def case(stage: int, world: int, **changes: Any) -> dict[str, Any]:
     settings = {
@@ -69,6 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
     "vocabulary of 150,000": case(1, 1, model=WIDE),
     "2,048 tokens": case(1, 1, tokens=2048, sequences=8),
     "2,048 tokens, checkpointing": case(1, 1, tokens=2048, sequences=8, checkpointing=True),
+    "experts, 2,048 tokens": case(1, 1, model=EXPERTS, tokens=2048, sequences=8),
+    "experts, stage 3, 2 ranks": case(3, 2, model=EXPERTS),
     "KL reference, stage 3": case(3, 1, reference=True),
     "adapters, stage 1": case(1, 1, lora=32),
     "adapters, stage 2, 2 ranks": case(2, 2, lora=32),
@@ -117,19 +121,14 @@ def measure(settings: dict[str, Any]) -> dict[str, int]:
 
 
 def estimate(settings: dict[str, Any], parameters: int) -> int:
-    model = settings["model"]
-    size = ModelSize(
-        parameters,
-        model["hidden_size"],
-        model["num_hidden_layers"],
-        model["intermediate_size"],
-        model["vocab_size"],
-    )
+    size = ModelSize.of_config(settings["model"], parameters)
+    assert size is not None
     return rank_memory(
         size,
         trained=None if settings["lora"] is None else size.adapter_parameters(settings["lora"]),
         dtype=settings["dtype"],
         zero_stage=settings["stage"],
+        engine=settings["engine"],
         world=settings["world"],
         micro_batch_tokens=settings["tokens"],
         activation_checkpointing=settings["checkpointing"],

@@ -11,6 +11,7 @@ from scalerl_api.memory import (
     checkpoint_copy,
     device_memory_problem,
     host_memory,
+    offloaded_bytes,
     rank_memory,
     server_memory,
     stage_plan,
@@ -19,7 +20,7 @@ from scalerl_api.memory import (
     trainer_rank_bytes,
     trainer_rank_memory,
 )
-from scalerl_api.pod_memory import directory_bytes
+from scalerl_api.pod_memory import container_bytes, directory_bytes
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.spec_warnings import warnings_of
 
@@ -49,9 +50,9 @@ def test_stages_divide_what_they_partition() -> None:
     assert shares(1, 4, "float32") == (4 * count, 5 * count, 3 * count)
     assert shares(1, 4) == (2 * count, 4 * count, 3 * count)
     assert shares(2, 4) == (2 * count, count, 3 * count)
-    parameters, gradients, optimizer = shares(3, 4)
-    assert (gradients, optimizer) == (count, 3 * count)
-    assert count / 2 < parameters <= 2.5 * count
+    assert shares(3, 4) == (count // 2, count, 3 * count)
+    third = rank_memory(SIZE, dtype="bfloat16", zero_stage=3, world=4, micro_batch_tokens=64)
+    assert third.gathered == 2 * count, "all of a small model is kept"
 
 
 def test_recomputed_activations_cost_less_with_many_layers() -> None:
@@ -67,7 +68,7 @@ def test_recomputed_activations_cost_less_with_many_layers() -> None:
         ).activations
         for flag in (False, True)
     )
-    assert (kept, again) == (10 * 8 * 34 * 40 * 4, 10 * 8 * (40 + 34) * 4)
+    assert (kept, again) == (10 * 40 * (8 * 8 + 4 * 8 + 4 * 16 - 16) * 4, 10 * (40 * 8 + 144) * 4)
 
 
 @pytest.mark.parametrize(("stage", "world"), [(4, 1), (-1, 1), (1, 0)])
@@ -188,7 +189,7 @@ def test_breakdown_names_every_part() -> None:
     got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
     assert (
         str(got)
-        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 2.1, head 0.2, buckets 0.0)"
+        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 1.1, head 0.2, buckets 0.0)"
     )
 
 
@@ -313,17 +314,67 @@ def test_plan_of_70b_on_eight_gpus() -> None:
     third = plan[3]
     assert (third.gradients + third.optimizer) / 2**30 == pytest.approx(131.4, abs=0.1)
     assert third.total > 80 * 2**30
-    assert trainer_advice(size, run, 80 * 2**30).startswith(
-        "trainer.zeroStage: 3, trainer.activationCheckpointing: true, trainer.replicas: 4 would fit"
+    advice = trainer_advice(size, run, 80 * 2**30)
+    assert advice.startswith(
+        "trainer.zeroStage: 3, trainer.activationCheckpointing: true, trainer.offload: Optimizer would fit with "
+    )
+    assert "199 GiB more of host memory a rank" in advice
+    assert trainer_advice(size, run, 40 * 2**30).startswith(
+        "trainer.zeroStage: 3, trainer.activationCheckpointing: true, trainer.offload: OptimizerAndParameters would fit with "
     )
     many = stage_plan(size, on_gpus("80Gi", devices=8, replicas=4, activationCheckpointing=True))
     assert [stage for stage, rank in many.items() if rank.total <= 80 * 2**30] == [3]
 
 
-def test_plan_of_fsdp2_is_that_of_stage_3() -> None:
+def test_fsdp2_has_no_partition_beside_the_master_weights() -> None:
     run = {"zeroStage": 3, "replicas": 2, "microBatchTokens": 64}
-    plan = stage_plan(SIZE, spec(trainer=run | {"engine": "FSDP2"}))
-    assert plan == {3: stage_plan(SIZE, spec(trainer=run))[3]}
+    ((stage, rank),) = stage_plan(SIZE, spec(trainer=run | {"engine": "FSDP2"})).items()
+    other = stage_plan(SIZE, spec(trainer=run))[3]
+    assert (stage, rank.parameters, other.parameters) == (3, 0, SIZE.parameters)
+    assert (rank.gradients, rank.optimizer) == (other.gradients, other.optimizer)
+    adapters = stage_plan(SIZE, spec(trainer=run | {"engine": "FSDP2", "lora": {}}))[3]
+    assert adapters.parameters == SIZE.parameters, "frozen ones are in the model's dtype"
+
+
+def offloaded(kind: str, engine: str = "DeepSpeed", **trainer: Any) -> RunSpec:
+    return on_gpus("80Gi", devices=2, zeroStage=3, offload=kind, engine=engine, **trainer)
+
+
+class TestOffload:
+    def test_what_moves_leaves_the_device(self) -> None:
+        whole, one, both, fsdp = (
+            trainer_rank_memory(QWEN3_8B, offloaded(*kind))
+            for kind in (
+                ("None",),
+                ("Optimizer",),
+                ("OptimizerAndParameters",),
+                ("OptimizerAndParameters", "FSDP2"),
+            )
+        )
+        assert (one.parameters, one.gradients, one.optimizer) == (whole.parameters, 0, 0)
+        for rank in (both, fsdp):
+            assert (rank.parameters, rank.gradients, rank.optimizer) == (0, 0, 0)
+            assert rank.gathered > 0
+        assert both.total < one.total < whole.total
+        assert list(stage_plan(QWEN3_8B, offloaded("Optimizer"))) == [3]
+
+    def test_bytes_on_the_host(self) -> None:
+        """Of 2^21 weights on two ranks: gradients twice, master weights and moments; parameters in bfloat16."""
+        size = ModelSize(2**21, 8, 2, 16, 64)
+        half = 2**20
+        assert offloaded_bytes(size, offloaded("None")) == 0
+        assert offloaded_bytes(size, offloaded("Optimizer")) == 20 * half
+        assert offloaded_bytes(size, offloaded("OptimizerAndParameters")) == 22 * half
+        assert offloaded_bytes(size, offloaded("OptimizerAndParameters", "FSDP2")) == 24 * half
+        more = ModelSize(2**21 + 2, 8, 2, 16, 64)
+        assert offloaded_bytes(more, offloaded("Optimizer")) == 12 * (half + 1) + 2 * 8 * half, "page-locked"
+
+    def test_hosts_and_pods_are_asked_for_it(self) -> None:
+        plain, moved = offloaded("None"), offloaded("OptimizerAndParameters")
+        each = offloaded_bytes(QWEN3_8B, moved)
+        assert host_memory(QWEN3_8B, moved)["trainer"] - host_memory(QWEN3_8B, plain)["trainer"] == 2 * each
+        requests = [container_bytes("trainer", QWEN3_8B, run) for run in (plain, moved)]
+        assert requests[1] - requests[0] == pytest.approx(1.1 * each, abs=2)
 
 
 def test_plan_of_float32_has_all_stages() -> None:

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import (
@@ -52,13 +52,14 @@ def batch(rank: int, tokens: int, sequences: int, vocabulary: int) -> TrainBatch
 
 
 def make_engine(sizes: dict[str, Any], case: dict[str, Any], device: torch.device) -> Engine:
-    config = LlamaConfig(
+    experts = "num_local_experts" in sizes
+    config = (MixtralConfig if experts else LlamaConfig)(
         **sizes, num_key_value_heads=sizes["num_attention_heads"], max_position_embeddings=32768
     )
     config._attn_implementation = "sdpa"
 
     def model() -> Any:
-        made = LlamaForCausalLM(config).to(getattr(torch, case["dtype"]))
+        made = (MixtralForCausalLM if experts else LlamaForCausalLM)(config).to(getattr(torch, case["dtype"]))
         made.config.use_cache = False
         return made
 

@@ -241,6 +241,7 @@ OTHER: Final[dict[str, Object]] = {
             "export": "Adapter",
         }.items()
     },
+    "trainer.offload": {"trainer": {"zeroStage": 3, "devices": 1, "offload": "Optimizer"}},
     "trainer.engine": {"trainer": {"engine": "FSDP2", "zeroStage": 3}},
     "trainer.microBatchTokens": {"trainer": {"microBatchTokens": 128}},
     "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},

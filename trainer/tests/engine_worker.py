@@ -47,7 +47,7 @@ TIMEOUT_SECONDS = 240
 VOCABULARY = 17
 SKIPPED: list[tuple[Stage, Dtype]] = [
     *((stage, "float32") for stage in (*range(4), "FSDP2")),
-    *((stage, "bfloat16") for stage in (1, 2, 3, "FSDP2")),
+    *((stage, "bfloat16") for stage in (1, 2, 3, "FSDP2", "3 offload", "FSDP2 offload")),
 ]
 """Stages and dtypes in which steps are skipped."""
 SETTINGS = {
@@ -132,6 +132,19 @@ class Products(torch.nn.Module):
         return (self.weight * gradient).sum() + (self.last * gradient[0]).sum()
 
 
+class Pair(torch.nn.Module):
+    """A parameter that every pass reaches, and one that only some do; the gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(64))
+        self.second = torch.nn.Parameter(torch.zeros(64))
+
+    def forward(self, gradient: torch.Tensor, both: bool) -> torch.Tensor:
+        reached = (self.first, self.second) if both else (self.first,)
+        return torch.stack([(each * gradient).sum() for each in reached]).sum()
+
+
 def caught(action: Callable[[], object]) -> str:
     try:
         action()
@@ -196,6 +209,17 @@ class Scenarios:
         moments = torch.cat([piece.values["exp_avg"] for piece in engine.pieces(owned=False)])
         engine.close()
         return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm
+
+    def unreached(self, stage: Stage) -> list[float]:
+        """Gradient norms of steps whose passes reach both parameters, and then only the first."""
+        settings = EngineSettings(**engine_of(stage), dtype="float32", max_gradient_norm=0.0)
+        engine = open_backend(Pair(), settings, self.device)
+        norms = []
+        for both in (True, False, False):
+            engine.backward(engine(torch.ones(64), both))
+            norms.append(engine.step(1e-3))
+        engine.close()
+        return norms
 
     def skip(self, stage: Stage, dtype: Dtype) -> dict[str, Any]:
         """Steps that all ranks must skip, in turn on one engine: weights and optimizer are unchanged."""
@@ -332,15 +356,16 @@ def main() -> None:
     scenarios = Scenarios(model, out, rank, device)
     compilers = [name for name in ("gcc", "g++", "cc", "c++", "ninja", "nvcc") if shutil.which(name)]
     results: dict[str, Any] = {"compilers": compilers}
-    stages: list[Stage] = [*range(4), "FSDP2"]
+    stages: list[Stage] = [*range(4), "FSDP2", "3 offload", "FSDP2 offload"]
     for stage in stages:
         results[f"train {stage}"] = scenarios.train(stage)
-    for stage in stages[3:]:
+    for stage in stages[3:5]:
         results[f"checkpointed {stage}"] = scenarios.train(stage, activation_checkpointing=True)
     for stage in stages[1:]:
         results[f"bfloat16 {stage}"] = scenarios.train(stage, "bfloat16")
     for stage in stages:
         results[f"reduced {stage}"] = scenarios.reduced(stage, "bfloat16" if stage else "float32")
+        results[f"unreached {stage}"] = scenarios.unreached(stage)
     for stage in (0, 1, 3, "FSDP2"):
         results[f"refuse {stage}"] = scenarios.refuse(stage)
     for stage, dtype in SKIPPED:

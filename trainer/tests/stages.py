@@ -1,17 +1,22 @@
-"""How a model is partitioned in a test: a ZeRO stage of DeepSpeed, or FSDP2."""
+"""How a model is partitioned in a test: a ZeRO stage of DeepSpeed, or FSDP2, with or without offload."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-Stage = int | Literal["FSDP2"]
+Stage = int | Literal["FSDP2", "3 offload", "FSDP2 offload"]
+_ENGINES: Final[dict[Stage, dict[str, Any]]] = {
+    "FSDP2": {"engine": "FSDP2", "zero_stage": 3},
+    "3 offload": {"zero_stage": 3, "offload": "OptimizerAndParameters"},
+    "FSDP2 offload": {"engine": "FSDP2", "zero_stage": 3, "offload": "OptimizerAndParameters"},
+}
 
 
 def engine_of(stage: Stage) -> dict[str, Any]:
     """Its settings of the engine."""
-    return {"engine": "FSDP2", "zero_stage": 3} if stage == "FSDP2" else {"zero_stage": stage}
+    return _ENGINES.get(stage, {"zero_stage": stage})
 
 
 def trainer_of(stage: Stage) -> dict[str, Any]:
     """Its fields of ``spec.trainer``."""
-    return {"engine": "FSDP2", "zeroStage": 3} if stage == "FSDP2" else {"zeroStage": stage}
+    return {name.replace("_stage", "Stage"): value for name, value in engine_of(stage).items()}

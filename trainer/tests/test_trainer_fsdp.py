@@ -11,9 +11,10 @@ import pytest
 import tiny_models
 import torch
 from free_port import free_port
+from torch.distributed.fsdp import FSDPModule
 
 from scalerl_trainer.engine.backend import open_backend, open_frozen
-from scalerl_trainer.engine.fsdp_engine import units
+from scalerl_trainer.engine.fsdp_engine import check_unreached, units
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models import load_model
@@ -52,6 +53,29 @@ def test_parameter_without_dimensions_is_refused() -> None:
 def test_stages_that_leave_state_whole_are_refused(stage: int) -> None:
     with pytest.raises(EngineError, match=f"FSDP2 partitions all state.*not {stage}"):
         EngineSettings(engine="FSDP2", zero_stage=stage, dtype="float32")
+
+
+def test_offload_that_no_engine_has_is_refused() -> None:
+    with pytest.raises(EngineError, match="offload needs ZeRO stage 3, not 1"):
+        EngineSettings(offload="Optimizer")
+    with pytest.raises(EngineError, match="FSDP2 offloads parameters with the optimizer"):
+        EngineSettings(engine="FSDP2", zero_stage=3, offload="Optimizer")
+
+
+def test_experts_of_their_own_need_torch_that_reduces_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 would wait for a rank whose tokens chose other experts."""
+    experts = torch.nn.Module()
+    experts.layers = torch.nn.ModuleList([torch.nn.Module()])
+    experts.layers[0].experts = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    fused = torch.nn.Module()
+    fused.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    check_unreached(experts)
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    check_unreached(fused)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.experts .* torch 2\.13 .* set trainer\.engine: DeepSpeed"
+    ):
+        check_unreached(experts)
 
 
 def test_deepspeed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ SHAPES: list[Shape] = [
     *((world, stage, "float32") for world in (1, 2) for stage in (*range(4), "FSDP2")),
     (2, 1, "bfloat16"),
     (2, "FSDP2", "bfloat16"),
+    (2, "3 offload", "float32"),
+    (2, "FSDP2 offload", "float32"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints load on other numbers of ranks, at other ZeRO stages and in the other engine."""
+"""Checkpoints load on other numbers of ranks, at other ZeRO stages in the other engine, and with or without offload."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def pairs() -> list[Any]:
     """Shapes that save and that load: those to try first, and the others."""
     first = [(SHAPES[(i + 3) % 10], target) for i, target in enumerate(SHAPES)]
     first += [(HALF[6], HALF[0]), (HALF[7], HALF[2]), (HALF[0], HALF[7])]
+    first += [((2, "FSDP2 offload", "bfloat16"), (2, "3 offload", "bfloat16"))]
+    first += [((2, "3 offload", "float32"), (1, 1, "float32")), (SHAPES[9], (1, "3 offload", "float32"))]
     others = [(source, target) for source in SHAPES for target in SHAPES if source != target]
     others += [(source, target) for source in HALF for target in HALF if source != target]
     others += [(SHAPES[8], HALF[1]), (HALF[4], SHAPES[0])]

@@ -216,6 +216,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.cpuThreads": Edit(Effect.ALL),
     "trainer.engine": Edit(Effect.ALL, "Checkpoints load in either engine."),
     "trainer.zeroStage": Edit(Effect.ALL, "Checkpoints load with any stage."),
+    "trainer.offload": Edit(Effect.ALL, "Checkpoints load with or without it."),
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),
     "trainer.lora": _of_the_run("the adapters"),

@@ -18,6 +18,7 @@ from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
 
 Dtype = Literal["bfloat16", "float32"]
+Offload = Literal["None", "Optimizer", "OptimizerAndParameters"]
 BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 """Bytes of one value."""
 _MOMENTS_BYTES = 8
@@ -30,6 +31,8 @@ ALLREDUCE_ELEMENTS = 500_000_000
 """Elements of gradients that DeepSpeed copies into one buffer to reduce them without ZeRO."""
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """Elements that ZeRO-3 updates at a time."""
+LIVE_ELEMENTS = 1_000_000_000
+"""Elements that ZeRO-3 keeps gathered because a later module needs them again (``stage3_max_live_parameters``)."""
 CHUNK_BYTES = 64 * 2**20
 """Logits that the output head computes at a time."""
 _BUCKET_BYTES: Final[Mapping[int, int]] = {0: 0, 1: 0, 2: 7, 3: 11}
@@ -57,6 +60,8 @@ class ModelSize:
     """Outputs of the queries' layer, heads by the size of a head; 0 where it is not known."""
     key_size: int = 0
     """The same of the keys, and of the values."""
+    mlp_values: int = 0
+    """Values a token that a layer's experts keep for the backward pass; 0 without experts."""
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
@@ -77,6 +82,9 @@ class ModelSize:
             intermediate_size=model.intermediate_size,
             vocabulary_size=model.vocabulary_size,
             largest_tensor=max(model.vocabulary_size, model.intermediate_size, h) * h,
+            mlp_values=model.experts.per_token * (4 * model.intermediate_size + 2 * h)
+            if model.experts
+            else 0,
         )
 
     @classmethod
@@ -92,14 +100,26 @@ class ModelSize:
             return None
         wide = text.get("intermediate_size")
         wide = wide if isinstance(wide, int) else 4 * hidden
+        mlp = _expert_values(text, hidden, wide)
         heads, groups, each = (
             text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
         if not isinstance(heads, int) or heads < 1:
-            return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor)
+            return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, mlp_values=mlp)
         each = each if isinstance(each, int) else hidden // heads
         keys = each * (groups if isinstance(groups, int) else heads)
-        return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys)
+        return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys, mlp)
+
+    def activation_values(self, dtype: Dtype) -> int:
+        """Values that a layer of a Llama keeps for the backward pass of a token, counted in transformers' layers.
+
+        Eight of the hidden size (in bfloat16 ten, since norms compute in float32) less the two of the queries, those of the queries
+        and keys before and after attention, and four of the MLP's width. Of each expert that a token has, also its input and output.
+        """
+        hidden, queries = self.hidden_size, self.query_size or self.hidden_size
+        norms = (8 if dtype == "bfloat16" else 6) * hidden
+        mlp = self.mlp_values or 4 * self.intermediate_size
+        return norms + 2 * queries + 2 * (self.key_size or hidden) + mlp
 
     @property
     def _dense_layer(self) -> int:
@@ -139,6 +159,18 @@ class ModelSize:
         return self.layers * rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
 
 
+def _expert_values(config: Mapping[str, Any], hidden: int, wide: int) -> int:
+    """:attr:`ModelSize.mlp_values` by a ``config.json``."""
+    each, chosen, shared = (
+        config.get(name)
+        for name in ("moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size")
+    )
+    if not isinstance(chosen, int):
+        return 0
+    own = each if isinstance(each, int) else wide
+    return chosen * (4 * own + 2 * hidden) + (4 * shared if isinstance(shared, int) else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Memory of one trainer rank in bytes: of its accelerator, or without one of the host."""
@@ -148,11 +180,13 @@ class RankMemory:
     optimizer: int
     activations: int
     """Kept for the backward pass, and recomputed ones of a layer."""
+    gathered: int = 0
+    """Partitioned parameters that are whole while they are used."""
     head: int = 0
     """The output head: its weight in float32, the weight's gradient in float32 and in the model's dtype, chunks of logits."""
     buckets: int = 0
-    """Buffers of a publish; and communication buckets beside the head, or what an update needs beyond head and activations, if that
-    is more."""
+    """Buffers of a publish, communication buckets, and what an update (under FSDP2 the reduction of a layer) needs beyond head,
+    activations and gathered parameters, which are free by then."""
     reference: int = 0
     """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
     allowance: int = 0
@@ -163,7 +197,7 @@ class RankMemory:
         return sum(getattr(self, part.name) for part in fields(self))
 
     def __str__(self) -> str:
-        optional = ("reference", "allowance")
+        optional = ("gathered", "reference", "allowance")
         named = {part.name: getattr(self, part.name) for part in fields(self)}
         parts = ", ".join(f"{n} {v / _GIB:.1f}" for n, v in named.items() if v or n not in optional)
         return f"{self.total / _GIB:.1f} GiB ({parts})"
@@ -175,6 +209,8 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         size,
         dtype=spec.model.dtype,
         zero_stage=spec.trainer.zero_stage,
+        engine=spec.trainer.engine,
+        offload=spec.trainer.offload,
         world=spec.trainer.ranks,
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
@@ -210,6 +246,8 @@ def rank_memory(
     zero_stage: int,
     world: int,
     micro_batch_tokens: int,
+    engine: Literal["DeepSpeed", "FSDP2"] = "DeepSpeed",
+    offload: Offload = "None",
     activation_checkpointing: bool = False,
     frozen: int = 0,
     trained: int | None = None,
@@ -218,13 +256,13 @@ def rank_memory(
     accelerator: bool = False,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> RankMemory:
-    """Peak memory per rank of a step with AdamW under DeepSpeed. FSDP2 needs less than stage 3: it keeps no partition in the
-    model's dtype beside the master weights.
+    """Peak memory per rank of a step with AdamW.
 
     The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
-    Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. The ``frozen``
-    models have only parameters; their activations are freed before those of the policy are allocated. ``publish_bytes``: a
+    Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. FSDP2's master weights
+    are its partition of the trained parameters. What ``offload`` moves to the host is not counted (:func:`offloaded_bytes`). The
+    ``frozen`` models have only parameters; their activations are freed before those of the policy are allocated. ``publish_bytes``: a
     bucket of a publish, of which two are in use. ``trained``: parameters that have gradients, if adapters alone are trained.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
@@ -238,49 +276,98 @@ def rank_memory(
     if zero_stage not in (0, 1, 2, 3) or world < 1:
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
     count, hidden, each = size.parameters, size.hidden_size, BYTES[dtype]
-    master = 0 if dtype == "float32" and zero_stage == 0 else 4
-    output = size.vocabulary_size * hidden
     own = count if trained is None else trained
+    kept = own if trained is None else count + own
+    if engine == "FSDP2":
+        kept -= own
 
     def share(from_stage: int, whole: int = own) -> int:
         return math.ceil(whole / world) if zero_stage >= from_stage else whole
 
-    stored = share(3, count if trained is None else count + trained)
-    parameters = stored * each
-    if zero_stage == 3 and world > 1:
-        # Parameters gathered for use: at most two layers and the embeddings, never more than the model.
-        parameters += min(count, 2 * size.layer + 2 * output) * each
     gradients = share(2) * 4
     if dtype == "float32" and zero_stage == 1:
         gradients += share(1) * 4  # the reduced partition, beside the whole gradients
-    optimizer = share(1) * (_MOMENTS_BYTES + master)
-    # Values kept per token and layer: about 34 of the hidden size (arXiv 2205.05198, without the attention matrix),
-    # one with activation checkpointing.
-    kept = (size.layers + 34) if activation_checkpointing else 34 * size.layers
-    activations = micro_batch_tokens * hidden * kept * each
-    # The head: the weight's float32 copy, its float32 gradient and that in the model's dtype, and three chunks of logits.
-    gradient = (4 * output + (each * output if each != 4 else 0)) if trained is None else 0
-    copies = gradient + (4 * output if fp32_head and each != 4 else 0)
-    head = copies + 3 * min(CHUNK_BYTES, 4 * micro_batch_tokens * size.vocabulary_size)
-    bucket = _BUCKET_BYTES[zero_stage] * min(bucket_elements, own)
-    # After the backward pass, when activations and the head's copies are free again: the buffer in which gradients are reduced
-    # without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time.
-    update = {0: 4 * min(ALLREDUCE_ELEMENTS, own), 3: 4 * min(SUB_GROUP_ELEMENTS, share(1))}.get(
-        zero_stage, 0
+    optimizer = share(1) * (_MOMENTS_BYTES + (0 if dtype == "float32" and zero_stage == 0 else 4))
+    layers = (size.layers * hidden + size.activation_values(dtype)) if activation_checkpointing else 0
+    values = layers or size.layers * size.activation_values(dtype)
+    gathered = _gathered(size, engine, offload, zero_stage, world, count + (trained or 0))
+    parts = RankMemory(
+        parameters=share(3, kept) * each * (offload != "OptimizerAndParameters"),
+        gradients=gradients * (offload == "None"),
+        optimizer=optimizer * (offload == "None"),
+        activations=micro_batch_tokens * values * each,
+        gathered=gathered * each,
+        head=_head(size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head),
+        reference=share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
     )
+    bucket = 0 if engine == "FSDP2" else _BUCKET_BYTES[zero_stage] * min(bucket_elements, own)
+    # After the backward pass, when activations, gathered parameters and the head's copies are free again: the buffer in which
+    # gradients are reduced without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time.
+    update, free = 0, parts.activations + parts.gathered + parts.head
+    if engine == "FSDP2":
+        # In the backward pass, after that of the head: gradients of a layer, in float32 to be sent and as received.
+        update, free = (each + 8) * min(size.layer, own // size.layers), parts.head
+    elif zero_stage == 0:
+        update = 4 * min(ALLREDUCE_ELEMENTS, own)
+    elif zero_stage == 3 and offload == "None":
+        update = 4 * min(SUB_GROUP_ELEMENTS, share(1))
     # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
-    largest = max(output, size.largest_parameter)
+    largest = max(size.vocabulary_size * hidden, size.largest_parameter)
     publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
-    buckets = max(bucket, update - activations - head) + publish
-    parts = RankMemory(parameters, gradients, optimizer, activations, head, buckets, stored * each * frozen)
+    parts = replace(parts, buckets=bucket + max(0, update - free) + publish)
     if not accelerator:
         return parts
     return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))
 
 
+def _gathered(size: ModelSize, engine: str, offload: Offload, zero_stage: int, world: int, count: int) -> int:
+    """Elements of partitioned parameters that are whole at a time, never more than ``count``.
+
+    Two layers, of which one is fetched ahead, and embeddings and head. DeepSpeed keeps what is needed again, which is all of a small
+    model; on one rank it uses the partition itself, unless that is on the host.
+    """
+    if zero_stage < 3 or (engine == "DeepSpeed" and world == 1 and offload != "OptimizerAndParameters"):
+        return 0
+    used = 2 * size.layer + 2 * size.vocabulary_size * size.hidden_size
+    return min(count, used if engine == "FSDP2" else max(used, LIVE_ELEMENTS))
+
+
+def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool) -> int:
+    """Bytes of the weight's float32 copy, its float32 gradient and that in the model's dtype, and three chunks of logits."""
+    output = size.vocabulary_size * size.hidden_size
+    gradient = (4 * output + (each * output if each != 4 else 0)) if trains else 0
+    copies = gradient + (4 * output if fp32 and each != 4 else 0)
+    return copies + 3 * min(CHUNK_BYTES, 4 * tokens * size.vocabulary_size)
+
+
+def offloaded_bytes(size: ModelSize, spec: RunSpec) -> int:
+    """Host memory of one rank for what ``trainer.offload`` moves there, bytes.
+
+    DeepSpeed has gradients twice, as accumulated and as the optimizer takes them. Gradients and parameters are page-locked, which torch
+    rounds up to a power of two [by reading]: exactly counted for DeepSpeed's flat buffers, at most twice for single tensors.
+    """
+    trainer, each = spec.trainer, BYTES[spec.model.dtype]
+    if trainer.offload == "None":
+        return 0
+    own = math.ceil(trained_parameters(size, spec) / trainer.ranks)
+    models = _frozen_models(spec) + (trainer.lora is not None)
+    frozen = 2 * each * models * math.ceil(size.parameters / trainer.ranks)
+    if trainer.engine == "FSDP2":
+        return own * (_MOMENTS_BYTES + 2 * (4 + 4)) + frozen
+    groups, rest = divmod(own, SUB_GROUP_ELEMENTS)
+    gradients = _page_locked(4 * own) + groups * _page_locked(4 * SUB_GROUP_ELEMENTS) + _page_locked(4 * rest)
+    state = own * (_MOMENTS_BYTES + 4) + gradients
+    return state if trainer.offload == "Optimizer" else state + _page_locked(each * own) + frozen
+
+
+def _page_locked(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def stage_plan(size: ModelSize, spec: RunSpec) -> dict[int, RankMemory]:
     """The memory of one rank by the ZeRO stages that can train ``spec``, which differs in nothing else."""
-    lowest = 3 if spec.trainer.engine == "FSDP2" else int(spec.model.dtype == "bfloat16")
+    whole = spec.trainer.engine == "DeepSpeed" and spec.trainer.offload == "None"
+    lowest = int(spec.model.dtype == "bfloat16") if whole else 3
     stages = range(lowest, 4)  # without ZeRO there are no float32 master weights
     return {stage: trainer_rank_memory(size, _with_trainer(spec, zero_stage=stage)) for stage in stages}
 
@@ -332,11 +419,14 @@ def server_memory(size: ModelSize, spec: RunSpec) -> int:
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
-    """Host memory by role, in bytes over all its replicas. Of roles that run on accelerators, the trainer's copies of its state."""
+    """Host memory by role, in bytes over all its replicas. Of roles that run on accelerators, the trainer's copies of its state
+    and what it offloads."""
     needs = {}
     if spec.generator.devices == 0:
         needs["generator"] = spec.generator.replicas * server_memory(size, spec)
-    rank = checkpoint_copy(size, spec) if spec.trainer.devices else trainer_rank_bytes(size, spec)
+    rank = trainer_rank_bytes(size, spec)
+    if spec.trainer.devices:
+        rank = checkpoint_copy(size, spec) + offloaded_bytes(size, spec)
     return needs | {"trainer": spec.trainer.ranks * rank}
 
 
@@ -382,20 +472,27 @@ def trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
     def fits(**changes: object) -> bool:
         return trainer_rank_bytes(size, _with_trainer(spec, **changes)) <= there
 
+    engine = spec.trainer.engine
+    least: dict[str, object] = {"zero_stage": 3, "activation_checkpointing": True}
     ways: list[dict[str, object]] = [{"activation_checkpointing": True}]
     ways += [{"zero_stage": stage} for stage in range(spec.trainer.zero_stage + 1, 4)]
-    ways += [{"zero_stage": 3, "activation_checkpointing": True}]
-    ways += [
-        {"zero_stage": 3, "activation_checkpointing": True, "replicas": n * spec.trainer.replicas}
-        for n in (2, 4, 8)
-    ]
+    ways += [least]
+    if spec.trainer.devices:
+        kinds = ("Optimizer", "OptimizerAndParameters")[engine == "FSDP2" :]
+        ways += [least | {"offload": kind} for kind in kinds]
+    ways += [least | {"replicas": n * spec.trainer.replicas} for n in (2, 4, 8)]
     names = {
         "zero_stage": "zeroStage",
         "activation_checkpointing": "activationCheckpointing",
+        "offload": "offload",
         "replicas": "replicas",
     }
     for way in ways:
         if fits(**way):
-            set_to = ", ".join(f"trainer.{names[k]}: {str(v).lower()}" for k, v in way.items())
-            return f"{set_to} would fit; or choose a smaller model, more ranks or a smaller trainer.microBatchTokens"
+            set_to = ", ".join(
+                f"trainer.{names[k]}: {str(v).lower() if isinstance(v, bool) else v}" for k, v in way.items()
+            )
+            moved = offloaded_bytes(size, _with_trainer(spec, **way)) / _GIB
+            host = f" with {moved:,.0f} GiB more of host memory a rank" if moved else ""
+            return f"{set_to} would fit{host}; or choose a smaller model, more ranks or a smaller trainer.microBatchTokens"
     return "choose a smaller model, more ranks, a smaller trainer.microBatchTokens or larger accelerators"

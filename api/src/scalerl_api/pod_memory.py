@@ -16,6 +16,7 @@ from scalerl_api.memory import (
     BYTES,
     ModelSize,
     checkpoint_copy,
+    offloaded_bytes,
     published_copy,
     server_memory,
     state_bytes,
@@ -97,12 +98,13 @@ DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
 
 
 def _trainer(size: ModelSize, spec: RunSpec) -> int:
-    """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, and buffers of a publish over
-    gloo. On CPUs :func:`.trainer_rank_bytes`."""
+    """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, what it offloads, and buffers
+    of a publish over gloo. On CPUs :func:`.trainer_rank_bytes`."""
     if not spec.trainer.devices:
         return trainer_rank_bytes(size, spec)
     return (
         checkpoint_copy(size, spec)
+        + offloaded_bytes(size, spec)
         + 12 * size.largest_parameter
         + 2 * quantity_bytes(spec.weight_sync.bucket)
     )

@@ -185,6 +185,8 @@ class TrainerSpec(Model):
     """Library that partitions the model over the ranks. ``FSDP2`` is part of torch and needs zeroStage 3."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """State sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights; 0 none."""
+    offload: Literal["None", "Optimizer", "OptimizerAndParameters"] = "None"
+    """State that is kept in the host's memory and updated there, at zeroStage 3. Parameters are copied to the device a layer at a time."""
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
     """Maximum number of tokens in one forward and backward pass of a rank; default: 4096, or the model's
     contextTokens if larger."""

@@ -170,6 +170,20 @@ RUN_RULES: Final = (
         lambda spec: spec.trainer.engine != "FSDP2" or spec.trainer.zero_stage == 3,
     ),
     Rule(
+        "self.trainer.offload == 'None' || (self.trainer.zeroStage == 3 && self.trainer.devices > 0 && "
+        "(self.trainer.engine != 'FSDP2' || self.trainer.offload != 'Optimizer'))",
+        "trainer.offload needs trainer.zeroStage: 3 and trainer.devices above 0; FSDP2 offloads only OptimizerAndParameters",
+        "trainer.offload",
+        lambda spec: (
+            spec.trainer.offload == "None"
+            or (
+                spec.trainer.zero_stage == 3
+                and spec.trainer.devices > 0
+                and (spec.trainer.engine, spec.trainer.offload) != ("FSDP2", "Optimizer")
+            )
+        ),
+    ),
+    Rule(
         f"!has(self.warmStart) || self.warmStart.batchSize >= {_RANKS}",
         "%(warmStart.batchSize)s must be at least the ranks of %(trainer.replicas)s and %(trainer.devices)s: each "
         "rank takes an example or more",

@@ -11,6 +11,7 @@ from scalerl_api.memory import (
     ModelSize,
     RankMemory,
     checkpoint_copy,
+    offloaded_bytes,
     server_memory,
     stage_plan,
     trainer_advice,
@@ -25,6 +26,7 @@ _COLUMNS: Final = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "activations": "activations",
+    "gathered": "gathered",
     "head": "head",
     "buckets": "buckets",
     "reference": "frozen",
@@ -58,6 +60,8 @@ def memory_lines(spec: RunSpec) -> list[str]:
     ]
     host = "and on its host" if spec.trainer.devices else "and, counted in what fits,"
     lines.append(f"    {host} {copy / each:.1f} for the copy of its state that a checkpoint is written from")
+    if (moved := offloaded_bytes(size, spec)) > 0:
+        lines.append(f"    and on its host {moved / each:.1f} for what trainer.offload moves there")
     weights = server_memory(size, spec) / each
     if spec.generator.devices:
         given = spec.generator.device_memory

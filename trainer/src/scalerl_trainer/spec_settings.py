@@ -25,6 +25,7 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
     return EngineSettings(
         engine=trainer.engine,
         zero_stage=trainer.zero_stage,
+        offload=trainer.offload,
         dtype=spec.model.dtype,
         learning_rate=float(optimizer.learning_rate),
         betas=(float(optimizer.beta1), float(optimizer.beta2)),

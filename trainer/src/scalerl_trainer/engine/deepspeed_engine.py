@@ -4,7 +4,8 @@ This needs no compiler, although DeepSpeed would compile two extensions at its f
 
 - a shared-memory helper for inference collectives on CPUs, which an accelerator object without compiled operations
   avoids (DeepSpeed's extension point, ``set_accelerator``);
-- fused Adam, which ``torch.optim.AdamW`` replaces: its fused kernels are part of torch.
+- fused Adam, which ``torch.optim.AdamW`` replaces: its fused kernels are part of torch, for CPUs too. So does it replace
+  ``DeepSpeedCPUAdam`` where the optimizer is offloaded.
 
 ``managed_gradient_accumulation`` is off, so every ``step`` ends an accumulation of any number of micro-batches. DeepSpeed
 averages gradients over ranks, so the caller multiplies losses by the number of ranks.
@@ -89,6 +90,7 @@ class DeepSpeedEngine:
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self._stage = settings.zero_stage
+        self._offloaded = settings.offload != "None"
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         parameters = [p for p in module.parameters() if p.requires_grad]
         config = _config(settings, self._world, sum(p.numel() for p in parameters))
@@ -134,9 +136,19 @@ class DeepSpeedEngine:
         self.engine.step()
         if isinstance(self._base_optimizer, ClippingAdamW):
             return self._base_optimizer.gradient_norm
+        self._clear()
         if not self.engine.was_step_applied():
             return math.inf
         return float(self.engine.get_global_grad_norm())
+
+    def _clear(self) -> None:
+        """Set stage 3's gradients to zero, which would be applied again of a parameter that no pass until the next step reaches."""
+        optimizer: Any = self.engine.optimizer
+        if self._offloaded:
+            for flat in optimizer.fp32_partitioned_groups_flat:
+                flat.grad.zero_()
+        elif self._stage == 3:
+            optimizer.grad_partitions_flat_buffer.zero_()
 
     def discard(self, output: Callable[[], torch.Tensor]) -> None:
         """Discard the accumulated gradients, at every ZeRO stage.
@@ -364,6 +376,11 @@ def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, 
     bfloat16 = settings.dtype == "bfloat16"
     # DeepSpeed allocates whole buckets, so they should not exceed the model, and needs an even number of elements.
     bucket = min(BUCKET_ELEMENTS, parameters + parameters % 2)
+    offload: dict[str, Any] = {}
+    if settings.offload != "None":
+        offload["offload_optimizer"] = {"device": "cpu"}
+    if settings.offload == "OptimizerAndParameters":
+        offload["offload_param"] = {"device": "cpu"}
     return {
         "train_batch_size": world,
         "train_micro_batch_size_per_gpu": 1,
@@ -383,6 +400,8 @@ def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, 
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket,
+            **offload,
         },
+        "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
     }

@@ -7,6 +7,9 @@ of the model, which holds the embeddings.
 The trained partitions are float32 and are the master weights. With a bfloat16 model they are cast before they are gathered, and
 gradients are reduced and accumulated in float32: the numerics of DeepSpeed's bfloat16 without the bfloat16 partition that it keeps
 beside the master weights. The optimizer has the local tensors, so it never dispatches on distributed ones.
+
+With offload, partitions, gradients and optimizer are in the host's memory: FSDP2 copies a unit's partition to the device before it
+gathers it, and reduced gradients back.
 """
 
 from __future__ import annotations
@@ -19,7 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from scalerl_trainer.engine import adamw
@@ -41,18 +50,20 @@ class FsdpEngine:
         device: torch.device,
         weights: WeightStream | None = None,
     ) -> None:
+        check_unreached(module)
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         # Embeddings and head are needed at the end of the forward pass and at the begin of the backward pass.
-        self._module = place(module, self._dtype, device, weights, keep_root=True)
-        if hasattr(self._module, "set_reduce_scatter_unused_params"):  # torch 2.11 has it not
-            # An expert of a module of its own may have tokens on one rank only.
+        self._module = place(
+            module, self._dtype, device, weights, keep_root=True, offload=settings.offload != "None"
+        )
+        if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             self._module.set_reduce_scatter_unused_params(True)
         self._rank = dist.get_rank()
         self._max_norm = settings.max_gradient_norm
         trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._trained = [(name, parameter, local(parameter)) for name, parameter in trained]
         # The fused kernel takes no tensor without elements, which is a rank's part where a parameter has fewer rows than there are ranks.
-        held = [flat for _, _, flat in self._trained if flat.numel()] or [torch.zeros(1, device=device)]
+        held = [flat for _, _, flat in self._trained if flat.numel()] or [torch.zeros(1)]
         self._optimizer = torch.optim.AdamW(
             held,
             lr=settings.learning_rate,
@@ -89,7 +100,7 @@ class FsdpEngine:
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
         if flats:
             norms = torch._foreach_norm([flat.grad for flat in flats])  # type: ignore[misc]
-            square += torch.stack(norms).double().square().sum()
+            square += torch.stack(norms).double().square().sum().to(self._device)
         norm = math.sqrt(float(gather_vectors(square).sum()))
         if math.isfinite(norm):
             if self._max_norm > 0:
@@ -124,7 +135,8 @@ class FsdpEngine:
         found: list[torch.Tensor] = []
         for parameter in parameters:
             # The values that the forward pass computes with.
-            tensor = _distributed(parameter.detach().to(self._dtype)).full_tensor()
+            part = parameter.detach().to(self._device, self._dtype)
+            tensor = _distributed(part).full_tensor()
             found += [tensor] if self._rank == 0 else []
         return found
 
@@ -167,7 +179,8 @@ class FsdpFrozen:
         weights: WeightStream | None = None,
     ) -> None:
         module.requires_grad_(False)
-        self._module = place(module, getattr(torch, settings.dtype), device, weights, keep_root=False)
+        dtype, offload = getattr(torch, settings.dtype), settings.offload != "None"
+        self._module = place(module, dtype, device, weights, keep_root=False, offload=offload)
         self._parameters = {name: _distributed(p) for name, p in module.named_parameters()}
 
     @torch.no_grad()
@@ -221,6 +234,7 @@ def place(
     weights: WeightStream | None,
     *,
     keep_root: bool,
+    offload: bool = False,
 ) -> Any:
     """Partition ``module`` over the ranks and fill it with ``weights``, or with rank 0's own values. A collective.
 
@@ -230,6 +244,7 @@ def place(
     Args:
         dtype: in which the module computes.
         keep_root: keep what is in no unit whole between a forward and a backward pass.
+        offload: keep the partitions in the host's memory, page-locked beside an accelerator.
 
     Raises:
         ModelError: rank 0 cannot read the weights, on all ranks; or the module cannot be partitioned.
@@ -241,11 +256,17 @@ def place(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # positions and rotary angles are for the model to cast
     )
+    pinned = device.type == "cuda"
+    policy: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": precision,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+    }
     for unit in units(module):
         _reserve(unit, device)
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        fully_shard(unit, **policy, reshard_after_forward=True)
     _reserve(module, device)
-    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep_root)
+    fully_shard(module, **policy, reshard_after_forward=not keep_root)
     parts = {id(whole): part for whole, part in zip(originals, module.parameters(), strict=True)}
     _fill(originals, parts, device, weights)
     return module
@@ -274,6 +295,27 @@ def units(module: torch.nn.Module) -> list[torch.nn.Module]:
         if parameter.dim() == 0:
             raise ModelError(f"{name} has no dimension to partition by: set trainer.engine: DeepSpeed")
     return found
+
+
+def check_unreached(module: torch.nn.Module) -> None:
+    """Check that parameters which a rank's pass may not reach can be trained.
+
+    Experts that are modules of their own may have tokens on some ranks only. Releases of torch before 2.13 leave out the reduction of
+    a parameter without a gradient, so ranks would reduce different ones. Experts in one parameter are always reached.
+
+    Raises:
+        ModelError: the module has such experts and torch cannot.
+    """
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return
+    for unit in units(module):
+        for name, child in unit.named_modules():
+            if isinstance(child, torch.nn.ModuleList) and len(child) > 1 and "expert" in name:
+                path = next(n for n, m in module.named_modules() if m is child)
+                raise ModelError(
+                    f"{path} has experts that may be without tokens on a rank, which FSDP2 has from torch 2.13 on, here is "
+                    f"{torch.__version__}: set trainer.engine: DeepSpeed"
+                )
 
 
 def _reserve(unit: torch.nn.Module, device: torch.device) -> None:

@@ -40,6 +40,7 @@ class GradientNorms:
     Args:
         parts: for each of this rank's parts of a parameter, its kind, the optimizer's tensor and the elements in it.
         shared: every rank has the whole gradient (ZeRO 0), not a part that no other has.
+        device: that of the process group.
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class GradientNorms:
         shared: bool,
         device: torch.device,
     ) -> None:
-        self._shared = shared
+        self._shared, self._device = shared, device
         self._parts: dict[torch.Tensor, list[tuple[int, slice]]] = {}
         for kind, flat, elements in parts:
             self._parts.setdefault(flat, []).append((_KINDS.index(kind), elements))
-        self._squares = torch.zeros(len(_KINDS), dtype=torch.float64, device=device)
+        held = next(
+            iter(self._parts), torch.empty(0, device=device)
+        ).device  # the host's if the optimizer is offloaded
+        self._squares = torch.zeros(len(_KINDS), dtype=torch.float64, device=held)
         # DeepSpeed steps its optimizer once for each group of parameters, and frees a group's gradient after its step.
         optimizer.register_step_pre_hook(self._measure)
 
@@ -79,7 +83,9 @@ class GradientNorms:
         Args:
             norm: the global norm before clipping, to which the squares are scaled: what was measured may be clipped.
         """
-        squares = self._squares.cpu() if self._shared else gather_vectors(self._squares).sum(0)
+        squares = (
+            self._squares.cpu() if self._shared else gather_vectors(self._squares.to(self._device)).sum(0)
+        )
         total = float(squares.sum())
         return {
             kind: norm * math.sqrt(square / total)

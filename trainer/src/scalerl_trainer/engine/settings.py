@@ -13,6 +13,7 @@ from scalerl_trainer.models.lora import Lora
 
 Dtype = Literal["bfloat16", "float32"]
 EngineName = Literal["DeepSpeed", "FSDP2"]
+Offload = Literal["None", "Optimizer", "OptimizerAndParameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class EngineSettings:
 
     engine: EngineName = "DeepSpeed"
     zero_stage: int = 1
+    offload: Offload = "None"
+    """What is in the host's memory and is updated there. On a CPU everything is, but the engine does the same."""
     dtype: Dtype = "bfloat16"
     learning_rate: float = 5e-7
     betas: tuple[float, float] = (0.9, 0.999)
@@ -56,6 +59,10 @@ class EngineSettings:
             raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
         if self.engine == "FSDP2" and self.zero_stage != 3:
             raise EngineError(f"FSDP2 partitions all state, as ZeRO stage 3: choose 3, not {self.zero_stage}")
+        if self.offload != "None" and self.zero_stage != 3:
+            raise EngineError(f"offload needs ZeRO stage 3, not {self.zero_stage}")
+        if self.engine == "FSDP2" and self.offload == "Optimizer":
+            raise EngineError("FSDP2 offloads parameters with the optimizer: choose OptimizerAndParameters")
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
         for name in ("micro_batch_tokens", "temperature", "logit_chunk_bytes"):
