@@ -95,7 +95,7 @@ def test_generator_that_joins_and_disagrees_ends_no_run_of_others(
     leader, commits = publishing(monkeypatch, [MEMBER], {"new/1": 3.0}, holders=holders)
     with pytest.raises(PublishRefusedError, match="KL of new 3 ") if ends else contextlib.nullcontext():
         publish(leader)
-    ((_, held, failed, _, refused, problem),) = commits
+    ((_, held, failed, _, refused, problem, _),) = commits
     assert (held, failed, refused) == ([], [], ["new/1"])
     assert "KL of new 3 nats per token" in problem
 
@@ -113,7 +113,7 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
             else contextlib.nullcontext()
         ):
             publish(leader)
-        _, held, failed, _, refused, problem = commits[-1]
+        _, held, failed, _, refused, problem, _ = commits[-1]
         assert (held, failed, refused) == ([], ["old/1"], ["new/1"])
         assert problem.endswith("; 1 did not answer")
 
@@ -150,7 +150,7 @@ def test_member_that_answers_after_silence_decides(monkeypatch: pytest.MonkeyPat
     publish(leader)
     answers["old/1"] = 0.0
     publish(leader)
-    _, held, failed, _, refused, _ = commits[-1]
+    _, held, failed, _, refused, _, _ = commits[-1]
     assert (held, failed, refused) == (["old/1"], [], ["new/1"])
     assert leader._publishes._publish_failures == []
     answers["old/1"] = 3.0
@@ -167,13 +167,20 @@ def test_equal_failures_after_weights_were_held_are_not_collected(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("failed", "slow", "ends"), [([], False, False), (["new/1"], True, False), (["new/1"], False, True)]
+    ("failed", "kept", "slow", "ends"),
+    [
+        ([], [], False, False),
+        (["new/1"], [], True, False),
+        ([], ["new/1"], True, False),
+        (["new/1"], [], False, True),
+        ([], ["new/1"], False, True),
+    ],
 )
 def test_a_full_volume_or_a_slow_one_ends_no_run(
-    failed: list[str], slow: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+    failed: list[str], kept: list[str], slow: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No generator has weights yet, and each publish has the same problem."""
-    outcome = Outcome(0, [], failed, "a problem", STATS, slow)
+    outcome = Outcome(0, [], failed, "a problem", STATS, kept, slow)
     leader, _ = publishing(monkeypatch, [MEMBER], {}, outcome=outcome)
     with pytest.raises(PublishRefusedError) if ends else contextlib.nullcontext():
         for _ in range(4):
