@@ -519,18 +519,21 @@ class Coordinator(RuleBasedStateMachine):
         before = world.settings.identity
         world.change(keep, **changes)
         state = world.state
+        assert state.counts.acknowledged - acknowledged == stale - state.counts.stale
         if world.settings.identity != before:
             self._bound_from(state.batch_sizes[-1].first_step)
-        assert state.counts.acknowledged - acknowledged == stale - state.counts.stale
+            self._forget_stale(state.batch_sizes[-1].first_step)
+        self._check_kept()
+
+    def _forget_stale(self, first: int) -> None:
+        """Groups that are too old for their new step, from the first step on that is not closed. Those tried before stay."""
+        state = self.world.state
         tried = {one.group.lease_id for tries in state.tries.values() for one in tries}
         for lease_id, group in list(self.accepted.items()):
             step = state.step_of(group.slot)
-            if lease_id in tried:
-                continue
-            if step >= state.batch_sizes[-1].first_step and step - _oldest(group) > self._bound(step):
+            if lease_id not in tried and step >= first and step - _oldest(group) > self._bound(step):
                 assert group.slot in state.open_slots
                 del self.accepted[lease_id]
-        self._check_kept()
 
     def _bound_from(self, first: int) -> None:
         """What is not closed yet is held to the k of now."""
