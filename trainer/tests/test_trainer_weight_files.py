@@ -529,7 +529,7 @@ def test_a_base_that_takes_too_long_is_put_off(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(weight_writer, "_complete", slow)
     for version in range(1, 9):
         training.update(0.001)
-        if version == 8:
+        if version == 7:
             answers.set()
             for thread in threading.enumerate():
                 if thread.name == "volume":
