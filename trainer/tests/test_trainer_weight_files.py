@@ -535,7 +535,7 @@ def test_a_base_that_takes_too_long_is_put_off(tmp_path: Path, monkeypatch: pyte
                 if thread.name == "volume":
                     thread.join(60)
         # The first is still writing to a file without a name, which is deleted; the second one's gets its name.
-        files = writer.write(version, training.manifest, training.stream, 0.2).files
+        files = writer.write(version, training.manifest, training.stream, 0.5).files
         training.read(reader, version, files)
         training.read(WeightReader(tmp_path), version, files)
     assert late == [base_name(3), base_name(6)]
@@ -554,12 +554,12 @@ def test_each_call_has_a_limit_and_so_have_all(tmp_path: Path, monkeypatch: pyte
     def slow(fd: int) -> None:
         nonlocal synced
         size = os.fstat(fd).st_size
-        time.sleep((size - synced) / whole)  # 1 s for all
+        time.sleep(1.5 * (size - synced) / whole)
         synced = size
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", slow)
-        written = writer.write(0, training.manifest, training.stream, 0.8)
+        written = writer.write(0, training.manifest, training.stream, 1.3)
     training.read(WeightReader(tmp_path), 0, written.files)
     writer, synced = make_writer(tmp_path, "0.2-b"), 0
     with pytest.MonkeyPatch.context() as patched:

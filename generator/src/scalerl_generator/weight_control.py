@@ -117,7 +117,10 @@ class WeightControl:
         except VllmError as error:
             logger.error("version %d not read: %s", request.version, error)
             self._metrics.update_failures.inc()
-            codes = {FetchContinues: "fetch-continues", FetchStalled: "fetch-stalled"}
+            codes: dict[type[VllmError], str] = {
+                FetchContinues: "fetch-continues",
+                FetchStalled: "fetch-stalled",
+            }
             code = codes.get(type(error), "fetch-failed")
             raise ControlProblem(502, code, f"version {request.version}: {error}") from error
 
