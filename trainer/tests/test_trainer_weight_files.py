@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from scalerl_api.attempts import Attempt
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
 from scalerl_generator import weight_files as reading
 from scalerl_generator.weight_files import SharedBuckets, WeightReader, apply_changes
+from scalerl_trainer.background import LimitedCalls
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
@@ -561,11 +563,10 @@ def test_each_call_has_a_limit_and_so_have_all(tmp_path: Path, monkeypatch: pyte
         patched.setattr(os, "fsync", slow)
         written = writer.write(0, training.manifest, training.stream, 1.3)
     training.read(WeightReader(tmp_path), 0, written.files)
-    writer, synced = make_writer(tmp_path, "0.2-b"), 0
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "fsync", slow)
-        with pytest.raises(TimeoutError, match=r"the volume is slow: 0\.7 s have passed"):
-            writer.write(0, training.manifest, training.stream, 10.0, 0.7)
+    calls = LimitedCalls(10.0, 0.5)
+    calls(partial(time.sleep, 0.3))
+    with pytest.raises(TimeoutError, match=r"the volume is slow: 0\.5 s have passed"):
+        calls(partial(time.sleep, 0.3))
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "iterdir"])
