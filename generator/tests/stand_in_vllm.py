@@ -212,7 +212,8 @@ class Server:
             return web.json_response({"results": [self.join_problems.pop(0)]})
         if call["method"] == "scalerl_fetch":
             problem = self.failure.pop("fetch", "")
-            self.fetches = [{}, {"problem": problem, "path": "" if problem else FETCHED, "seconds": 0.5}]
+            self.fetches = [{"bytes": n} for n in self.failure.pop("fetching", [])]
+            self.fetches += [{}, {"problem": problem, "path": "" if problem else FETCHED, "seconds": 0.5}]
             return web.json_response({"results": [None]})
         if call["method"] == "scalerl_fetched":
             assert self.running.is_set(), "a fetch pauses nothing"

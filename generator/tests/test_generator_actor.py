@@ -484,6 +484,17 @@ async def test_update_from_files(scene: Scene) -> None:
         await until(lambda v=version: scene.coordinator.beats[-1].weight_version == v)
 
 
+async def test_a_volume_that_is_slow_differs_from_one_that_hangs(scene: Scene) -> None:
+    await scene.member()
+    files = WeightFiles(folder="0.1-a", base=0, versions=[0])
+    for code, fetching in (("fetch-stalled", [7] * 100), ("fetch-continues", [7] + [8] * 100)):
+        await scene.server(fetching=fetching)
+        problem = await scene.trainer.receive(0, 0, timeout_seconds=0.5, files=files)
+        assert isinstance(problem, Problem)
+        assert problem.error == code
+    assert isinstance(await scene.trainer.receive(0, 0, files=files), WeightReceived)
+
+
 @pytest.mark.parametrize("scene", [{"seconds_per_token": 0.1}], indirect=True)
 async def test_failed_update_abandons_leases_of_removed_member(scene: Scene) -> None:
     await scene.member()

@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,9 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
+from scalerl_generator import weight_files as reading
 from scalerl_generator.weight_files import SharedBuckets, WeightReader, apply_changes
+from scalerl_trainer.background import LimitedCalls
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
@@ -29,7 +33,7 @@ from scalerl_trainer.publish import weight_writer
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.errors import SourceError
-from scalerl_trainer.publish.file_publisher import MAX_BASES, FilePublisher
+from scalerl_trainer.publish.file_publisher import MAX_UNREAD, FilePublisher
 from scalerl_trainer.publish.publisher import Weights
 from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt, encode_changes
 
@@ -167,6 +171,44 @@ def test_a_delta_has_few_bytes_and_is_all_that_is_read(tmp_path: Path) -> None:
     assert max(sizes) < whole / 4, "also beside a base"
     late = WeightReader(tmp_path)
     assert training.read(late, 99, written.files) < 1.6 * whole
+
+
+def test_a_read_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to a later request, which waits for it: a volume that is slow is told from one that hangs."""
+    training, goes_on, checked = Training(), threading.Semaphore(0), []
+    check = reading.check_trailer
+
+    def slow(*args: Any) -> None:
+        checked.append(args)
+        assert goes_on.acquire(timeout=60)
+        check(*args)
+
+    monkeypatch.setattr(reading, "check_trailer", slow)
+    files = training.write(make_writer(tmp_path), 0)
+    request = wire.WeightReceive(
+        epoch=0,
+        version=0,
+        tensors=training.manifest,
+        bucket_bytes=BUCKET_BYTES,
+        timeout_seconds=1.0,
+        files=files,
+    )
+    fetcher = reading.WeightFetcher(tmp_path)
+    assert fetcher.reader.bytes_read == 0
+    found = []
+    for buckets in (1, 2):
+        fetcher.start(request)
+        while len(checked) < buckets:
+            time.sleep(0.001)
+        report = fetcher.report(0)
+        assert report.problem is None
+        found.append(report.bytes)
+        goes_on.release()
+    assert 0 < found[0] < found[1]
+    goes_on.release(100)
+    while fetcher.report(0).problem is None:
+        time.sleep(0.001)
+    assert fetcher.report(0).problem == ""
 
 
 def test_other_workers_map_what_the_first_one_reads(tmp_path: Path) -> None:
@@ -463,19 +505,73 @@ def test_a_base_that_does_not_fit_leaves_deltas(tmp_path: Path, monkeypatch: pyt
     for version in range(1, 6):
         training.update(0.001)
         with pytest.MonkeyPatch.context() as patched:
-            if version < 5:
+            if version < 4:
                 patched.setattr(
                     WeightWriter, "_write_base", lambda *_: (_ for _ in ()).throw(OSError("full"))
                 )
             files = training.write(writer, version)
         training.read(reader, version, files)
         training.read(WeightReader(tmp_path), version, files)
-        assert files.base == (0 if version < 5 else 5)
+        assert files.base == (0 if version < 4 else 4)
+
+
+def test_a_base_that_takes_too_long_is_put_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every version waits for another one, and the file of the abandoned call is deleted once it is there."""
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 3)
+    training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
+    training.read(reader, 0, training.write(writer, 0))
+    answers, complete, late = threading.Event(), weight_writer._complete, list[str]()
+
+    def slow(file: Any, end: bytes, path: Path) -> int:
+        if path.name.startswith("base") and not answers.is_set():
+            late.append(path.name)
+            assert answers.wait(60)
+        return complete(file, end, path)
+
+    monkeypatch.setattr(weight_writer, "_complete", slow)
+    for version in range(1, 9):
+        training.update(0.001)
+        if version == 7:
+            answers.set()
+            for thread in threading.enumerate():
+                if thread.name == "volume":
+                    thread.join(60)
+        # The first is still writing to a file without a name, which is deleted; the second one's gets its name.
+        files = writer.write(version, training.manifest, training.stream, 0.5).files
+        training.read(reader, version, files)
+        training.read(WeightReader(tmp_path), version, files)
+    assert late == [base_name(3), base_name(6)]
+    assert {path.name for path in writer.folder.iterdir()} == {base_name(0), *map(delta_name, range(1, 9))}
+    training.update(0.001)
+    assert training.write(writer, 9).base == 9
+
+
+def test_each_call_has_a_limit_and_so_have_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version whose bytes take longer than a call may is written, as long as they move; also those that a sync moves."""
+    monkeypatch.setattr(weight_writer, "SYNC_BYTES", 2 * BUCKET_BYTES)
+    training, writer = Training(), make_writer(tmp_path)
+    whole = sum(tensor.nbytes for tensor in training.tensors.values())
+    synced = 0
+
+    def slow(fd: int) -> None:
+        nonlocal synced
+        size = os.fstat(fd).st_size
+        time.sleep(1.5 * (size - synced) / whole)
+        synced = size
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", slow)
+        written = writer.write(0, training.manifest, training.stream, 1.3)
+    training.read(WeightReader(tmp_path), 0, written.files)
+    calls = LimitedCalls(10.0, 0.5)
+    calls(partial(time.sleep, 0.3))
+    with pytest.raises(TimeoutError, match=r"the volume is slow: 0\.5 s have passed"):
+        calls(partial(time.sleep, 0.3))
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "iterdir"])
 def test_a_volume_that_hangs_is_given_up(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within three timeouts, with one attempt, and nothing of it harms what is written later, also when the call goes on."""
+    """After three timeouts, with one attempt, and nothing of it harms what is written later, also when the call goes on."""
     training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
     weights = Weights(training.manifest, training.stream)
     member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
@@ -496,7 +592,8 @@ def test_a_volume_that_hangs_is_given_up(call: str, tmp_path: Path, monkeypatch:
         assert time.monotonic() - started < 3
     assert (outcome.updated, outcome.failed, outcome.kept) == ([], [], [])
     assert "version 0 cannot be written" in outcome.error
-    assert "the volume does not answer: 0.6 s have passed" in outcome.error
+    assert "the volume does not answer: a call has taken 0.6 s" in outcome.error
+    assert "raise weightSync.timeoutSeconds" in outcome.error
     training.read(reader, 1, training.write(writer, 1))
     answers.set()
     for thread in threading.enumerate():
@@ -520,6 +617,7 @@ def test_members_are_independent(processes: Any, tmp_path: Path) -> None:
         ("good", []),
         ("refuses", [{"at": "receive", "how": "fetch-failed"}]),
         ("slow", [{"at": "receive", "how": "fetch-continues"}]),
+        ("hangs", [{"at": "receive", "how": "fetch-stalled"}]),
         ("dies", [{"at": "receive", "how": "kill"}]),
     ):
         (tmp_path / name).mkdir()
@@ -539,22 +637,28 @@ def test_members_are_independent(processes: Any, tmp_path: Path) -> None:
     training, writer = Training(), make_writer(tmp_path / "weights")
     weights = Weights(training.manifest, training.stream)
     publisher = publisher_of(writer)
-    for version in range(MAX_BASES + 2):
+    for version in range(MAX_UNREAD + 2):
         training.update()
         outcome = publisher.publish(version, weights, members)
-        left_out = version >= MAX_BASES
+        left_out = version >= MAX_UNREAD
         assert outcome.updated == ["good"]
-        assert set(outcome.kept) == ({"slow"} if left_out else {"refuses", "slow"})
+        assert set(outcome.kept) == ({"slow"} if left_out else {"refuses", "slow", "hangs"})
         assert outcome.slow
-        assert set(outcome.failed) == ({"refuses", "dies"} if left_out else {"dies"})
+        assert set(outcome.failed) == ({"refuses", "hangs", "dies"} if left_out else {"dies"})
         taken = torch.load(tmp_path / f"good/v{version}.pt")
         assert all(
             torch.equal(taken[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
             for n, t in training.tensors.items()
         )
         whole = sum(t.nbytes for t in training.tensors.values())
-        assert (outcome.stats["publish_bytes"] > whole) == (version <= MAX_BASES), (
+        assert (outcome.stats["publish_bytes"] > whole) == (version <= MAX_UNREAD), (
             "a base for it, but not for ever"
         )
+    again = [msgspec.structs.replace(m, member_id=f"{m.name}-2") for m in members if m.name != "dies"]
+    for version in range(MAX_UNREAD + 2, MAX_UNREAD + 4):
+        training.update()
+        outcome = publisher.publish(version, weights, again)
+        assert set(outcome.kept) == {"refuses-2", "slow-2", "hangs-2"}, "it has registered again"
+    assert outcome.stats["publish_bytes"] > whole, "a base for it"
     publisher.close()
     assert list((tmp_path / "weights").iterdir()) == []

@@ -29,6 +29,7 @@ from scalerl_generator.vllm_replies import (
     CachePressure,
     FetchContinues,
     FetchReport,
+    FetchStalled,
     Part,
     PublishReport,
     Sampled,
@@ -355,22 +356,28 @@ class VllmClient:
 
         Raises:
             FetchContinues: it was not read within ``receive.timeout_seconds``.
+            FetchStalled: the same, and nothing was read.
             ServerRefused: it cannot be read.
         """
         path, deadline = "/collective_rpc", time.monotonic() + receive.timeout_seconds
         encoded = base64.b64encode(msgspec.msgpack.encode(receive)).decode()
         await self._call("POST", path, {"method": "scalerl_fetch", "args": [encoded]}, _CONTROL_SECONDS)
         poll = {"method": "scalerl_fetched", "args": [str(receive.version)]}
-        interval = _FIRST_JOIN_POLL_SECONDS
+        interval, first = _FIRST_JOIN_POLL_SECONDS, None
         while True:
             await asyncio.sleep(interval)
             interval = min(2 * interval, _LAST_JOIN_POLL_SECONDS)
             report = read_fetch(await self._call("POST", path, poll, _CONTROL_SECONDS))
             if report.problem == "":
                 return report
+            first = report if first is None else first
             if report.problem is None and time.monotonic() > deadline:
-                slow = f"not read after {receive.timeout_seconds:g} s; the server continues to read it"
-                raise FetchContinues(path, 500, slow)
+                late = f"not read after {receive.timeout_seconds:g} s"
+                if report.bytes == first.bytes:
+                    raise FetchStalled(
+                        path, 500, f"{late}, and nothing of it was: the volume does not answer"
+                    )
+                raise FetchContinues(path, 500, f"{late}; the server continues to read it")
             if report.problem:
                 raise ServerRefused(path, 500, report.problem)
 

@@ -54,6 +54,10 @@ class FetchContinues(ServerRefused):
     """A version is not read in time; the server continues to read it."""
 
 
+class FetchStalled(ServerRefused):
+    """A version is not read in time, and nothing of it was: the volume does not answer."""
+
+
 class BadReply(VllmError):
     """The server responded with 200 and an unknown body; it may not be the pinned vLLM release."""
 
@@ -132,6 +136,7 @@ class FetchReport(msgspec.Struct, frozen=True):
     """Where the other workers map it."""
     seconds: float = 0.0
     bytes: int = 0
+    """Of the version; while it is read, of all that was read."""
 
 
 class _SpanReply(msgspec.Struct):

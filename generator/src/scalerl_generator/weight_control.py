@@ -21,7 +21,7 @@ from scalerl_api.wire import Ack, GroupJoin, Probe, Probed, WeightReceive, Weigh
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import FetchContinues, FetchReport, UpdateFailed, VllmError
+from scalerl_generator.vllm_replies import FetchContinues, FetchReport, FetchStalled, UpdateFailed, VllmError
 
 logger = logging.getLogger("scalerl.actor.control")
 
@@ -91,7 +91,8 @@ class WeightControl:
         """Make the server receive one version. Its requests in flight are paused meanwhile and keep their KV cache.
 
         Raises:
-            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed``, ``fetch-continues`` or ``update-failed``.
+            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed``, ``fetch-stalled``, ``fetch-continues`` or
+                ``update-failed``.
         """
         async with self._exclusive(request.timeout_seconds):
             fetched, started = None, time.monotonic()
@@ -116,7 +117,11 @@ class WeightControl:
         except VllmError as error:
             logger.error("version %d not read: %s", request.version, error)
             self._metrics.update_failures.inc()
-            code = "fetch-continues" if isinstance(error, FetchContinues) else "fetch-failed"
+            codes: dict[type[VllmError], str] = {
+                FetchContinues: "fetch-continues",
+                FetchStalled: "fetch-stalled",
+            }
+            code = codes.get(type(error), "fetch-failed")
             raise ControlProblem(502, code, f"version {request.version}: {error}") from error
 
     async def _receive(self, request: WeightReceive, fetched: FetchReport | None) -> WeightReceived:

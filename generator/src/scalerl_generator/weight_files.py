@@ -133,6 +133,8 @@ class WeightReader:
         self.version: int | None = None
         """That of the copy; None while it has none."""
         self.copy: SharedBuckets | None = None
+        self.bytes_read = 0
+        """Of all versions, by bucket: whether a read that takes long makes progress."""
 
     def read(self, version: int, tensors: list[TensorSpec], bucket_bytes: int, files: WeightFiles) -> int:
         """Make the copy one of ``version``; returns the number of bytes read.
@@ -204,6 +206,7 @@ class WeightReader:
                     raise WeightFileError(f"bucket {bucket.index} is cut off")
                 apply_changes(payload_u8.numpy().view(np.uint16), content[TRAILER_BYTES:])
                 trailer_u8.copy_(torch.frombuffer(bytearray(content[:TRAILER_BYTES]), dtype=torch.uint8))
+            self.bytes_read += size
             words = trailer_u8.view(torch.int64).tolist()
             check_trailer(words, header.version, bucket.index, checksum_u8(payload_u8))
 
@@ -227,7 +230,9 @@ class WeightFetcher:
         wanted, done = self._wanted, self._done
         if wanted is None or wanted.version != version:
             return FetchReport(problem=f"version {version} is not being read")
-        return done[1] if done is not None and done[0] is wanted else FetchReport()
+        if done is not None and done[0] is wanted:
+            return done[1]
+        return FetchReport(bytes=self.reader.bytes_read)
 
     def _fetch(self, request: WeightReceive) -> None:
         with self._lock:

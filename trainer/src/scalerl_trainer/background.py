@@ -7,6 +7,7 @@ dies ends the step.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -40,14 +41,15 @@ def in_background(name: str, work: Callable[[], T], device: torch.device) -> Fut
 
 
 class LimitedCalls:
-    """Calls of the file system with a limit on the time that all of them take: on a network volume that hangs, none returns.
+    """Calls of the file system with a limit on the time of each: on a network volume that hangs, none returns.
 
     Args:
-        seconds: of all calls together.
+        seconds: of one call.
+        total_seconds: of all calls together.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._limit, self._left = seconds, seconds
+    def __init__(self, seconds: float, total_seconds: float = math.inf) -> None:
+        self._limit, self._total, self._left = seconds, total_seconds, total_seconds
         self.hung = False
         """Whether a call has not returned in time. It may still take effect, on what it was given."""
 
@@ -55,14 +57,16 @@ class LimitedCalls:
         """The result of ``call``, or what it raises.
 
         Raises:
-            TimeoutError: the limit has passed.
+            TimeoutError: a limit has passed.
         """
-        begin = time.monotonic()
+        begin, limit = time.monotonic(), min(self._limit, self._left)
         result = in_background("volume", call, torch.device("cpu"))
-        self.hung = not wait([result], max(0.0, min(self._left, threading.TIMEOUT_MAX))).done
+        self.hung = not wait([result], max(0.0, min(limit, threading.TIMEOUT_MAX))).done
         self._left -= time.monotonic() - begin
         if self.hung:
-            raise TimeoutError(f"the volume does not answer: {self._limit:g} s have passed")
+            if limit < self._limit:
+                raise TimeoutError(f"the volume is slow: {self._total:g} s have passed")
+            raise TimeoutError(f"the volume does not answer: a call has taken {limit:g} s")
         return result.result()
 
 

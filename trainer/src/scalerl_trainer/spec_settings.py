@@ -14,7 +14,7 @@ from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.models.lora import Lora
-from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, PublishSettings
+from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, WRITE_TIMEOUTS, PublishSettings
 
 MIN_COLLECTIVE_SECONDS = 600.0
 
@@ -54,7 +54,8 @@ def collective_timeout_seconds(spec: RunSpec) -> float:
 def publish_limit_seconds(spec: RunSpec) -> float:
     """Bound on the time until a publish no longer reads the weights: a member that is lost late in its last attempt adds one
     timeout."""
-    return (MAX_TIMEOUTS + 1) * spec.weight_sync.timeout_seconds
+    timeouts = WRITE_TIMEOUTS if spec.weight_backend == "files" else MAX_TIMEOUTS
+    return (timeouts + 1) * spec.weight_sync.timeout_seconds
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:

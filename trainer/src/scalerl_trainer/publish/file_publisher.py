@@ -3,10 +3,12 @@
 The weights may change once the version is written, before members have read it. A version that is sent again, to a member that
 joins, is not written again. A member that cannot read a version has not failed: it generates with the one it has until that is too old,
 and the next version that is sent, also if it is the same one, is written as a base, which no damage to the files before it concerns. A
-member that cannot read :data:`MAX_BASES` bases in a row has failed: it is left out until it registers again, and no base is written for it.
+member that cannot read more than :data:`MAX_UNREAD` versions in a row has failed: it is left out until it registers again, and no base is
+written for it. So is one whose volume hangs, and not one that is slow: it reads on.
 
 If the files cannot be written, nothing is sent and no member has failed, either. The next version, or the next attempt at this one, is
-written once the volume can take it. A write takes at most :data:`MAX_TIMEOUTS` timeouts, with all its attempts.
+written once the volume can take it. A call of the volume, such as the write of a bucket, takes at most :data:`MAX_TIMEOUTS` timeouts, and a
+write with all its attempts :data:`WRITE_TIMEOUTS`, for which the other ranks may have to wait.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
 from scalerl_trainer.publish.publisher import (
     MAX_TIMEOUTS,
+    WRITE_TIMEOUTS,
     Outcome,
     PhaseSeconds,
     Weights,
@@ -32,8 +35,8 @@ from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 
 log = logging.getLogger(__name__)
 
-MAX_BASES = 3
-"""Versions in a row that a member may fail to read. After each, a base is written."""
+MAX_UNREAD = 3
+"""Versions in a row that a member may fail to read. After each that it refuses, a base is written."""
 
 
 class FilePublisher:
@@ -58,7 +61,7 @@ class FilePublisher:
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
         self._unread: Counter[str] = Counter()
-        """Versions in a row that a member could not read, by its name."""
+        """Versions in a row that a member could not read, by its id, which another registration does not have."""
 
     def close(self) -> None:
         """Delete the files, at the end of the run."""
@@ -118,15 +121,16 @@ class FilePublisher:
         for member_id, answer in answers.items():
             name, error = names[member_id], answer.error
             if answer.ok:
-                del self._unread[name]
+                del self._unread[member_id]
                 continue
-            if answer.problem == "fetch-failed":
-                self._unread[name] += 1
-                if self._unread[name] <= MAX_BASES:
-                    self._writer.refuse()
-                else:
-                    error += f". It could not read {MAX_BASES} bases in a row: check the volume of the run where it is mounted"
-            if self._unread[name] <= MAX_BASES and answer.problem in ("fetch-failed", "fetch-continues"):
+            if answer.problem in ("fetch-failed", "fetch-stalled"):
+                self._unread[member_id] += 1
+            readable = self._unread[member_id] <= MAX_UNREAD
+            if readable and answer.problem == "fetch-failed":
+                self._writer.refuse()
+            if not readable:
+                error += f". It could not read {MAX_UNREAD} versions before, either: check the volume of the run where it is mounted"
+            if readable and answer.problem in ("fetch-failed", "fetch-stalled", "fetch-continues"):
                 kept[member_id] = error
                 log.warning("%s keeps its weights, version %d is not read: %s", name, version, error)
             else:
@@ -136,20 +140,25 @@ class FilePublisher:
 
     def _write(self, version: int, weights: Weights) -> Written | str:
         """Write a version; returns the problem if it cannot be written."""
-        limit_seconds = MAX_TIMEOUTS * self._timeout_seconds
-        deadline = time.monotonic() + limit_seconds
+        call_seconds, left = (times * self._timeout_seconds for times in (MAX_TIMEOUTS, WRITE_TIMEOUTS))
+        deadline = time.monotonic() + left
         for attempt in (1, 2):
             try:
-                return self._writer.write(version, weights.manifest, weights.stream, limit_seconds)
+                return self._writer.write(version, weights.manifest, weights.stream, call_seconds, left)
             except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                late = isinstance(error, TimeoutError)
+                advice = "Check the volume of the run"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    advice = "Free space on the volume of the run"
+                elif late:
+                    advice += ", or raise weightSync.timeoutSeconds if it is only slow"
                 problem = (
                     f"version {version} cannot be written to {self._writer.folder}: {first_line(error)}. "
-                    f"{'Free space on' if full else 'Check'} the volume of the run; generators keep their weights meanwhile"
+                    f"{advice}; generators keep their weights meanwhile"
                 )
                 log.error("%s", problem)
-            limit_seconds = deadline - time.monotonic() - self._retry_seconds
-            if attempt == 2 or limit_seconds <= 0:
+            left = deadline - time.monotonic() - self._retry_seconds
+            if attempt == 2 or late or left <= 0:
                 break
             time.sleep(self._retry_seconds)
         return problem

@@ -31,7 +31,9 @@ from scalerl_trainer.publish.sender_group import Backend, SenderGroup, Store, op
 log = logging.getLogger(__name__)
 
 MAX_TIMEOUTS = 3.0
-"""Limit of a publish with all its attempts, in multiples of the timeout."""
+"""Limit of a publish with all its attempts, in multiples of the timeout; for files, of one call of the volume."""
+WRITE_TIMEOUTS = 8.0
+"""Limit of a write to files with all its attempts, which may read the weights for as long as it makes progress."""
 
 
 @dataclass(frozen=True)

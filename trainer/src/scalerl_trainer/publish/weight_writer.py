@@ -4,8 +4,8 @@ Each version is a delta from the one before. A base is written beside it (:data:
 it are deleted. So the files take at most three times the bytes of a version, while a base is written, and a generator that was sent no
 version for a while reads the deltas that it lacks, or the base.
 
-What touches the volume has a limit, since a volume that hangs must not stop the trainer for ever: the call is abandoned, no request
-names its file, and the next write begins with a base.
+What touches the volume has a limit, since a volume that hangs must not stop the trainer for ever: the call is abandoned, and no request
+names its file, which a later write deletes. After a delta that failed, the next write begins with a base; a base that failed beside a delta is put off.
 
 The writer keeps a copy of the last version in host memory. An attempt of the trainer has a folder of its own, with the name of its
 :mod:`~scalerl_trainer.fence`; it deletes those of earlier ones.
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 BASE_EVERY = 32
 """Deltas from one base to the next. A generator that joins reads the base and these, so they are fewer if they have half its bytes."""
+SYNC_BYTES = 256 << 20
+"""Bytes between two syncs of a file, of whose time each has its own limit: the last one of a large file alone might take minutes."""
 _LEVEL = 1
 """Of zlib: higher ones take longer, and gaps have hardly anything to compress."""
 
@@ -103,6 +105,8 @@ class WeightWriter:
         """Those that can be read (:class:`scalerl_api.wire.WeightFiles`); empty after a failed write, whose successor is a base."""
         self._base_bytes = self._delta_bytes = 0
         """Of the base, and of the deltas since."""
+        self._base_due = (0, 0.0)
+        """Number of deltas since the base, and of their bytes, after which another base is written."""
         self._last_bytes = 0
         self._refused = False
         self._volume = LimitedCalls(math.inf)
@@ -116,20 +120,22 @@ class WeightWriter:
         version: int,
         manifest: list[wire.TensorSpec],
         stream: Callable[[], NamedTensors],
-        limit_seconds: float = math.inf,
+        call_seconds: float = math.inf,
+        total_seconds: float = math.inf,
     ) -> Written:
         """Write a version, unless it was the last one written and is not refused. The stream is read to its end.
 
         Args:
-            limit_seconds: of the calls of the volume, without the time that the weights take.
+            call_seconds: limit of one call of the volume, such as the write of a bucket.
+            total_seconds: limit of all of them, without the time that the weights take.
 
         Raises:
-            TimeoutError: the limit has passed.
+            TimeoutError: a limit has passed.
             OSError: the folder cannot be written. What is there stays, and the next write begins with a base.
             SourceError: the stream differs from the manifest.
         """
         if self._refused or not self._versions or self._versions[-1] != version:
-            self._volume = LimitedCalls(limit_seconds)
+            self._volume = LimitedCalls(call_seconds, total_seconds)
             self._volume(self._start)
             tensors = stream()
             try:
@@ -157,8 +163,8 @@ class WeightWriter:
     def _write(self, version: int, manifest: list[wire.TensorSpec], tensors: NamedTensors) -> int:
         layout = layout_digest(manifest, self._bucket_bytes)
         earlier, self._versions = self._versions, []
-        if not earlier:  # after a failed write, no request names what is there
-            self._keep_only(set())
+        # After a failed write no request names what is there. A call that was abandoned may have left a file since.
+        self._keep_only({base_name(self._base), *map(delta_name, earlier[1:])} if earlier else set())
         if self._refused or not earlier or layout != self._layout or not self._last_u8:
             self._layout, self._buckets = layout, lay_out(manifest, self._bucket_bytes)
             self._last_u8 = []
@@ -170,16 +176,19 @@ class WeightWriter:
         versions = [*earlier, version]
         since = versions[versions.index(self._base) :]
         self._versions = versions
-        if len(since) > BASE_EVERY or 2 * self._delta_bytes > self._base_bytes:
+        deltas, (due_deltas, due_bytes) = len(since) - 1, self._base_due
+        if deltas >= due_deltas or self._delta_bytes > due_bytes:
             try:
                 self._write_base(version, since, ((last, True) for last in self._last_u8))
             except OSError as error:
+                self._base_due = deltas + BASE_EVERY, self._delta_bytes + self._base_bytes
                 log.warning("no base of version %d, whose delta is written, deltas go on: %s", version, error)
         return size
 
     def _write_base(self, version: int, versions: list[int], buckets: _Buckets) -> int:
         size = self._write_file(base_name(version), version, None, buckets)
         self._base, self._base_bytes, self._delta_bytes = version, size, 0
+        self._base_due = BASE_EVERY, size / 2
         self._refused = False
         self._versions = versions
         self._keep_only({base_name(version), *map(delta_name, versions[1:])})
@@ -221,11 +230,16 @@ class WeightWriter:
         staged = self.folder / f".{name}"
         sizes: list[int] = []
         whole: list[bool] = []
+        unsynced = 0
         file = self._volume(partial(_create, staged))
         try:
             for bucket, is_whole in buckets:
                 content = bucket if isinstance(bucket, bytes) else bucket.numpy().data
                 self._volume(partial(file.write, content))
+                unsynced += len(content)
+                if unsynced >= SYNC_BYTES:
+                    self._volume(partial(_sync, file))
+                    unsynced = 0
                 sizes.append(len(content))
                 whole.append(is_whole)
             end = encode_end(Header(self.folder.name, version, previous, self._layout, sizes, whole))
@@ -241,11 +255,15 @@ def _create(path: Path) -> BufferedWriter:
     return path.open("wb")
 
 
+def _sync(file: BufferedWriter) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def _complete(file: BufferedWriter, end: bytes, path: Path) -> int:
     with file:
         file.write(end)
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
         size = file.tell()
     Path(file.name).rename(path)
     return size
