@@ -328,6 +328,14 @@ def test_proximal_policy_is_kept_where_updates_share_sampled_weights(recipe: Any
     assert RecipeSpec.model_validate(recipe).proximal_updates == updates
 
 
+@pytest.mark.parametrize(("generators", "warned"), [(1, []), (2, ["spec.evaluation.generators"])])
+def test_warning_if_all_generators_evaluate(generators: int, warned: list[str]) -> None:
+    """An autoscaler or an HPA may lower the replicas to that at any time, so it is no error."""
+    sections = {"evaluation": {"generators": generators}, "generator": {"replicas": 2}}
+    run = parse_run(yaml.safe_dump({**RUN, "spec": {**RUN["spec"], **sections}}), "run.yaml")
+    assert [one.where for one in warnings_of(run.spec) if "during an evaluation" in str(one)] == warned
+
+
 def test_warnings_about_the_size_of_evaluations() -> None:
     """A set of all of a file is not counted; held-out prompts that no set evaluates are named."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from coordinator_client import make_group
 from coordinator_world import World, make_settings, ready, train
 
@@ -73,6 +74,26 @@ def test_final_evaluation_timeout_restarts_with_new_trainer(world):
     world.hello("t2", 1)
     world.pass_time(2)
     assert world.next("t2") is None
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_run_whose_last_version_reaches_no_generator_finishes(world, caplog, read):
+    """As when the volume is full, or its only generator cannot read it."""
+    train(world, publish=False)
+    world.core.stop("enough", world.now)
+    problem = "a file is damaged" if read else "version 1 cannot be written"
+    for _ in range(40):
+        action = world.next("t")
+        if action is not None and action.action is NextAction.FINISH:
+            break
+        if action is not None:
+            members = [m.member_id for m in world.begin_publish("t").members]
+            assert members
+            world.commit_publish("t", [], problem=problem, kept=members if read else [])
+        world.pass_time(1, {world.member: 0})
+    assert (action.action, action.reason) == (NextAction.FINISH, "enough")
+    assert 8 <= world.now <= 20
+    assert f"the last publish failed: {problem}" in caplog.text
 
 
 def test_interrupt_skips_evaluation(world):

@@ -151,20 +151,86 @@ def test_generator_with_a_prompt_keeps_the_version_though_another_one_has_its_pl
     assert train_and_publish(world, c, 2) == [a, c]
 
 
-def test_prompt_that_fails_with_the_only_kept_generator_is_tried_again_and_given_up() -> None:
-    """The others are healthy and will never be given it."""
+def fail(world: World, member: str, leases: list[Lease]) -> None:
+    ids = [lease.lease_id for lease in leases]
+    request = wire.Release(member_id=member, lease_ids=ids, reason="no", cause=ReleaseCause.FAILED)
+    world.rollouts.release(request, world.now)
+
+
+def test_generator_with_the_version_serves_what_the_kept_one_fails() -> None:
+    """The first by name fails all prompts; the other one holds the version, and keeps it once it has one of them."""
+    world, members = kept_world()
+    a, b = members["a"], members["b"]
+    leases = held_out(world.lease(a, 2, 2))
+    assert held_out(world.lease(b, 2, 1)) == [], "it is not kept"
+    fail(world, a, leases)
+    assert held_out(world.lease(a, 2, 2)) == []
+    again = held_out(world.lease(b, 2, 2))
+    assert [lease.slot for lease in again] == [lease.slot for lease in leases]
+    for lease in again:
+        world.push(b, make_group(lease, version=2))
+    point = world.state.points[-1]
+    assert (point.version, point.mixed_versions, point.given_up_prompts) == (2, False, 0)
+
+
+@pytest.mark.parametrize("bad_prompt", [False, True])
+def test_prompt_that_fails_with_the_only_generator_of_its_version_is_left_to_newer_weights(
+    bad_prompt: bool,
+) -> None:
+    """It is given up only if those fail with it, too."""
     world, members = kept_world()
     a, b = members["a"], members["b"]
     assert train_and_publish(world, b, 2) == [b]
+    world.beat(b, 3)
     for _ in range(MAX_FAILURES):
-        world.beat(b, 3)
-        world.pass_time(40, {a: 2, b: 3})
+        assert not world.state.evaluations[2, 0].released
+        assert held_out(world.lease(b, 3, 2)) == []
+        world.pass_time(9, {a: 2, b: 3})
         (lease,) = (one for one in held_out(world.lease(a, 2, 2)) if one.slot == 0)
-        request = wire.Release(
-            member_id=a, lease_ids=[lease.lease_id], reason="no", cause=ReleaseCause.FAILED
-        )
-        world.rollouts.release(request, world.now)
-    assert world.state.evaluations[2, 0].results[0].given_up
+        fail(world, a, [lease])
+    assert world.state.evaluations[2, 0].released
+    world.pass_time(9, {a: 2, b: 3})
+    assert held_out(world.lease(a, 2, 2)) == []
+    (lease,) = held_out(world.lease(b, 3, 1))
+    assert lease.slot == 0
+    if bad_prompt:
+        fail(world, b, [lease])
+        assert world.state.evaluations[2, 0].results[0].given_up
+    else:
+        world.push(b, make_group(lease, version=3))
+        assert not world.state.evaluations[2, 0].results[0].given_up
+
+
+def test_evaluation_is_not_released_while_publishes_go_to_others() -> None:
+    """Publishes wait for nothing: neither while the others can be sent a version, nor while they sample with it."""
+    world, members = kept_world(lease_seconds=1000.0)
+    a, b = members["a"], members["b"]
+    held = held_out(world.lease(a, 2, 2))
+    for version in (2, 3):
+        assert train_and_publish(world, b, version) == [b]
+        for _ in range(70):
+            assert world.next("t") is None
+            world.pass_time(1, {a: 2, b: version + 1})
+        assert not world.state.evaluations[2, 0].released
+    for lease in held:
+        world.push(a, make_group(lease, version=2))
+    assert (world.state.points[-1].version, world.state.points[-1].mixed_versions) == (2, False)
+
+
+def test_hold_counts_from_when_the_others_are_gone() -> None:
+    world, members = kept_world()
+    a, b = members["a"], members["b"]
+    world.lease(a, 2, 2)
+    assert train_and_publish(world, b, 2) == [b]
+    world.beat(b, 3)
+    world.next("t")
+    world.pass_time(70, {a: 2, b: 3})
+    seconds = 0
+    while not world.state.evaluations[2, 0].released and seconds < 80:
+        assert world.next("t") is None
+        world.pass_time(1, {a: 2})
+        seconds += 1
+    assert 60 <= seconds <= 75, "hold_seconds after b counts as lost"
 
 
 def test_all_generators_evaluate_the_last_version() -> None:

@@ -129,6 +129,22 @@ def test_a_member_that_cannot_read_a_version_keeps_its_leases(world):
     assert world.state.published == 1
 
 
+def test_a_due_version_waits_for_the_back_off_of_the_generator_that_could_not_read_it(world):
+    """Otherwise it would be published to none, and its point begun with no generator that has it."""
+    train(world)
+    train(world, publish=False)
+    world.serve(world.member, 1)
+    assert world.state.closed(2)
+    world.begin_publish("t")
+    world.commit_publish("t", [], problem="a file is damaged", kept=[world.member])
+    assert world.next("t") is None
+    assert world.state.published == 1
+    world.pass_time(6, {world.member: 1})
+    assert world.next("t").action is NextAction.PUBLISH
+    assert world.publish("t") == [world.member]
+    assert (2, 0) in world.state.evaluations
+
+
 def test_refused_version_is_not_committed_and_gets_no_lease(world):
     train(world, publish=False)
     published = world.state.published

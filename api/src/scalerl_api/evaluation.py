@@ -45,8 +45,8 @@ class EvaluationSpec(Model):
     temperature: NonNegativeDecimal = "1"
     """Sampling temperature of evaluations; 0 is greedy."""
     hold_seconds: Annotated[int, Field(ge=1, le=86400)] = 900
-    """Maximum time that a publish waits for an evaluation of an earlier version; afterwards the point is marked
-    as mixed. The trainer meanwhile trains the steps that are complete, up to the next version to evaluate."""
+    """Maximum time that publishes wait for an evaluation of an earlier version; afterwards the point is marked
+    as mixed. One that goes to other generators does not wait. The trainer meanwhile trains the steps that are complete, up to the next version to evaluate."""
     generators: Annotated[int, Field(ge=1, le=1023)] | None = None
     """Generators that keep the version under evaluation until its point is complete, while the others get newer ones; without it,
     all keep it. They train otherwise."""

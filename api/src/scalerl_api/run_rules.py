@@ -239,15 +239,6 @@ RUN_RULES: Final = (
         ),
     ),
     Rule(
-        "!has(self.evaluation.generators) || self.evaluation.generators < self.generator.replicas",
-        "%(evaluation.generators)s must be less than %(generator.replicas)s: the others get newer weights meanwhile. Lower it, raise "
-        "replicas, or leave it out",
-        "evaluation.generators",
-        lambda spec: (
-            spec.evaluation.generators is None or spec.evaluation.generators < spec.generator.replicas
-        ),
-    ),
-    Rule(
         "!has(self.evaluation.sets) || self.evaluation.sets.all(s, !has(s.heldOutOf) || "
         "(has(self.task.mix) && self.task.mix.exists(t, t.name == s.heldOutOf)))",
         "heldOutOf of each of evaluation.sets must be the name of a task of task.mix",

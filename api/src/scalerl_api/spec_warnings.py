@@ -224,6 +224,14 @@ def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:
             f"no set of evaluation.sets evaluates its {held_out[MAIN_TASK]} prompts, which are not trained on",
             "add a set without task, or lower size",
         )
+    kept, replicas = spec.evaluation.generators, spec.generator.replicas
+    if kept is not None and kept >= replicas:
+        yield SpecProblem(
+            "spec.evaluation.generators",
+            f"{kept} is not less than generator.replicas ({replicas}): no other generator gets newer weights during an evaluation, as "
+            "without this field",
+            "lower it, or raise replicas",
+        )
     for at, one in enumerate(spec.evaluation_sets):
         prompts = held_out[one.held_out_of or MAIN_TASK] if one.task is None else one.task.size
         if prompts is None:

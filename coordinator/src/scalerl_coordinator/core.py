@@ -20,6 +20,7 @@ from fractions import Fraction
 from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
 from scalerl_api.wire import INTERRUPTED, CheckpointFailed, EvaluationPoint, PromptRef, Split, Uploads
 from scalerl_coordinator import journal_records as r
+from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.leases import (
     MAX_FAILURES,
     MAX_FINAL_ATTEMPTS,
@@ -28,7 +29,7 @@ from scalerl_coordinator.leases import (
     SlotKey,
     slot_key,
 )
-from scalerl_coordinator.membership import Member, Membership
+from scalerl_coordinator.membership import Member, Membership, name_of
 from scalerl_coordinator.samplers import TaskSamplers
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState, OpenLease
@@ -227,7 +228,8 @@ class Core:
         """Count a failed attempt for a lease that was closed without a group.
 
         The slot is given up once two proven members (those that served other slots) failed with it, or after
-        ``MAX_FAILURES`` failures if no other member should try it.
+        ``MAX_FAILURES`` failures if no other member should try it. If those that hold the version under evaluation are exhausted, and
+        others have newer weights, the evaluation is released to them instead.
 
         Args:
             failed: the holder is healthy and still could not serve the slot.
@@ -239,9 +241,13 @@ class Core:
         retries = self.book.add_retry(key, reason, now, failed_by=failed_by, proven=proven)
         failures = retries.proven_failures if proven else retries.failures
         exhausted = failures >= MAX_FAILURES and not (
-            member is not None and self.others_should_try(key, member)
+            member is not None and self.others_should_try(key, member, lease.policy_version)
         )
-        if len(retries.proven) > 1 or exhausted:
+        if exhausted and len(retries.proven) <= 1 and self._only_newer_weights_are_left(key, lease):
+            text = "%s failed %d times with the generators that have version %d, last: %s; newer weights will complete the evaluation"
+            log.error(text, self.describe(key), retries.failures, lease.policy_version, reason)
+            self.commit(r.EvaluationReleased(lease.policy_version, lease.prompt.task))
+        elif len(retries.proven) > 1 or exhausted:
             self.give_up(
                 lease, r.GiveUpReason.FAILED, f"failed {retries.failures} times, last: {reason}", now
             )
@@ -329,33 +335,65 @@ class Core:
             )
             self.meter = _Meter(now)
 
-    def may_issue(self, key: SlotKey, member: Member, now: float) -> bool:
-        """Whether ``key`` may be issued to ``member`` now. A slot that failed with a member goes to other members first."""
-        return not self.book.waits(key, now) and not self.others_should_try(key, member)
+    def may_issue(self, key: SlotKey, member: Member, now: float, version: int = -1) -> bool:
+        """Whether ``key``, of the evaluation of ``version`` or of training, may be issued to ``member`` now. A slot that failed with a
+        member goes to other members first."""
+        return not self.book.waits(key, now) and not self.others_should_try(key, member, version)
 
-    def others_should_try(self, key: SlotKey, member: Member) -> bool:
+    def others_should_try(self, key: SlotKey, member: Member, version: int = -1) -> bool:
         """Whether the slot failed with ``member`` and another healthy member is the better next choice.
 
         That is a member with weights at least as new that has not failed with the slot, or that is proven while ``member``
-        is not.
+        is not. ``version``: the version under evaluation, of a prompt of an evaluation.
         """
         retries = self.book.retries.get(key)
         if retries is None or member.name not in retries.failed_by:
             return False
-        return any(
-            other.healthy
+        evaluation = self.state.evaluations.get((version, key[0])) if key[1] is Split.HELD_OUT else None
+        others = [
+            other
+            for other in self.membership.members.values()
+            if other is not member
+            and other.healthy
             and other.version >= member.version
             and (other.name not in retries.failed_by or (other.proven and not member.proven))
-            for other in self.membership.members.values()
-            if other is not member and self._may_try_instead(other, member, key)
+        ]
+        if not others or evaluation is None or self.newer_may_complete(evaluation):
+            return bool(others)
+        chosen = self.evaluators(version)
+        return any(m.version == version and self.may_evaluate(key, m, chosen) for m in others)
+
+    def _only_newer_weights_are_left(self, key: SlotKey, lease: OpenLease) -> bool:
+        """Whether the prompt of a closed lease waits for its version, and members that have not failed with it have newer ones."""
+        evaluation = self.state.evaluations.get((lease.policy_version, key[0]))
+        if lease.split is Split.TRAIN or self.settings.evaluation_generators is None:
+            return False
+        failed_by = self.book.retries[key].failed_by
+        return (
+            evaluation is not None
+            and not self.newer_may_complete(evaluation)
+            and any(
+                m.healthy and m.version > lease.policy_version and m.name not in failed_by
+                for m in self.membership.members.values()
+            )
         )
 
-    def _may_try_instead(self, other: Member, member: Member, key: SlotKey) -> bool:
-        """Whether ``other`` may serve a slot that ``member`` may serve: not a prompt of an evaluation that it does not generate."""
-        task, split, _ = key
-        if split is Split.TRAIN or not self.settings.follows(task):
+    def newer_may_complete(self, evaluation: Evaluation) -> bool:
+        """Whether members with newer weights may serve an evaluation: the forecast does not follow its set, or it is released."""
+        return evaluation.released or not self.settings.follows(evaluation.task)
+
+    def may_evaluate(self, key: SlotKey, member: Member, chosen: set[str]) -> bool:
+        """Whether a member with the version under evaluation, of which ``chosen`` are the :meth:`evaluators`, may serve a prompt: one of
+        those, or any other once the prompt failed with all of those."""
+        if member.member_id in chosen:
             return True
-        return other.version == member.version and other.member_id in self.evaluators(member.version)
+        retries = self.book.retries.get(key)
+        return (
+            retries is not None
+            and member.healthy
+            and bool(chosen)
+            and retries.failed_by.issuperset(map(name_of, chosen))
+        )
 
     def evaluators(self, version: int) -> set[str]:
         """Ids of the members that generate an evaluation of ``version`` on a set that the forecast follows: ``evaluation.generators`` of

@@ -84,7 +84,10 @@ class EvaluationSchedule:
         timeout = core.membership.timeout_seconds if core.state.stop_reason else core.settings.hold_seconds
         if now - self.stalled_since < timeout:
             return False
-        log.error("skipped the final evaluation (version %d): no generator holds that version", version)
+        problem = f"; the last publish failed: {core.publish_problem}" if core.publish_problem else ""
+        log.error(
+            "skipped the final evaluation (version %d): no generator holds that version%s", version, problem
+        )
         return True
 
     def out_of_attempts(self, version: int) -> bool:

@@ -224,27 +224,26 @@ class GeneratorRequests:
         ``followed``: of the sets that the forecast follows, whose evaluations hold a publish; otherwise of the other sets.
         """
         issues: list[tuple[PromptRef, int, int]] = []
-        state = self._core.state
+        core, state = self._core, self._core.state
 
         def priority(entry: tuple[tuple[int, int], Evaluation]) -> tuple[bool, int, tuple[int, int]]:
             # At the end of the run, evaluations of the last version come first: the run waits for them alone. Then the one
             # with the fewest prompts left, so that a large set does not delay a small one.
             key, evaluation = entry
-            return bool(self._core.end_reason) and key[0] != state.version, len(evaluation.todo), key
+            return bool(core.end_reason) and key[0] != state.version, len(evaluation.todo), key
 
         for (version, task), evaluation in sorted(state.evaluations.items(), key=priority):
-            if self._core.settings.follows(task) is not followed:
+            if core.settings.follows(task) is not followed:
                 continue
-            newer_weights_allowed = evaluation.released or not followed
-            if newer_weights_allowed:
-                serves = member.version >= version
-            else:
-                serves = member.version == version and member.member_id in self._core.evaluators(version)
-            if serves:
+            # Those that the forecast follows are of one version, unless they are released.
+            chosen = None if core.newer_may_complete(evaluation) else core.evaluators(version)
+            if member.version == version or (chosen is None and member.version > version):
+                keys = ((task, Split.HELD_OUT, p) for p in evaluation.todo)
                 ready = (
-                    p
-                    for p in evaluation.todo
-                    if self._core.may_issue((evaluation.task, Split.HELD_OUT, p), member, now)
+                    key[2]
+                    for key in keys
+                    if chosen is None or core.may_evaluate(key, member, chosen)
+                    if core.may_issue(key, member, now, version)
                 )
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(PromptRef(task, evaluation.split, at), at, version) for at in positions]

@@ -16,12 +16,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Hold:
-    """An evaluation that a publish waits for."""
+    """An evaluation that a publish leaves generators to, or waits for."""
 
-    since: float
-    """When the publish began to wait."""
     last_measurable: float
     """When a healthy member last held the evaluated version."""
+    since: float | None = None
+    """Since when the publish has waited; None while it can go to other members."""
+    waited_before: float = 0.0
+    """Seconds for which publishes waited before that."""
+
+    def count(self, now: float, *, waits: bool) -> None:
+        """Start or pause the count of the seconds waited."""
+        if not waits:
+            self.waited_before, self.since = self.waited(now), None
+        elif self.since is None:
+            self.since = now
+
+    def waited(self, now: float) -> float:
+        """Seconds for which publishes have waited so far."""
+        return self.waited_before + (0.0 if self.since is None else now - self.since)
 
 
 @dataclass(slots=True)
@@ -55,12 +68,23 @@ class PublishPermits:
     def to_update(self, version: int, now: float) -> list[Member]:
         """The outdated members that may get ``version`` now: not those that keep a version which an evaluation holds, and none at
         all while it holds one that no member has."""
-        held = self.held(version, now)
+        return self._to_update(self.held(version, now), now)
+
+    def _to_update(self, held: set[int], now: float) -> list[Member]:
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
         if not held <= present:
             return []
         kept = self._keepers(held)
         return [m for m in self._outdated(now) if m.member_id not in kept]
+
+    def in_backoff(self, version: int, now: float) -> bool:
+        """Whether members have older weights than ``version`` and failed to get it: they will be sent it again after their back-off."""
+        members = self.core.membership
+        ready = members.publishable(now)
+        return any(
+            m.healthy and m.version_reported and m.version != version and m not in ready
+            for m in members.members.values()
+        )
 
     def held(self, version: int, now: float) -> set[int]:
         """Versions whose evaluation holds a publish of ``version`` now."""
@@ -68,10 +92,23 @@ class PublishPermits:
         kept = self._keepers(evaluated)
         overwritten = {m.version for m in self._outdated(now) if m.member_id in kept}
         blocking = self._evaluations_in_the_way(version, overwritten)
-        self._holds = {v: self._holds.get(v, _Hold(now, now)) for v in blocking}
+        self._holds = {v: self._holds.get(v, _Hold(now)) for v in blocking}
+        waits = self._waits(version, blocking, now)
+        for hold in self._holds.values():
+            hold.count(now, waits=waits)
         self._release_holds(now)
         evaluations = self.core.state.evaluations.values()
         return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
+
+    def _waits(self, version: int, blocking: set[int], now: float) -> bool:
+        """Whether the run waits for evaluations of ``blocking`` before ``version`` gets to a generator. It does not while other members
+        can be sent it, or have it and sample the next steps with it. A run that has ended waits in any case."""
+        core = self.core
+        if core.end_reason:
+            return True
+        held = any(m.healthy and m.version == version for m in core.membership.members.values())
+        unserved = version > core.state.published or not held
+        return unserved and not self._to_update(blocking, now)
 
     def _keepers(self, versions: set[int]) -> set[str]:
         """Ids of the members that keep one of ``versions``, which are evaluated: those that generate the evaluation, and those that
@@ -114,7 +151,7 @@ class PublishPermits:
             hold = self._holds[version]
             if any(m.healthy and m.version == version for m in core.membership.members.values()):
                 hold.last_measurable = now
-            waited, unserved = now - hold.since, now - hold.last_measurable
+            waited, unserved = hold.waited(now), now - hold.last_measurable
             if waited >= core.settings.hold_seconds or unserved >= core.membership.timeout_seconds:
                 for evaluation in evaluations:
                     log.warning(

@@ -177,8 +177,10 @@ class TrainerRequests:
         publish = wire.Next(action=NextAction.PUBLISH, step=version)
         if version > max(state.published, self._permitted) and self.permits.publishes(version):
             due = closed and any(self.evaluations.due(version, t) for t in core.settings.identity.set_tasks)
-            if self.permits.to_update(version, now) or (due and not self.permits.held(version, now)):
+            if self.permits.to_update(version, now):
                 return publish
+            if due and not self.permits.held(version, now) and not self.permits.in_backoff(version, now):
+                return publish  # to none: no generator is there
             return None if due else train
         if train is not None and version >= state.published:
             return train
@@ -194,6 +196,10 @@ class TrainerRequests:
         held, to_update = self.permits.held(version, now), self.permits.to_update(version, now)
         unpublished = state.published != version
         if (unpublished and not held) or (to_update and not self.evaluations.has_points(version)):
+            if core.publish_problem and self.evaluations.final_stalled(version, now):
+                return self._finish(now)
+            if not to_update and self.permits.in_backoff(version, now):
+                return None
             return wire.Next(action=NextAction.PUBLISH, step=version, reason=core.end_reason)
         if unpublished:
             return None
