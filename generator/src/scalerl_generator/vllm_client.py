@@ -402,6 +402,8 @@ class VllmClient:
             await self._call("POST", "/finish_weight_update", finish, _CONTROL_SECONDS)
         except ServerRefused as error:
             report = await self.publish_report()
+            if adapters is not None and report.active:  # they arrived, and vLLM refused them
+                await self._abandon(receive)
             raise UpdateFailed(error.message, partial=report.state == "partial") from error
         if report.error:
             raise UpdateFailed(report.error, partial=report.state == "partial")
