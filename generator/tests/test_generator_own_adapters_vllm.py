@@ -112,8 +112,7 @@ async def test_refused_adapters_leave_the_version_before(server: Server) -> None
         message = msgspec.structs.replace(receive(good, 4, 23), adapter_scale=SCALE)
         with pytest.raises(UpdateFailed, match="checksum mismatch"):
             await client.receive(message)
-        with pytest.raises(RuntimeError):
-            await damaged
+        await damaged
         await serves_good(client)
         sender = await connect(client, 5)
         await publish_adapters(client, sender, good, 24)
