@@ -13,7 +13,7 @@ from test_generator_adapters_vllm import PROBE, SCALE, adapters, merged, publish
 from vllm_with_updates import TOKEN, Server, TensorSource, connect, receive, score, start_server
 
 from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled, UpdateFailed
 
 PROMPT = [5, 6, 7]
@@ -76,9 +76,10 @@ async def test_completions_finish_on_their_own_version(server: Server) -> None:
             await publish_adapters(client, sender, adapters(server.model, version, torch.float32), version)
         assert client._adapters is not None
         assert [one.version for one in client._adapters._held] == [5, 6]
-        found = await client.prompt_logprobs(PROBE)
         policy = merged(server.model, adapters(server.model, 6, torch.float32), torch.float32)
-        assert np.abs(found - score(policy, PROBE)).max() <= TOLERANCE
+        probes = [PROBE[i:] for i in range(8)]
+        for probe, found in zip(probes, await gather_all(map(client.prompt_logprobs, probes)), strict=True):
+            assert np.abs(found - score(policy, probe)).max() <= TOLERANCE
 
 
 @pytest.mark.vllm
@@ -111,8 +112,7 @@ async def test_refused_adapters_leave_the_version_before(server: Server) -> None
         message = msgspec.structs.replace(receive(good, 4, 23), adapter_scale=SCALE)
         with pytest.raises(UpdateFailed, match="checksum mismatch"):
             await client.receive(message)
-        with pytest.raises(RuntimeError):
-            await damaged
+        await damaged
         await serves_good(client)
         sender = await connect(client, 5)
         await publish_adapters(client, sender, good, 24)

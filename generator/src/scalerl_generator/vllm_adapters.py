@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -31,6 +31,7 @@ class PublishedAdapters:
         self._held: dict[str, tuple[dict[str, torch.Tensor], float]] = {}
         """For each name, A and B on the host by peft's names, and the scale of their product."""
         LRUCacheWorkerLoRAManager._load_adapter = self._load
+        LogitsProcessorWithLoRA._get_logits = _base_logits
 
     def add(
         self, name: str, adapters: Mapping[str, torch.Tensor], scale: float, needed: Iterable[str]
@@ -87,6 +88,14 @@ class PublishedAdapters:
                     f"vLLM's {type(self._model).__name__} has no layer {name} that can have an adapter: name others in "
                     "trainer.lora.targetModules, or set trainer.lora.inFlight: Continue"
                 )
+
+
+def _base_logits(processor: Any, hidden: torch.Tensor, head: Any, *arguments: Any) -> Any:
+    """``_get_logits`` without adapters, which heads never have here.
+
+    vLLM's has one index for each request, and fails for log-probabilities of the prompts of several (0.32).
+    """
+    return processor.base_layer._get_logits(hidden, getattr(head, "base_layer", head), *arguments)
 
 
 def _peft_name(key: str) -> str:
