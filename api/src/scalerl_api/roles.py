@@ -50,7 +50,7 @@ class GeneratorSpec(Model):
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads on CPU, of each worker; default: chosen by vLLM."""
     cpu_workers: Annotated[int, Field(ge=1, le=8)] | None = None
-    """CPU only: processes of a server (tensor parallelism), such as one for each NUMA node; default: 1."""
+    """CPU only: processes of a server (tensor parallelism); default: 1."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
     """Maximum number of completions that one server samples concurrently."""
     adaptive_concurrency: bool = False
