@@ -168,8 +168,8 @@ ModuleName = Annotated[
 ]
 
 
-MAX_OWN_RANK: Final = 512
-"""The largest rank of vLLM's own LoRA."""
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those of vLLM's ``--max-lora-rank``: its memory for adapters is of the next one."""
 
 
 class LoraSpec(Model):
@@ -196,7 +196,7 @@ class LoraSpec(Model):
             "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
             "inFlight",
             lambda lora: (
-                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= MAX_OWN_RANK)
+                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= LORA_RANKS[-1])
             ),
         ),
     )
