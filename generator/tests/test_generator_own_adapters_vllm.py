@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import msgspec
@@ -76,6 +77,8 @@ async def test_completions_finish_on_their_own_version(server: Server) -> None:
             await publish_adapters(client, sender, adapters(server.model, version, torch.float32), version)
         assert client._adapters is not None
         assert [one.version for one in client._adapters._held] == [5, 6]
+        listed = json.loads(await client._call("GET", "/v1/models", None, 30.0))["data"]
+        assert {one["id"] for one in listed[1:]} == {one.name for one in client._adapters._held}
         policy = merged(server.model, adapters(server.model, 6, torch.float32), torch.float32)
         probes = [PROBE[i:] for i in range(8)]
         for probe, found in zip(probes, await gather_all(map(client.prompt_logprobs, probes)), strict=True):
