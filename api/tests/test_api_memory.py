@@ -93,6 +93,19 @@ def test_host_memory_on_accelerators() -> None:
     assert server_memory(SIZE, run) == 2 * SIZE.parameters // 4
 
 
+@pytest.mark.parametrize(("rank", "slots_rank"), [(1, 1), (2, 8), (64, 64), (257, 320)])
+def test_servers_with_versions_of_adapters(rank: int, slots_rank: int) -> None:
+    lora = {"rank": rank, "publish": "Adapter", "inFlight": "FinishOnOwn"}
+    recipe = {"maxCompletionTokens": 16, "offPolicy": {"pipeline": {"maxStalenessSteps": 3}}}
+    generator = {"devices": 4}
+    run = spec(trainer={"devices": 1, "lora": lora}, generator=generator, recipe=recipe)
+    layer = 4 * (8 + 8) + 3 * (8 + 16)
+    assert server_memory(SIZE, run) == 2 * (SIZE.parameters + 5 * 2 * slots_rank * layer) // 4
+    lora |= {"inFlight": "Continue"}
+    run = spec(trainer={"devices": 1, "lora": lora}, generator=generator, recipe=recipe)
+    assert server_memory(SIZE, run) == 2 * SIZE.parameters // 4
+
+
 @pytest.mark.parametrize(("dtype", "bytes_a_weight"), [("bfloat16", 14), ("float32", 16)])
 def test_checkpoints_have_the_proximal_policy(dtype: str, bytes_a_weight: int) -> None:
     """Two updates share sampled weights."""

@@ -21,6 +21,7 @@ def test_adapters_stay_while_requests_use_them(data: st.DataObject) -> None:
         in_use = {name for _, name in open_requests}
         needed = versions.needed()
         assert len(set(needed)) == len(needed)
+        assert sorted(needed + versions.dropped) == sorted(names)
         for name in names:
             idle_updates[name] = 0 if name in in_use else idle_updates[name] + 1
             if name == names[-1] or idle_updates[name] <= 1:

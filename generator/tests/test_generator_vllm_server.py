@@ -117,6 +117,16 @@ def test_vllm_arguments_hold_versions_of_adapters(rank: int, slots_rank: str, tm
     assert "--enable-lora" not in vllm_arguments(OPTIONS, True)
 
 
+def test_vllm_arguments_have_the_targets_of_adapters() -> None:
+    given = ["--model", "/m", "--port", "1", "--lora-versions", "3", "--lora-targets"]
+    argv = vllm_arguments(
+        parse([*given, "self_attn.q_proj,mlp.up_proj,o_proj", "--", "--watermark=0.1"]), False
+    )
+    at = argv.index("--lora-target-modules")
+    assert argv[at + 1 :] == ["o_proj", "q_proj", "up_proj", "--watermark=0.1"]
+    assert "--lora-target-modules" not in vllm_arguments(parse(given[:-1]), False)
+
+
 def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     torch_dir = tmp_path / "torch"
     (torch_dir / "lib").mkdir(parents=True)

@@ -37,7 +37,7 @@ JOIN_SECONDS = 120.0
 """Limit for both sides on a busy machine: a wait ends with its event."""
 
 
-def build_model(where: Path, *, tied: bool, dtype: torch.dtype) -> None:
+def build_model(where: Path, *, tied: bool, dtype: torch.dtype, vocabulary_size: int = 64) -> None:
     vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(97 + i % 26) + str(i): i + 2 for i in range(62)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(
@@ -45,7 +45,7 @@ def build_model(where: Path, *, tied: bool, dtype: torch.dtype) -> None:
     )
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=vocabulary_size,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, Self
 
 from scalerl_api.fields import quantity_bytes
+from scalerl_api.roles import LORA_RANKS
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
 
@@ -413,17 +414,26 @@ def trainer_rank_bytes(size: ModelSize, spec: RunSpec) -> int:
 
 
 def server_memory(size: ModelSize, spec: RunSpec) -> int:
-    """Minimum memory of one generator replica, in bytes per device: its shard of the weights; on a CPU also the KV cache and
-    past responses.
+    """Minimum memory of one generator replica, in bytes per device: its shard of the weights and of vLLM's versions of adapters; on a
+    CPU also the KV cache and past responses.
 
-    On an accelerator the KV cache takes the memory that the weights leave, so the weights are the minimum.
+    On an accelerator the KV cache takes the memory that these leave, so they are the minimum.
     """
     generator = spec.generator
-    weights = size.parameters * BYTES[spec.model.dtype]
+    weights = (size.parameters + _own_adapters(size, spec)) * BYTES[spec.model.dtype]
     if generator.devices:
         return math.ceil(weights / generator.devices)
     cache = quantity_bytes(generator.kv_cache) if generator.kv_cache else 0
     return weights + cache + MEMORY_BYTES_PER_TOKEN * spec.draft_memory_tokens
+
+
+def _own_adapters(size: ModelSize, spec: RunSpec) -> int:
+    """Parameters of the adapters that vLLM reserves memory for."""
+    lora = spec.trainer.lora
+    if lora is None or not spec.lora_versions:
+        return 0
+    rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
+    return spec.lora_versions * size.adapter_parameters(rank)
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:

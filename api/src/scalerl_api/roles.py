@@ -50,7 +50,7 @@ class GeneratorSpec(Model):
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads on CPU, of each worker; default: chosen by vLLM."""
     cpu_workers: Annotated[int, Field(ge=1, le=8)] | None = None
-    """CPU only: processes of a server (tensor parallelism), such as one for each NUMA node; default: 1."""
+    """CPU only: processes of a server (tensor parallelism); default: 1."""
     max_concurrent_sequences: Annotated[int, Field(ge=1, le=65536)] = 256
     """Maximum number of completions that one server samples concurrently."""
     adaptive_concurrency: bool = False
@@ -168,8 +168,8 @@ ModuleName = Annotated[
 ]
 
 
-MAX_OWN_RANK: Final = 512
-"""The largest rank of vLLM's own LoRA."""
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those of vLLM's ``--max-lora-rank``: its memory for adapters is of the next one."""
 
 
 class LoraSpec(Model):
@@ -196,7 +196,7 @@ class LoraSpec(Model):
             "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
             "inFlight",
             lambda lora: (
-                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= MAX_OWN_RANK)
+                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= LORA_RANKS[-1])
             ),
         ),
     )

@@ -338,6 +338,15 @@ class RunSpec(Model):
         return generator.speculation.memory_tokens(running)
 
     @property
+    def lora_versions(self) -> int:
+        """Versions of adapters that a generator samples with at the same time; 0: it has whole weights."""
+        lora = self.trainer.lora
+        if lora is None or lora.in_flight != "FinishOnOwn":
+            return 0
+        # A completion ends before its version is more than k steps old; one version is being installed.
+        return self.recipe.max_staleness_steps + 2
+
+    @property
     def weight_backend(self) -> Literal["gloo", "nccl", "files"]:
         """Process-group backend of weight updates, from ``weightSync.backend`` and the run's devices; or files, without a group."""
         if self.weight_sync.backend == "Files":

@@ -34,6 +34,8 @@ class AdapterVersions:
 
     def __init__(self) -> None:
         self._held: list[AdapterVersion] = []
+        self.dropped: list[str] = []
+        """Names that :meth:`needed` left out, and of which the server's frontend was not informed yet."""
 
     @property
     def newest(self) -> AdapterVersion | None:
@@ -46,7 +48,9 @@ class AdapterVersions:
 
     def needed(self) -> list[str]:
         """Names of those that the server must keep during the update that begins now."""
-        self._held = [one for one in self._held if one.requests or not one.idle or one is self.newest]
+        kept = [one for one in self._held if one.requests or not one.idle or one is self.newest]
+        self.dropped += [one.name for one in self._held if one not in kept]
+        self._held = kept
         for one in self._held:
             one.idle = not one.requests
         return [one.name for one in self._held]

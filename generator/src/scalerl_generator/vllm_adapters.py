@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from vllm.lora import model_manager
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_supported_lora_modules
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 
@@ -87,6 +89,20 @@ class PublishedAdapters:
                     f"vLLM's {type(self._model).__name__} has no layer {name} that can have an adapter: name others in "
                     "trainer.lora.targetModules, or set trainer.lora.inFlight: Continue"
                 )
+
+
+def leave_out_embeddings() -> None:
+    """Have vLLM, without ``--lora-target-modules``, give no adapters to embeddings, before it loads a model.
+
+    Published adapters are of none. A slot of the output embedding's is as wide as the vocabulary, which vLLM limits then (to 258,048),
+    and it fails for log-probabilities of the prompts of several requests (0.32).
+    """
+    model_manager.get_supported_lora_modules = _linear_layers
+
+
+def _linear_layers(model: torch.nn.Module) -> list[str]:
+    embeddings = {name for one in model.modules() for name in getattr(one, "embedding_modules", None) or ()}
+    return [name for name in get_supported_lora_modules(model) if name not in embeddings]
 
 
 def _peft_name(key: str) -> str:

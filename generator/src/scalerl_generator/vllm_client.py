@@ -409,11 +409,14 @@ class VllmClient:
             await self._call("POST", "/finish_weight_update", finish, _CONTROL_SECONDS)
         except ServerRefused as error:
             report = await self.publish_report()
+            if adapters is not None and report.active:  # they arrived, and vLLM refused them
+                await self._abandon(receive)
             raise UpdateFailed(error.message, partial=report.state == "partial") from error
         if report.error:
             raise UpdateFailed(report.error, partial=report.state == "partial")
         if self._adapters is not None and adapters is not None:
             self._adapters.installed(adapters)
+            await self._unload(self._adapters)
         return await self.publish_report()
 
     async def receive(self, receive: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
@@ -443,6 +446,14 @@ class VllmClient:
             load_seconds=report.verify_seconds + report.load_seconds + report.finish_seconds,
             resume_seconds=time.perf_counter() - updated,
         )
+
+    async def _unload(self, adapters: AdapterVersions) -> None:
+        """Have the server forget names that no request will have: it would keep each until its end."""
+        while adapters.dropped:
+            with contextlib.suppress(ServerRefused):  # a server that was restarted does not know it
+                body = {"lora_name": adapters.dropped[-1]}
+                await self._call("POST", "/v1/unload_lora_adapter", body, _CONTROL_SECONDS)
+            adapters.dropped.pop()
 
     async def _abandon(self, receive: WeightReceive) -> None:
         """Abort an update that was started and will not be sent; the worker reports it as failed."""

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COMPILE_CACHE, DIR, NAME, TOKEN_FILE
 from scalerl_api.registry import Kind, PluginError, entry_point
+from scalerl_api.roles import LORA_RANKS
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
 from scalerl_generator import compile_cache, vllm_failures
 from scalerl_generator.draft_protocol import DRAFTER, MEMORY_TOKENS
@@ -50,8 +51,6 @@ OPEN_PATHS = ("/health", "/metrics")
 
 CPU_BLOCK_TOKENS, BLOCK_TOKENS = 128, 16
 """Tokens of a block of vLLM's KV cache on CPUs (of MLA models fewer) and, at least, on devices, without ``--block-size`` (vLLM 0.32)."""
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those of vLLM's ``--max-lora-rank``."""
 _PREPARED = "SCALERL_VLLM_PREPARED"
 _PLUGIN = "scalerl"
 
@@ -100,6 +99,8 @@ class ServerOptions:
     """Number of versions of published adapters (LoRA) that are sampled with concurrently; 0: updates replace the weights."""
     lora_rank: int = 1
     """Of these adapters."""
+    lora_targets: str = ""
+    """Names of the layers that have them, or ends of their names, separated by commas; empty: all linear layers but the output embedding."""
     drafter: str = ""
     """The drafter of an installed package, as the JSON of ``history.drafter``; empty: :class:`.drafter.Drafter`."""
     stats: bool = False
@@ -137,6 +138,7 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
     p.add_argument("--lora-versions", type=int, default=d.lora_versions)
     p.add_argument("--lora-rank", type=int, default=d.lora_rank)
+    p.add_argument("--lora-targets", default=d.lora_targets)
     p.add_argument("--drafter", default=d.drafter)
     p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
     p.add_argument("--log-level", default=d.log_level)
@@ -198,6 +200,10 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
     if options.lora_versions:
         rank = next(rank for rank in LORA_RANKS if rank >= options.lora_rank)
         argv += ["--enable-lora", "--max-loras", str(options.lora_versions), "--max-lora-rank", str(rank)]
+        if options.lora_targets:
+            # vLLM compares last parts of names, or whole ones, which of some models are not those in the files.
+            kinds = {target.rpartition(".")[2] for target in options.lora_targets.split(",")}
+            argv += ["--lora-target-modules", *sorted(kinds)]
     if on_cpu:
         argv.append("--enforce-eager")  # compilation needs a C++ compiler and takes minutes
         if options.tensor_parallel == 1:

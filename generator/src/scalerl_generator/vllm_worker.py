@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from scalerl_generator.vllm_drafts import HistoryProposer
 
 BACKEND = "scalerl"
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Environment variable of servers that hold several versions of adapters."""
 _POLL_SECONDS = 0.002
 _MIN_BROADCAST_SECONDS = 0.1
 
@@ -80,6 +82,10 @@ def register() -> None:
     kill_spawned_with_parent()
     vllm_failures.watch()
     mend_cpu_sampler()
+    if RUNTIME_LORA in os.environ:
+        from scalerl_generator.vllm_adapters import leave_out_embeddings
+
+        leave_out_embeddings()
     # Silence vLLM's dump of a failed step: it has the whole configuration and every token of every request.
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
     if BACKEND not in WeightTransferEngineFactory._registry:

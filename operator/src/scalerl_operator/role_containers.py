@@ -265,14 +265,10 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         if history.drafter:
             options += ["--drafter", literal(history.drafter.model_dump_json())]
     lora = spec.trainer.lora
-    if lora and lora.in_flight == "FinishOnOwn":
-        # A completion ends before its version is more than k steps old; one version is being installed.
-        options += [
-            "--lora-versions",
-            str(spec.recipe.max_staleness_steps + 2),
-            "--lora-rank",
-            str(lora.rank),
-        ]
+    if lora and spec.lora_versions:
+        options += ["--lora-versions", str(spec.lora_versions), "--lora-rank", str(lora.rank)]
+        if lora.target_modules:
+            options += ["--lora-targets", ",".join(lora.target_modules)]
     if generator.cpu_threads:
         options += ["--threads", str(generator.cpu_threads)]
     return (*options, *(("--", *map(literal, generator.extra_args)) if generator.extra_args else ()))

@@ -62,12 +62,19 @@ def test_server_is_given_options_and_memory_for_drafts() -> None:
 
 
 def test_server_holds_the_versions_that_leases_permit() -> None:
-    lora = {"rank": 64, "publish": "Adapter", "inFlight": "FinishOnOwn"}
+    lora = {
+        "rank": 64,
+        "publish": "Adapter",
+        "inFlight": "FinishOnOwn",
+        "targetModules": ["q_proj", "mlp.up_proj"],
+    }
     made = plan(
         run_spec(trainer={"lora": lora}, recipe={"offPolicy": {"pipeline": {"maxStalenessSteps": 3}}})
     )
     server, _ = made.workload(Role.GENERATOR).containers
-    assert " ".join(server.argv).endswith("--lora-versions 5 --lora-rank 64")
+    assert " ".join(server.argv).endswith(
+        "--lora-versions 5 --lora-rank 64 --lora-targets q_proj,mlp.up_proj"
+    )
     server, _ = plan(run_spec(trainer={"lora": {"publish": "Adapter"}})).workload(Role.GENERATOR).containers
     assert "--lora-versions" not in server.argv
 
