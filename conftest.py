@@ -23,6 +23,7 @@ NODE = (
     "test_cluster_images.py",
     "test_cluster_invalid.py",
     "test_cluster_trainer.py",
+    "test_environment_on_nodes.py",
     "test_runs.py",
 )
 LONG = ("test_interrupted.py",)
