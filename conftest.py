@@ -23,6 +23,7 @@ NODE = (
     "test_cluster_images.py",
     "test_cluster_invalid.py",
     "test_cluster_trainer.py",
+    "test_environment_on_nodes.py",
     "test_runs.py",
 )
 LONG = ("test_interrupted.py",)
@@ -51,9 +52,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def measured(config: pytest.Config) -> dict[str, float]:
+    """The seconds of each scope, as runs have measured them; none without pytest's cache."""
+    cache = getattr(config, "cache", None)
+    return {} if cache is None else cache.get(SECONDS, {})
+
+
 def pytest_configure_node(node: WorkerController) -> None:
     """All workers order tests by the same figures."""
-    node.workerinput["seconds"] = node.config.cache.get(SECONDS, {})
+    node.workerinput["seconds"] = measured(node.config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,8 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=order)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Keeps how long each scope took, where several workers ran."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Prints how long each scope took, where several workers ran, and keeps it if all of their tests ran and passed."""
     config = terminalreporter.config
     if config.getoption("dist") != "loadfile":
         return
@@ -80,7 +87,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in reports:
         of = scope(report.nodeid)
         took[of] = took.get(of, 0.0) + report.duration
-    config.cache.set(SECONDS, config.cache.get(SECONDS, {}) | {of: round(s, 1) for of, s in took.items()})
+    if exitstatus == pytest.ExitCode.OK and hasattr(config, "cache"):
+        config.cache.set(SECONDS, measured(config) | {of: round(s, 1) for of, s in took.items()})
     terminalreporter.section(f"longest {LISTED} files")
     for of in sorted(took, key=took.__getitem__, reverse=True)[:LISTED]:
         terminalreporter.write_line(f"{took[of]:7.1f}s {of}")

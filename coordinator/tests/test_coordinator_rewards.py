@@ -107,6 +107,16 @@ def test_returns_are_sums_of_later_rewards(
         assert found[0] == pytest.approx(reward + 1, abs=1e-9)
 
 
+def test_rounding_of_sums_is_no_variance() -> None:
+    """Each turn before the last earns .04, of two and of three: the second one's return is 1.92 in both, as a sum."""
+    spans = [MessageSpan(1, 2, 0.04), MessageSpan(3, 4, 0.04)]
+    returns = [turn_returns(1.0, spans[:turns], 1.0) for turns in (1, 2)]
+    assert returns[0][1] != returns[1][1], "the case is one"
+    assert zero_variance([1.0, 1.0], returns, "Turn")
+    assert not zero_variance([1.0, 1.0], returns, "Return")
+    assert not zero_variance([1.0, 1.0], [[2.0], [2.0 - 1e-6]], "Turn")
+
+
 @pytest.mark.parametrize(
     ("credit", "earned", "filtered", "tries"),
     [

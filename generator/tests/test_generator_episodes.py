@@ -316,12 +316,8 @@ async def test_episode_that_waits_is_no_load_of_the_server(bench: Bench, codec: 
     assert sides == {"model": streams.tokens - messages, "environment": messages}
 
 
-async def test_successes_open_the_gate(
-    bench: Bench, codec: PromptCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_successes_open_the_gate(bench: Bench, codec: PromptCodec) -> None:
     """Episodes that end with a verdict are noted one by one, also of a group whose other members wait at the gate."""
-    monkeypatch.setattr(gate, "_FIRST_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr(gate, "_MAX_DELAY_SECONDS", 0.02)
 
     class Failing(Echo):
         fails = True
@@ -334,7 +330,7 @@ async def test_successes_open_the_gate(
             return await super().steps(prompt, episodes, **given)
 
     environment = Failing()
-    made = sampler(bench, codec, environment)
+    made = sampler(bench, codec, environment, grader=EnvironmentGate(environment, "e", delays=(0.02, 0.02)))
     for count in range(gate.EPISODES // 4 - 1):
         streams = bench.streams([*PROMPT_IDS, 2 + count], 4, max_tokens=MAX_TOKENS)
         await made.sample(streams, Prompt("b", "bad", ""))

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import GraderQuantity, Matches, Model, exactly_one
 from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName
-from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, SERVER
+from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, DEFAULT_SESSIONS, SERVER
 
 
 class PythonEnvironment(Model):
@@ -76,6 +76,12 @@ class EnvironmentSpec(Model):
     def is_server(self) -> bool:
         """Whether a server makes the steps: that of ``url``, or those of ``spec.environment``."""
         return self.url is not None or self.name == SERVER
+
+    @property
+    def sessions(self) -> int:
+        """Maximum sessions of a generator at a server, or its default; one that is no number is refused elsewhere."""
+        given = (self.parameters or {}).get("sessions")
+        return given if type(given) is int and given > 0 else DEFAULT_SESSIONS
 
     @property
     def installed(self) -> EnvironmentPlugin | None:

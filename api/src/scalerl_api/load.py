@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from scalerl_api.environment import USE_VERIFIER
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import completed
-from scalerl_api.spec import KIND, ProblemSpec, RunSpec, ScaleRLRun
+from scalerl_api.spec import KIND, RunSpec, ScaleRLRun
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,7 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
 
 def data_paths(spec: RunSpec) -> dict[str, str | None]:
     """Paths of each task's data files and of its verifier's code, by path of the field; None if a task has no such file."""
-    tasks: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in spec.task.tasks}
-    tasks |= {
-        f"spec.evaluation.sets.{at}.task": s.task for at, s in enumerate(spec.evaluation.sets or ()) if s.task
-    }
+    tasks = spec.tasks_by_field
     found = {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
     for field, task in tasks.items():
         files = task.dataset.files or () if task.dataset else ()

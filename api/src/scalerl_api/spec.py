@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.dataset_source import DatasetSource
+from scalerl_api.environment import EnvironmentSpec
 from scalerl_api.evaluation import EvaluationSetSpec, EvaluationSpec
 from scalerl_api.fields import (
     LearningRateDecimal,
@@ -280,12 +281,27 @@ class RunSpec(Model):
     rules = RUN_RULES
 
     @property
+    def tasks_by_field(self) -> dict[str, ProblemSpec]:
+        """The training tasks, and the tasks of evaluation sets with their own, by path of the field."""
+        found: dict[str, ProblemSpec] = {f"spec.{one.field}": one.section for one in self.task.tasks}
+        sets = enumerate(self.evaluation.sets or ())
+        return found | {f"spec.evaluation.sets.{at}.task": s.task for at, s in sets if s.task is not None}
+
+    @property
     def tasks(self) -> list[ProblemSpec]:
-        """The training tasks, and the tasks of evaluation sets with their own."""
-        return [
-            *(one.section for one in self.task.tasks),
-            *(one.task for one in self.evaluation.sets or () if one.task is not None),
-        ]
+        """Those of :attr:`tasks_by_field`."""
+        return list(self.tasks_by_field.values())
+
+    @property
+    def server_environments(self) -> dict[str, EnvironmentSpec]:
+        """Different environments whose steps a server makes, by path of the field of the first task with each. A generator opens sessions
+        for each of them."""
+        found: dict[str, EnvironmentSpec] = {}
+        for field, task in self.tasks_by_field.items():
+            one = task.environment
+            if one is not None and one.is_server and one not in found.values():
+                found[f"{field}.environment"] = one
+        return found
 
     @property
     def uses_environment_servers(self) -> bool:

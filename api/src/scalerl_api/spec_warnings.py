@@ -16,7 +16,8 @@ from scalerl_api.load import SpecProblem, data_paths
 from scalerl_api.memory import ModelSize, state_bytes
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.registry import DEFAULT_SESSIONS, SERVER
+from scalerl_api.registry import SERVER
+from scalerl_api.roles import MOST_LEASED
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire.prompts import MAIN_TASK
 
@@ -56,15 +57,15 @@ def local_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     """Warnings that apply only on one machine: ``spec.environment`` is one process there, for all generators."""
     if spec.environment is None or (has := spec.environment.sessions_per_replica) is None:
         return []
-    needed = spec.generator.replicas * sum(
-        min(sessions, _episodes(spec)) for server, sessions in _sessions(spec).items() if server == SERVER
-    )
+    here = [one for one in spec.server_environments.values() if one.name == SERVER]
+    needed = spec.generator.replicas * sum(min(one.sessions, _episodes(spec)) for one in here)
     if has >= needed:
         return []
     return [
         SpecProblem(
             "spec.environment.sessionsPerReplica",
-            f"is {has}, for {needed:,} episodes at once: {needed - has:,} wait for a session, and each step replays those before it",
+            f"is {has}, for {needed:,} sessions of generators: {needed - has:,} episodes wait for one, and each step replays those before "
+            "it",
             "raise it with the server's own limit, or lower generator.maxConcurrentSequences",
         )
     ]
@@ -309,35 +310,25 @@ def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
 
 
 def _of_sessions(spec: RunSpec) -> Iterator[SpecProblem]:
-    episodes = _episodes(spec)
-    for server, sessions in _sessions(spec).items():
-        if sessions < episodes:
+    episodes, most = _episodes(spec), _episodes(spec, MOST_LEASED)
+    more = "" if most == episodes else f"; while steps are slow, up to {most:,} episodes are leased"
+    for field, one in spec.server_environments.items():
+        if "sessions" in (one.parameters or {}) and one.sessions < episodes:
             yield SpecProblem(
-                "spec.task.environment.parameters.sessions",
-                f"{server}: a generator samples up to {episodes:,} episodes at once, and has {sessions:,} sessions: "
-                f"{episodes - sessions:,} wait for one, and each step replays those before it",
+                f"{field}.parameters.sessions",
+                f"{one.url or SERVER}: a generator samples up to {episodes:,} episodes at once, and has {one.sessions:,} sessions: "
+                f"{episodes - one.sessions:,} wait for one, and each step replays those before it{more}",
                 "raise it, and what the servers have, or lower generator.maxConcurrentSequences",
             )
 
 
-def _episodes(spec: RunSpec) -> int:
-    """Episodes that a generator samples at once, at most."""
+def _episodes(spec: RunSpec, times: int = 1) -> int:
+    """Episodes that a generator has at once, at most: ``times`` those that it samples."""
     recipe = spec.recipe
     leased = recipe.prompts_per_step * recipe.completions_per_prompt * (1 + recipe.max_staleness_steps)
-    return min(spec.generator.max_concurrent_sequences, math.ceil(leased / max(1, spec.generator.replicas)))
-
-
-def _sessions(spec: RunSpec) -> dict[str, int]:
-    """Sessions of a generator, by server: the fewest, where tasks differ."""
-    found: dict[str, int] = {}
-    for task in spec.tasks:
-        one = task.environment
-        server = None if one is None else SERVER if one.name == SERVER else one.url
-        if one is not None and server is not None:
-            given = (one.parameters or {}).get("sessions", DEFAULT_SESSIONS)
-            # One that is no number is refused elsewhere.
-            found[server] = min(given if type(given) is int else DEFAULT_SESSIONS, found.get(server, 1 << 16))
-    return found
+    return min(
+        times * spec.generator.max_concurrent_sequences, math.ceil(leased / max(1, spec.generator.replicas))
+    )
 
 
 def _of_unread_fields(spec: RunSpec) -> Iterator[SpecProblem]:

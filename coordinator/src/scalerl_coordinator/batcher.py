@@ -5,8 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from scalerl_api.recipe import Credit
+
+_DECIMALS: Final = 9
 
 
 def zero_variance(
@@ -17,7 +20,8 @@ def zero_variance(
     This compares rewards, not scores: of two correct answers, the longer one may have the lower reward. ScaleRL drops such
     groups from the effective batch without refilling it (arXiv 2510.13786 §2 [P]). With another ``credit``, the returns of turns
     decide in their place (:func:`~.rewards.turn_returns`): all of them, or those of each turn among themselves. They are given
-    without a discount, which is a preference among episodes that differ in their rewards, and no reason to train on others.
+    without a discount, which is a preference among episodes that differ in their rewards, and no reason to train on others. They
+    are sums, so they are compared to nine decimals.
 
     >>> returns = [[1.0, 0.0], [1.0]]  # the second reply of the first episode earned nothing
     >>> zero_variance([1.0, 1.0], returns), zero_variance([1.0, 1.0], returns, "Return"), zero_variance([1.0, 1.0], returns, "Turn")
@@ -26,9 +30,10 @@ def zero_variance(
     if credit == "Episode" or not returns:
         return len(set(rewards)) <= 1
     if credit == "Return":
-        return len({one for of_episode in returns for one in of_episode}) <= 1
+        return len({round(one, _DECIMALS) for of_episode in returns for one in of_episode}) <= 1
     at_turn: dict[int, float] = {}
-    return all(at_turn.setdefault(turn, one) == one for each in returns for turn, one in enumerate(each))
+    rounded = ((turn, round(one, _DECIMALS)) for each in returns for turn, one in enumerate(each))
+    return all(at_turn.setdefault(turn, one) == one for turn, one in rounded)
 
 
 @dataclass(frozen=True, slots=True)

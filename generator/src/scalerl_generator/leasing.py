@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scalerl_api.http_client import Backoff
+from scalerl_api.roles import MOST_LEASED
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
 from scalerl_generator.completion_streams import ServerLost
 from scalerl_generator.concurrency import Concurrency
@@ -54,8 +55,8 @@ _EMPTY_ANSWER_SECONDS = 0.05
 """The next lease request waits this long if the coordinator answered without leases and without waiting."""
 _PREFETCH_FRACTION = 0.125
 """Surplus of leased groups over those that fill the server."""
-MIN_OCCUPANCY = 0.2
-"""Least occupancy that leases reckon with, so that at most five times the sequences that the server runs are leased."""
+MIN_OCCUPANCY = 1 / MOST_LEASED
+"""Least occupancy that leases reckon with."""
 _SMOOTHING = 0.05
 """Weight of the newest group in the running mean of occupancy."""
 _MAX_FAILED = 16

@@ -11,7 +11,7 @@ from scalerl_api.environment import EnvironmentSpec
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
-from scalerl_api.registry import DEFAULT_SESSIONS, SERVER
+from scalerl_api.registry import SERVER
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
 from scalerl_operator.workloads import (
@@ -219,9 +219,7 @@ def environment_replicas(spec: RunSpec, generators: int | None = None) -> int:
     assert server is not None
     if server.sessions_per_replica is None:
         return server.replicas
-    own = {repr(task.environment): task.environment for task in spec.tasks if task.environment is not None}
-    sessions = [(one.parameters or {}).get("sessions") for one in own.values() if one.name == SERVER]
-    each = sum(one if type(one) is int and one > 0 else DEFAULT_SESSIONS for one in sessions)
+    each = sum(one.sessions for one in spec.server_environments.values() if one.name == SERVER)
     generators = spec.generator.replicas if generators is None else generators
     needed = math.ceil(generators * each / server.sessions_per_replica)
     return min(max(server.replicas, needed), _MAX_SERVERS)

@@ -1,10 +1,12 @@
-"""For how long the coordinator has not answered rank 0."""
+"""For how long the coordinator has not answered rank 0, and for how long rank 0 has waited for its answers."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, VolumeFull
@@ -22,8 +24,21 @@ class CoordinatorSilence:
         self._stop = stop
         self._answered = time.monotonic()
         """When the coordinator last answered."""
-        self.waited_seconds = 0.0
-        """Duration of the requests for what to do, since the last report of a step."""
+        self._waited_seconds = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Adds the duration of a request for what to do, and of the wait after it, to :meth:`take_waited_seconds`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_seconds += time.perf_counter() - begin
+
+    def take_waited_seconds(self) -> float:
+        """The seconds of :meth:`waiting` since the last call."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
 
     def answered(self) -> None:
         """The coordinator has answered."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 import torch
@@ -161,18 +160,18 @@ class Leader:
         """The coordinator's next action, or WAIT if it does not answer.
 
         Raises:
-            CoordinatorUnreachable: it has not answered for :data:`COORDINATOR_TIMEOUT_SECONDS`.
+            CoordinatorUnreachable: it has been silent for too long (:class:`.CoordinatorSilence`).
         """
-        begin = time.perf_counter()
-        try:
-            reply = self._coordinator.next(self._worker.version, wait_seconds, self._checkpoints.uploads())
-            self._silence.answered()
-            return reply
-        except CoordinatorUnreachable as error:
-            self._silence.no_answer(error)
-            return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version, points=self._points)
-        finally:
-            self._silence.waited_seconds += time.perf_counter() - begin
+        with self._silence.waiting():
+            try:
+                reply = self._coordinator.next(
+                    self._worker.version, wait_seconds, self._checkpoints.uploads()
+                )
+                self._silence.answered()
+                return reply
+            except CoordinatorUnreachable as error:
+                self._silence.no_answer(error)
+                return wire.Next(action=wire.NextAction.WAIT, step=self._worker.version, points=self._points)
 
     def _train(self, step: int) -> bool:
         """Train and report one step; returns whether to publish the new version now."""
@@ -189,11 +188,11 @@ class Leader:
         self._publishes.wait_seconds = 0.0
         phases = {
             **seconds,
-            "wait_seconds": self._silence.waited_seconds,
+            "wait_seconds": self._silence.take_waited_seconds(),
             "checkpoint_seconds": self._checkpoints.seconds,
             "export_seconds": self._export_seconds,
         }
-        self._silence.waited_seconds = self._checkpoints.seconds = self._export_seconds = 0.0
+        self._checkpoints.seconds = self._export_seconds = 0.0
         stats = trained.stats | stats_of_step(step_stats, staleness) | phases
         stats["checkpoint_failures"] = float(self._checkpoints.failures)
         if (uploads := self._checkpoints.uploads()) is not None:

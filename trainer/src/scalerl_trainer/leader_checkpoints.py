@@ -29,7 +29,8 @@ STOPPED_UPLOAD_SECONDS = 150.0
 
 
 class LeaderCheckpoints:
-    """Rank 0's checkpoints, and its syncs with the other ranks, which finish them.
+    """Rank 0's checkpoints, and its syncs with the other ranks, which finish them. All of rank 0 that waits syncs by
+    :meth:`sync_and_check_stop`, every :data:`POLL_SECONDS`, also without a checkpoint: a sync says whether one is on disk.
 
     Args:
         load_run: reads the present run file.

@@ -343,15 +343,13 @@ class LeaderPublishes:
         An answer may be lost after the coordinator has given the permission, so it is asked until it answers.
         """
         while True:
-            begin = time.perf_counter()
-            try:
-                permit = self._coordinator.publish_begin(self._worker.version, 0.0)
-                self._silence.answered()
-                return permit if permit.ready else None
-            except CoordinatorUnreachable as error:
-                self._silence.no_answer(error)
-            finally:
-                self._silence.waited_seconds += time.perf_counter() - begin
+            with self._silence.waiting():
+                try:
+                    permit = self._coordinator.publish_begin(self._worker.version, 0.0)
+                    self._silence.answered()
+                    return permit if permit.ready else None
+                except CoordinatorUnreachable as error:
+                    self._silence.no_answer(error)
             if self._checkpoints.sync_and_check_stop():
                 return None
 

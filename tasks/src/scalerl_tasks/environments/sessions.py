@@ -75,7 +75,7 @@ class Replica:
             self.limit, self.limited = self.held, now + _OPENING_SECONDS
 
     def avoid(self) -> None:
-        """After it has failed; once for all failures of a time."""
+        """After it has failed; failures while it is avoided do not extend the delay."""
         if (now := time.monotonic()) >= self.avoided:
             self.delay = min(max(2 * self.delay, _FIRST_AVOIDED_SECONDS), _MAX_AVOIDED_SECONDS)
             self.avoided = now + self.delay
@@ -224,7 +224,8 @@ class Sessions:
 
 
 class _Addresses:
-    """The addresses of a server's name. With TLS, a name is the server's own, or that of what stands before several."""
+    """The addresses of a server's name. With https the name is used as it is, since certificates are for names; several replicas then
+    need a load balancer."""
 
     def __init__(self, server: EnvironmentServer) -> None:
         from yarl import URL
