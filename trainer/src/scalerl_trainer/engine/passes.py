@@ -165,10 +165,11 @@ class Passes:
             yield MicroBatch(zero[None], zero[None], zero, zero, zero, zero), False
 
     def forward(
-        self, micro: MicroBatch, temperature: float | None = None
+        self, micro: MicroBatch, temperature: float | None = None, *, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies ``[M]``, see :meth:`.LogprobHead.forward`."""
         result: tuple[torch.Tensor, torch.Tensor] = self._backend(
-            *self._inputs(micro), temperature or self._settings.temperature, True
+            *self._inputs(micro), temperature or self._settings.temperature, entropy
         )
         return result
 
@@ -219,7 +220,7 @@ class Passes:
             reference_m = self._reference_logprobs(micro)
             proximal_m = self._frozen_logprobs(proximal, micro)
             with self.routing.counted(micro.predict_at_m if real else None):
-                logprobs_m, entropies_m = self.forward(micro)
+                logprobs_m, entropies_m = self.forward(micro, entropy=True)
             tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
             if masked_n is not None and real:
                 masked_m = masked_n[micro.flat_m].to(self._device)
