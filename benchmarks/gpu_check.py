@@ -15,6 +15,7 @@ engine-FSDP2 the engine on one rank: loss, log-probabilities, gathered weights, 
 engine-ZeRO1 the same under DeepSpeed, if that is there
 engine-ZeRO3 the same
 offload      the same under FSDP2, with parameters and optimizer state in the host's memory
+offload-ZeRO the same under ZeRO 3, with optimizer state there
 step-0.5B    a training step of that shape beside plain transformers: tokens/s, share of the peak, memory, share of the head
 step-1.5B    the same
 step-8B      the same of four layers of Llama 3 8B
@@ -477,6 +478,7 @@ CHECKS: dict[str, tuple[Callable[[Options], dict[str, Any]], float]] = {
     "engine-ZeRO1": (supported("gpu_engine", "check_engine", "ZeRO 1"), 90.0),
     "engine-ZeRO3": (supported("gpu_engine", "check_engine", "ZeRO 3"), 90.0),
     "offload": (supported("gpu_engine", "check_engine", "FSDP2", "OptimizerAndParameters"), 90.0),
+    "offload-ZeRO": (supported("gpu_engine", "check_engine", "ZeRO 3", "Optimizer"), 90.0),
     "step-0.5B": (lambda options: check_step(options, "0.5B"), 90.0),
     "step-1.5B": (lambda options: check_step(options, "1.5B"), 90.0),
     "step-8B": (lambda options: check_step(options, "8B"), 90.0),

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-Stage = int | Literal["FSDP2", "3 offload", "FSDP2 offload"]
+Stage = int | Literal["FSDP2", "3 optimizer", "3 offload", "FSDP2 offload"]
+SKIPPED: list[tuple[Stage, Literal["float32", "bfloat16"]]] = [
+    *((stage, "float32") for stage in (*range(4), "FSDP2")),
+    *((stage, "bfloat16") for stage in (1, 2, 3, "FSDP2", "3 offload", "FSDP2 offload")),
+]
+"""Stages and dtypes in which steps are skipped."""
 _ENGINES: Final[dict[Stage, dict[str, Any]]] = {
     "FSDP2": {"engine": "FSDP2", "zero_stage": 3},
+    "3 optimizer": {"zero_stage": 3, "offload": "Optimizer"},
     "3 offload": {"zero_stage": 3, "offload": "OptimizerAndParameters"},
     "FSDP2 offload": {"engine": "FSDP2", "zero_stage": 3, "offload": "OptimizerAndParameters"},
 }

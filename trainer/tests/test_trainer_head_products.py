@@ -116,6 +116,12 @@ def test_bytes_a_token_on_a_gpu(name: str, limit: float) -> None:
     assert 5e6 < benchmark["moved"](module, *benchmark["SHAPES"][name], entropy=True) < limit
 
 
+@pytest.mark.parametrize(("tokens", "stride"), [(1, 1), (63, 1), (64, module.ENTROPY_STRIDE)])
+def test_entropies_of_a_short_chunk_are_of_all_tokens(tokens: int, stride: int) -> None:
+    """Every eighth token of short completions would be mostly the first, which is unlike the others."""
+    assert module._stride(torch.empty(tokens, 3, device="meta")) == stride
+
+
 def test_entropy_of_some_tokens_is_the_mean_of_all() -> None:
     """On an accelerator, one of eight tokens is computed; the sum over tokens is that of all within its sampling error."""
     torch.manual_seed(3)

@@ -6,16 +6,34 @@ CPUs have no such kernel: ``varlen_kernel`` has its definition. Shapes are those
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import varlen_kernel
+from free_port import free_port
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+)
 
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch
@@ -179,6 +197,60 @@ def test_problem_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert varlen.problem(model, torch.bfloat16, gpu) == "model.attention is eager"
 
 
+WINDOW: dict[str, Any] = SIZES | {"sliding_window": 8, "max_window_layers": 2, "pad_token_id": 0}
+EXPERTS: dict[str, Any] = WINDOW | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CHUNKS = SIZES | {
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "pad_token_id": 0,
+    "attention_chunk_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Qwen2MoeConfig(**EXPERTS, use_sliding_window=True), "sliding_window in its mask alone"),
+        (Qwen2MoeConfig(**EXPERTS), None),
+        (PhimoeConfig(**WINDOW, num_local_experts=2), "sliding_window in its mask alone"),
+        (MixtralConfig(**WINDOW, num_local_experts=2), None),
+        (Llama4TextConfig(**CHUNKS), "layers of chunked_attention"),
+        (Llama4TextConfig(**CHUNKS, layer_types=["full_attention"] * 2), "attention_chunk_size"),
+        (Gemma2Config(**WINDOW), "softcap"),
+        (Gemma3TextConfig(**WINDOW), None),
+        (
+            DeepseekV3Config(**SIZES, n_routed_experts=2, n_group=1, topk_group=1),
+            "values of a size of their own",
+        ),
+    ],
+    ids=lambda x: x.model_type if isinstance(x, PretrainedConfig) else str(x),
+)
+def test_model_with_attention_that_the_kernel_does_not_compute_keeps_sdpa(
+    config: PretrainedConfig, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No check of short sequences finds a window or chunk longer than they are."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = varlen.problem(model, torch.bfloat16, torch.device("cuda"))
+    assert found == (reason and f"{config.model_type} has {reason}, which it does not compute")
+
+
+def test_family_that_passes_its_window_computes_it() -> None:
+    """A Mixtral of window 8 on 40 tokens; those of a Qwen2-MoE would be further off than rounding."""
+    far = {}
+    for kind in (MixtralConfig, Qwen2MoeConfig):
+        torch.manual_seed(3)
+        config = kind(**EXPERTS, use_sliding_window=True, num_local_experts=2)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        expected, _ = computed(model, sequences(40), 48, shared=False)
+        varlen.use(model.config)
+        got, _ = computed(model, sequences(40), 48, shared=False)
+        far[kind] = float((got - expected).abs().max())
+    assert far[MixtralConfig] < 1e-5
+    assert far[Qwen2MoeConfig] > 1e-2
+
+
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -186,7 +258,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def trained(caplog: pytest.LogCaptureFixture) -> tuple[dict[str, torch.Tensor], str, str]:
+def trained(caplog: pytest.LogCaptureFixture, tokens: int = 25) -> tuple[dict[str, torch.Tensor], str, str]:
     """Weights after two steps with a reference, the attention in use, and what was logged."""
     settings = EngineSettings(
         engine="FSDP2",
@@ -194,7 +266,7 @@ def trained(caplog: pytest.LogCaptureFixture) -> tuple[dict[str, torch.Tensor], 
         dtype="float32",
         learning_rate=1e-3,
         warmup_steps=1,
-        micro_batch_tokens=25,
+        micro_batch_tokens=tokens,
         activation_checkpointing=True,
     )
     with caplog.at_level(logging.INFO, "scalerl_trainer"):
@@ -230,21 +302,101 @@ def test_engine_trains_the_same_weights(
         torch.testing.assert_close(by_kernel[name], weight, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("wrong", ["scale", "boundaries"])
+@pytest.mark.parametrize("wrong", ["scale", "boundaries", "block", "some"])
 def test_kernel_that_differs_is_not_used(
     group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     def broken(query: Any, key: Any, value: Any, ends: Any, *_: Any, **options: Any) -> torch.Tensor:
         if wrong == "scale":
             options["scale"] = 0.9
-        else:
+        elif wrong == "boundaries":
             ends = torch.tensor([0, len(query)], dtype=torch.int32)
         longest = int(ends.diff().max())
-        return varlen_kernel.grouped(query, key, value, ends, ends, longest, longest, **options)
+        if wrong == "block" and options["window_size"][0] < 0:  # no token beyond a block of keys
+            options["window_size"] = (127, 0)
+        found = varlen_kernel.grouped(query, key, value, ends, ends, longest, longest, **options)
+        some = (torch.arange(len(query)) % 5 == 4) & (torch.tensor(wrong == "some"))
+        return torch.where(some[:, None, None], found.flip(1), found)
 
     monkeypatch.setattr(varlen, "problem", lambda *_: None)
     monkeypatch.setattr(varlen, "kernel", lambda: broken)
-    _, used, said = trained(caplog)
+    _, used, said = trained(caplog, 400)
     assert used == "sdpa"
     assert "differs from sdpa" in said
     assert "each sequence gets a row of its own, which is slower" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no kernel image is available"), "a call of it fails: no kernel image is available"),
+        (torch.OutOfMemoryError("out of memory"), None),
+    ],
+)
+def test_kernel_that_fails_is_not_used(
+    group: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    said: str | None,
+) -> None:
+    def failing(*_: Any, **__: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(varlen, "problem", lambda *_: None)
+    monkeypatch.setattr(varlen, "kernel", lambda: failing)
+    if said is None:
+        with pytest.raises(torch.OutOfMemoryError):
+            trained(caplog)
+        return
+    _, used, logged = trained(caplog)
+    assert used == "sdpa"
+    assert (
+        f"each sequence has a row of its own (torch's variable-length kernel is not used: {said})" in logged
+    )
+
+
+WORKER = """
+import logging, sys, torch, torch.distributed as dist
+import test_trainer_varlen as tests, varlen_kernel
+from scalerl_trainer.engine import Engine, EngineSettings
+from scalerl_trainer.models import varlen
+rank, port = int(sys.argv[1]), sys.argv[2]
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def failing(*_, **__):
+    raise RuntimeError("no kernel image")
+varlen.problem = lambda *_: None
+varlen.kernel = lambda: failing if rank else varlen_kernel.grouped
+settings = EngineSettings(engine="FSDP2", zero_stage=3, dtype="float32", micro_batch_tokens=25)
+engine = Engine(tests.make_llama(), settings, torch.device("cpu"))
+logprobs = engine.logprobs(tests.sequences(6, 5)).logprobs_n
+print("used", engine.config._attn_implementation, tuple(logprobs.shape), flush=True)
+engine.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_kernel_that_fails_on_one_rank_is_used_on_none() -> None:
+    port = str(free_port())
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(varlen_kernel.__file__).parent)])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), port],
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all("used sdpa (11,)" in each for each in said), said
+    assert "(torch's variable-length kernel is not used: rank 1 cannot use it, see its log)" in said[0]
+    assert "rank 1 cannot use torch's variable-length kernel: a call of it fails: no kernel image" in said[1]

@@ -353,7 +353,8 @@ def offloaded_bytes(size: ModelSize, spec: RunSpec) -> int:
     """Host memory of one rank for what ``trainer.offload`` moves there, bytes.
 
     DeepSpeed has gradients twice, as accumulated and as the optimizer takes them. Gradients and parameters are page-locked, which torch
-    rounds up to a power of two [by reading]: exactly counted for DeepSpeed's flat buffers, at most twice for single tensors.
+    rounds up to a power of two [by reading]: exactly counted for DeepSpeed's flat buffers, at most twice for single tensors. DeepSpeed
+    moves trained parameters from single tensors to flat buffers, and torch keeps the memory of the former.
     """
     trainer, each = spec.trainer, BYTES[spec.model.dtype]
     if trainer.offload == "None":
@@ -366,7 +367,11 @@ def offloaded_bytes(size: ModelSize, spec: RunSpec) -> int:
     groups, rest = divmod(own, SUB_GROUP_ELEMENTS)
     gradients = _page_locked(4 * own) + groups * _page_locked(4 * SUB_GROUP_ELEMENTS) + _page_locked(4 * rest)
     state = own * (_MOMENTS_BYTES + 4) + gradients
-    return state if trainer.offload == "Optimizer" else state + _page_locked(each * own) + frozen
+    return (
+        state
+        if trainer.offload == "Optimizer"
+        else state + _page_locked(each * own) + 2 * each * own + frozen
+    )
 
 
 def _page_locked(size: int) -> int:
@@ -510,7 +515,7 @@ def trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
             set_to = ", ".join(
                 f"trainer.{names[k]}: {str(v).lower() if isinstance(v, bool) else v}" for k, v in way.items()
             )
-            moved = offloaded_bytes(size, _with_trainer(spec, **way)) / _GIB
-            host = f" with {moved:,.0f} GiB more of host memory a rank" if moved else ""
+            moved = offloaded_bytes(size, _with_trainer(spec, **way)) - offloaded_bytes(size, spec)
+            host = f" with {moved / _GIB:,.0f} GiB more of host memory a rank" if moved > 0 else ""
             return f"{set_to} would fit{host}; or choose a smaller model, more ranks or a smaller trainer.microBatchTokens"
     return "choose a smaller model, more ranks, a smaller trainer.microBatchTokens or larger accelerators"

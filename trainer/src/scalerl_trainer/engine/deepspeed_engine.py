@@ -142,13 +142,16 @@ class DeepSpeedEngine:
         return float(self.engine.get_global_grad_norm())
 
     def _clear(self) -> None:
-        """Set stage 3's gradients to zero, which would be applied again of a parameter that no pass until the next step reaches."""
+        """Set stage 3's gradients to zero, which would be applied again of a parameter that no pass until the next step reaches.
+
+        With offload there are two of each: what passes accumulate, and what the optimizer takes of it.
+        """
         optimizer: Any = self.engine.optimizer
+        if self._stage == 3:
+            optimizer.grad_partitions_flat_buffer.zero_()
         if self._offloaded:
             for flat in optimizer.fp32_partitioned_groups_flat:
                 flat.grad.zero_()
-        elif self._stage == 3:
-            optimizer.grad_partitions_flat_buffer.zero_()
 
     def discard(self, output: Callable[[], torch.Tensor]) -> None:
         """Discard the accumulated gradients, at every ZeRO stage.

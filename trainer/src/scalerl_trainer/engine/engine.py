@@ -170,15 +170,13 @@ class Engine:
         shard = self._pack(sequences, None)
         packed, counts = shard.packed, exchange_sizes(shard, self.device)
         logprobs_n = torch.empty(packed.trainable)
-        entropies_n = torch.empty(packed.trainable)
         self._policy.eval()
         with torch.no_grad():
             for micro, real in self._passes.micro_batches(packed, int(counts[:, 0].max())):
-                logprobs_m, entropies_m = self._passes.forward(micro, temperature)
+                logprobs_m, _ = self._passes.forward(micro, temperature)
                 if real:
                     logprobs_n[micro.flat_m] = logprobs_m.cpu()
-                    entropies_n[micro.flat_m] = entropies_m.cpu()
-        return FlatLogprobs(logprobs_n, entropies_n, packed.trainable_s)
+        return FlatLogprobs(logprobs_n, packed.trainable_s)
 
     def keep_start(self, sequences: Items[Sequence]) -> None:
         """Keep rank 0's ``sequences``, which the current weights sampled, to measure later ones against (:mod:`.start`)."""
@@ -395,6 +393,12 @@ class Engine:
     def _choose_attention(self, dtype: torch.dtype) -> None:
         """Use torch's variable-length kernel in place of ``sdpa`` where device and model allow it. A collective."""
         reason = varlen.problem(self._policy.causal_lm, dtype, self.device)
+        reason = reason or varlen.failure(self.config, dtype, self.device)
+        able = gather_vectors(torch.tensor([int(reason is None)], device=self.device)).flatten().tolist()
+        if reason is None and not all(able):
+            reason = f"rank {able.index(0)} cannot use it, see its log"
+        elif any(able) and reason is not None:
+            log.warning("rank %d cannot use torch's variable-length kernel: %s", self._rank, reason)
         if reason is None:
             varlen.use(self.config)
         shared = self._passes.shares_rows()

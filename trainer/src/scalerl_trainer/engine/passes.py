@@ -49,6 +49,10 @@ reach 2e-2 in bfloat16 (rounding), those that mix them .14 and more."""
 _KERNEL_TOLERANCE = 0.03
 """The same of the median token between two kernels in bfloat16, where those families reach 9e-3. Not of the worst: a router that
 chooses another expert changes single tokens by .4."""
+_KERNEL_TOKENS = 320
+"""Of two sequences by which kernels are compared; the first is longer than a block of a kernel's."""
+_KERNEL_LARGE = 0.15
+"""The same of all but a tenth of the tokens, so that a kernel that is wrong at some positions is not used."""
 TABLES = 2 * len(POSITIONS) * FIELDS
 """Elements of the two ratio tables by position: of all tokens, and of fresh ones."""
 
@@ -114,15 +118,7 @@ class Passes:
         Of torch's variable-length kernel also with each sequence alone under ``sdpa``.
         """
         generator = torch.Generator().manual_seed(0)
-        tokens = min(_CHECKED_TOKENS, self._settings.micro_batch_tokens + 2)
-        lengths = (tokens * 5 // 8, tokens - tokens * 5 // 8)
-        first, second = (
-            Sequence(ids[:1], ids[1:])
-            for ids in (
-                torch.randint(int(self._config.vocab_size), (length,), generator=generator).tolist()
-                for length in lengths
-            )
-        )
+        first, second = self._random_pair(_CHECKED_TOKENS, generator)
         self._policy.eval()
         with torch.no_grad():
             forth_n, _ = self.forward(one_row([first, second]), 1.0)
@@ -133,9 +129,14 @@ class Passes:
         spread = float(forth_n.std())
         good = difference < _ROW_TOLERANCE[self._settings.dtype] * spread
         if self._config._attn_implementation == varlen.NAME:
-            by_sdpa = float((forth_n - self._alone_by_sdpa([first, second])).abs().median())
-            good = good and by_sdpa < _KERNEL_TOLERANCE * spread
-            difference = max(difference, by_sdpa)
+            pair = self._random_pair(_KERNEL_TOKENS, generator)
+            with torch.no_grad():
+                together_n, _ = self.forward(one_row(pair), 1.0)
+            alone_n = self._alone_by_sdpa(pair)
+            half, large = (float((together_n - alone_n).abs().quantile(q)) for q in (0.5, 0.9))
+            spread = float(alone_n.std())
+            good = good and half < _KERNEL_TOLERANCE * spread and large < _KERNEL_LARGE * spread
+            difference = max(difference, large)
         separates = bool(gather_vectors(torch.tensor([int(good)], device=self._device)).all())
         if not separates:
             log.warning(
@@ -146,6 +147,15 @@ class Passes:
                 self._rank,
             )
         return separates
+
+    def _random_pair(self, tokens: int, generator: torch.Generator) -> list[Sequence]:
+        """Two sequences of 5/8 and 3/8 of ``tokens``, or of what a micro-batch holds."""
+        tokens = min(tokens, self._settings.micro_batch_tokens + 2)
+        rows = [
+            torch.randint(int(self._config.vocab_size), (length,), generator=generator).tolist()
+            for length in (tokens * 5 // 8, tokens - tokens * 5 // 8)
+        ]
+        return [Sequence(ids[:1], ids[1:]) for ids in rows]
 
     def _alone_by_sdpa(self, sequences: list[Sequence]) -> torch.Tensor:
         self._config._attn_implementation = "sdpa"
@@ -165,10 +175,11 @@ class Passes:
             yield MicroBatch(zero[None], zero[None], zero, zero, zero, zero), False
 
     def forward(
-        self, micro: MicroBatch, temperature: float | None = None
+        self, micro: MicroBatch, temperature: float | None = None, *, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies ``[M]``, see :meth:`.LogprobHead.forward`."""
         result: tuple[torch.Tensor, torch.Tensor] = self._backend(
-            *self._inputs(micro), temperature or self._settings.temperature, True
+            *self._inputs(micro), temperature or self._settings.temperature, entropy
         )
         return result
 
@@ -219,7 +230,7 @@ class Passes:
             reference_m = self._reference_logprobs(micro)
             proximal_m = self._frozen_logprobs(proximal, micro)
             with self.routing.counted(micro.predict_at_m if real else None):
-                logprobs_m, entropies_m = self.forward(micro)
+                logprobs_m, entropies_m = self.forward(micro, entropy=True)
             tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
             if masked_n is not None and real:
                 masked_m = masked_n[micro.flat_m].to(self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scalerl_api.memory import Offload
 from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
@@ -12,7 +13,6 @@ from scalerl_trainer.models.lora import Lora
 
 Dtype = Literal["bfloat16", "float32"]
 EngineName = Literal["DeepSpeed", "FSDP2"]
-Offload = Literal["None", "Optimizer", "OptimizerAndParameters"]
 
 
 @dataclass(frozen=True, slots=True)

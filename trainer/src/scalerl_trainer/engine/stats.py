@@ -32,11 +32,9 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class FlatLogprobs:
-    """Log-probabilities and entropies of trainable tokens in flat order, float32 on the CPU."""
+    """Log-probabilities of trainable tokens in flat order, float32 on the CPU."""
 
     logprobs_n: torch.Tensor
-    entropies_n: torch.Tensor
-    """In nats."""
     trainable_s: torch.Tensor
     """Number of trainable tokens of each sequence."""
 

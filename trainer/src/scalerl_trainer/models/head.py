@@ -13,8 +13,8 @@ The product of two bfloat16 numbers is exact in float32, so on an accelerator ``
 are and accumulates in float32 (``torch.mm(…, out_dtype=torch.float32)``), which its matrix units do at the speed of bfloat16.
 CPUs have no such product: both are cast. In the backward pass the derivative of the logits becomes an operand, and is rounded
 to bfloat16 for that, except its largest elements, those of the target and of the most likely token, which are added in float32:
-gradients are then at most 1.1 times as far from exact ones as where nothing but the result is rounded
-(``benchmarks/head_bytes.py``). There the entropy is of every eighth token, because exponentials of all logits are a quarter of
+gradients are then at most 1.2 times as far from exact ones as where nothing but the result is rounded
+(``benchmarks/head_bytes.py``). There the entropy is of every eighth token of a large chunk, because exponentials of all logits are a quarter of
 the bytes that the head moves.
 
 Log-probabilities are those of ``softmax(logits / temperature)``, the distribution that the generator sampled from. Logits are
@@ -35,7 +35,9 @@ from torch.nn import functional
 from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
 ENTROPY_STRIDE = 8
-"""On an accelerator, entropies are of every eighth token."""
+"""On an accelerator, entropies are of every eighth token of a chunk."""
+_SMALL_CHUNK = 64
+"""Tokens of a chunk below which entropies are of each: every eighth of a short completion would be mostly its first."""
 CPU_CHUNK_BYTES = 64 * 2**20
 ACCELERATOR_CHUNK_BYTES = 2**30
 """1,766 tokens with a vocabulary of 152,000. Each chunk reads the weight three times, and its gradient is read and written."""
@@ -75,7 +77,7 @@ class LogprobHead(nn.Module):
         """Log-probabilities and entropies, nats, float32 ``[M]``.
 
         The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator, they are the means of chunks,
-        each estimated from every eighth token.
+        those of 64 tokens or more estimated from every eighth token.
         """
         by_device = CPU_CHUNK_BYTES if self.weight.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
         chunk = max(1, (self.chunk_bytes or by_device) // (4 * self.weight.shape[0]))
@@ -258,9 +260,10 @@ def _entropies(logprobs_cv: torch.Tensor, spare_cv: torch.Tensor) -> torch.Tenso
     return entropy_c if stride == 1 else entropy_c.mean().expand(logprobs_cv.shape[0])
 
 
-def _stride(tensor: torch.Tensor) -> int:
-    """Entropies are of one token of so many."""
-    return 1 if tensor.device.type == "cpu" else ENTROPY_STRIDE
+def _stride(logprobs_cv: torch.Tensor) -> int:
+    """Entropies of a chunk are of one token of so many."""
+    every = logprobs_cv.device.type == "cpu" or len(logprobs_cv) < _SMALL_CHUNK
+    return 1 if every else ENTROPY_STRIDE
 
 
 def _is_rounded(matrix_vd: torch.Tensor, fp32: bool) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from scalerl_trainer.errors import ModelError
+from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models.structure import forward_source
 
 NAME = "torch_varlen"
@@ -28,10 +28,12 @@ NAME = "torch_varlen"
 _LARGEST_HEAD = 256
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 """Arguments by which layers ask for what the kernel does not compute."""
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+"""Of ``config.layer_types``."""
 
 
 def problem(model: Any, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a causal language model cannot use the kernel on ``device``, which is the same on all ranks; None if it can."""
+    """Why a causal language model cannot use the kernel on ``device``; None if it can. Ranks of other devices may differ."""
     config = model.config
     if config._attn_implementation not in ("sdpa", NAME):
         return f"model.attention is {config._attn_implementation}"
@@ -42,16 +44,73 @@ def problem(model: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"it needs a device of capability 8.0, not {capability[0]}.{capability[1]}"
     text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if size % 8 or size > _LARGEST_HEAD:
-        return f"it needs heads of a multiple of 8, at most {_LARGEST_HEAD}, not {size}"
+    sizes = {_head_size(text)} | {m.head_dim for m in _attentions(model) if hasattr(m, "head_dim")}
+    for size in sizes:
+        if size % 8 or size > _LARGEST_HEAD:
+            return f"it needs heads of a multiple of 8, at most {_LARGEST_HEAD}, not {size}"
     if not passes_boundaries(model):
         return f"layers of {config.model_type} do not pass boundaries of sequences to their attention"
+    if unknown := _not_computed(model, text):
+        return f"{config.model_type} has {unknown}, which it does not compute"
     try:
         kernel()
     except ImportError as error:
         return f"this torch has none ({error})"
     return None
+
+
+def failure(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a call of the kernel with heads as of ``config`` fails, forward and backward; None if it works. Not a collective."""
+    text = config.get_text_config()
+    heads, size = text.num_attention_heads, _head_size(text)
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    try:
+        ends_s = torch.tensor([0, 1, 8], dtype=torch.int32, device=device)
+        states = [torch.ones(8, n, size, **options, requires_grad=True) for n in (heads, groups, groups)]
+        out_thd = kernel()(*states, ends_s, ends_s, 7, 7, scale=None, window_size=(-1, 0))
+        torch.autograd.grad(out_thd.float().sum(), states)
+        right = bool(((out_thd - 1).abs() < 0.01).all())
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        return f"a call of it fails: {first_line(error)}"
+    return None if right else "the mean of ones is not one by it"
+
+
+def _head_size(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _attentions(model: Any) -> list[Any]:
+    """Modules that call transformers' attention interface."""
+    return [module for module in model.modules() if "ALL_ATTENTION_FUNCTIONS" in forward_source(module)]
+
+
+def _not_computed(model: Any, text: Any) -> str | None:
+    """What attention has, by config and source, that the kernel does not compute or that no argument says.
+
+    transformers makes no mask for the kernel, so that a window or chunk which only the mask has would be lost, and no check of short
+    sequences would find it.
+    """
+    layers = _attentions(model)
+    sources = [forward_source(layer) for layer in layers]
+    types = set(getattr(text, "layer_types", None) or ())
+    if other := types - _KNOWN_LAYERS:
+        return f"layers of {', '.join(sorted(other))}"
+    sizes = {n: v for n, v in text.to_dict().items() if isinstance(v, int) and v > 0 and v is not True}
+    if chunks := [name for name in sizes if "chunk" in name and name != "chunk_size_feed_forward"]:
+        return str(chunks[0])
+    windows = [name for name in sizes if "window" in name and name != "max_window_layers"]
+    windowed = windows or "sliding_attention" in types
+    if windowed and not all("sliding_window=" in source for source in sources):
+        return f"{', '.join(windows) or 'a window'} in its mask alone"
+    for name in _UNKNOWN:
+        if any(re.search(rf"\b{name}=", source) for source in sources):
+            return name
+    if any(hasattr(layer, "v_head_dim") for layer in layers):
+        return "values of a size of their own"
+    return None if all(getattr(layer, "is_causal", True) for layer in layers) else "attention to later tokens"
 
 
 def passes_boundaries(model: Any) -> bool:
@@ -131,7 +190,7 @@ def attention(
     if asked:
         raise ModelError(
             f"{type(module).__name__} asks for {', '.join(asked)}, which torch's variable-length kernel does not compute: set "
-            "model.attention to flash_attention_2, or choose another model"
+            "model.attention to eager or flash_attention_2, or choose another model"
         )
     rows, heads, width, size = query.shape
     q_thd, k_tgd, v_tgd = (x.transpose(1, 2).reshape(rows * width, -1, size) for x in (query, key, value))
