@@ -312,11 +312,10 @@ def test_kernel_that_differs_is_not_used(
         elif wrong == "boundaries":
             ends = torch.tensor([0, len(query)], dtype=torch.int32)
         longest = int(ends.diff().max())
-        if wrong == "block" and options["window_size"][0] < 0:  # no token beyond a block of keys
-            options["window_size"] = (127, 0)
         found = varlen_kernel.grouped(query, key, value, ends, ends, longest, longest, **options)
-        some = (torch.arange(len(query)) % 5 == 4) & (torch.tensor(wrong == "some"))
-        return torch.where(some[:, None, None], found.flip(1), found)
+        at = torch.cat([torch.arange(int(length)) for length in ends.diff()])
+        bad = {"block": at >= 128, "some": at % 5 == 4}.get(wrong, at < 0)
+        return torch.where(bad[:, None, None], found.flip(1), found)
 
     monkeypatch.setattr(varlen, "problem", lambda *_: None)
     monkeypatch.setattr(varlen, "kernel", lambda: broken)
