@@ -394,7 +394,7 @@ class Engine:
         """Use torch's variable-length kernel in place of ``sdpa`` where device and model allow it. A collective."""
         reason = varlen.problem(self._policy.causal_lm, dtype, self.device)
         reason = reason or varlen.failure(self.config, dtype, self.device)
-        able = gather_vectors(torch.tensor([int(reason is None)], device=self.device)).flatten().tolist()
+        able = gather_vectors(torch.full((1,), int(reason is None), device=self.device)).flatten().tolist()
         if reason is None and not all(able):
             reason = f"rank {able.index(0)} cannot use it, see its log"
         elif any(able) and reason is not None:
