@@ -92,6 +92,7 @@ class LossSpec(Model):
     def name(self) -> str:
         """Name of the given alternative.
 
+        >>> from scalerl_api.recipe import RecipeSpec
         >>> RecipeSpec(preset="dapo").loss.name
         'ppoClip'
         """

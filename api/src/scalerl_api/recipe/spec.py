@@ -301,6 +301,7 @@ class RecipeSpec(Model):
 
         >>> RecipeSpec(preset="grpo").proximal_updates
         0
+        >>> from scalerl_api.recipe.loss import TruncatedCorrection
         >>> RecipeSpec(preset="grpo", correction=CorrectionSpec(truncated=TruncatedCorrection())).proximal_updates
         8
         """
