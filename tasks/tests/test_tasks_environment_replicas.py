@@ -244,11 +244,11 @@ async def test_addresses_follow_the_name(replicas: Replicas) -> None:
 async def test_name_is_sent_and_numbers_are_not_looked_up(
     replicas: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
+    hosts: list[str] = []
     app = OpenEnvServer.app
 
     async def on_response(request: web.Request, response: web.StreamResponse) -> None:
-        heard.append(request.headers["host"])
+        hosts.append(request.headers["host"])
 
     def watched(self: OpenEnvServer) -> web.Application:
         found = app(self)
@@ -260,12 +260,12 @@ async def test_name_is_sent_and_numbers_are_not_looked_up(
     await replicas.start(0, 1, 2)
     async with ServerGrader(options(replicas.url)) as grader:
         await answered(grader, 3)
-    assert set(heard) == {f"{NAME}:{replicas.port}"}
-    heard.clear()
+    assert set(hosts) == {f"{NAME}:{replicas.port}"}
+    hosts.clear()
     replicas.names = []
     async with ServerGrader(options(f"http://{replicas.host(1)}:{replicas.port}")) as grader:
         await answered(grader, 3)
-    assert set(heard) == {f"{replicas.host(1)}:{replicas.port}"}
+    assert set(hosts) == {f"{replicas.host(1)}:{replicas.port}"}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

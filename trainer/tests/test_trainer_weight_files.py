@@ -174,7 +174,7 @@ def test_a_delta_has_few_bytes_and_is_all_that_is_read(tmp_path: Path) -> None:
 
 
 def test_a_read_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also to a later request, which waits for it: a volume that is slow is told from one that hangs."""
+    """Also to a later request, which waits for it: so a volume that is slow differs from one that hangs."""
     training, goes_on, checked = Training(), threading.Semaphore(0), []
     check = reading.check_trailer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from vllm.lora import model_manager
-from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -33,7 +33,6 @@ class PublishedAdapters:
         self._held: dict[str, tuple[dict[str, torch.Tensor], float]] = {}
         """For each name, A and B on the host by peft's names, and the scale of their product."""
         LRUCacheWorkerLoRAManager._load_adapter = self._load
-        LogitsProcessorWithLoRA._get_logits = _base_logits
 
     def add(
         self, name: str, adapters: Mapping[str, torch.Tensor], scale: float, needed: Iterable[str]
@@ -95,7 +94,8 @@ class PublishedAdapters:
 def leave_out_embeddings() -> None:
     """Have vLLM, without ``--lora-target-modules``, give no adapters to embeddings, before it loads a model.
 
-    Published adapters are of none. A slot of the output embedding's is as wide as the vocabulary, which vLLM limits then (to 258,048).
+    Published adapters are of none. A slot of the output embedding's is as wide as the vocabulary, which vLLM limits then (to 258,048), and
+    with it vLLM fails for log-probabilities of the prompts of several requests, of which a probe consists (0.32).
     """
     model_manager.get_supported_lora_modules = _linear_layers
 
@@ -103,14 +103,6 @@ def leave_out_embeddings() -> None:
 def _linear_layers(model: torch.nn.Module) -> list[str]:
     embeddings = {name for one in model.modules() for name in getattr(one, "embedding_modules", None) or ()}
     return [name for name in get_supported_lora_modules(model) if name not in embeddings]
-
-
-def _base_logits(processor: Any, hidden: torch.Tensor, head: Any, *arguments: Any) -> Any:
-    """``_get_logits`` without adapters, which heads never have here.
-
-    vLLM's has one index for each request, and fails for log-probabilities of the prompts of several (0.32).
-    """
-    return processor.base_layer._get_logits(hidden, getattr(head, "base_layer", head), *arguments)
 
 
 def _peft_name(key: str) -> str:
