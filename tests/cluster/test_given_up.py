@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stage import Stage, condition, tiny
 
-from scalerl_operator.controller.conditions import QUIET_SECONDS
+from scalerl_operator.controller.coordinator_problems import QUIET_SECONDS
 
 pytestmark = pytest.mark.cluster
 

@@ -15,7 +15,7 @@ from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.build import render
 from scalerl_operator.build.scope import Desired, Images
-from scalerl_operator.controller.conditions import update_trouble
+from scalerl_operator.controller.coordinator_problems import update_trouble
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object

@@ -13,7 +13,8 @@ from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker, Uploads
-from scalerl_operator.controller.conditions import QUIET_SECONDS, event_type
+from scalerl_operator.controller.conditions import event_type
+from scalerl_operator.controller.coordinator_problems import QUIET_SECONDS
 from scalerl_operator.controller.status import report
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
 from scalerl_operator.policy.memory_status import waits_for_progress_only

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
-from scalerl_api.status import Condition, TroubleStatus
+from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_api.wire import Status
 from scalerl_operator.build.memory_requests import memory_warnings
 from scalerl_operator.build.scope import Images, Scope
 from scalerl_operator.controller import gang
+from scalerl_operator.controller.coordinator_problems import (
+    journal_problem,
+    problem_of_running,
+    unsaved_problem,
+)
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
@@ -32,8 +36,6 @@ from scalerl_operator.workloads import Role
 
 STALLED_SECONDS: Final = 1800.0
 """Time without a step after which Progressing is False."""
-QUIET_SECONDS: Final = 600.0
-"""Time without another skipped step, ungraded completion or slot given up after which a run is no longer degraded by them."""
 _SUSPENDED_OR_ENDED: Final = frozenset({Phase.PENDING, Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED})
 _TRAINING: Final = (Phase.RUNNING, Phase.FINISHING)
 _OF_PREPARATION: Final = (Reason.PREPARE_FAILED, Reason.BAD_INPUT, Reason.EDIT_FAILED)
@@ -132,7 +134,7 @@ def _coordinator_ready(findings: Findings) -> Value:
     if lost := _lost(findings.observed, Role.COORDINATOR):
         text = f"{lost}: {Reason.NODE_LOST.text}"
         return False, Problem(Reason.NODE_LOST, text)
-    return _role_ready(findings, Role.COORDINATOR, 1, _journal_problem(findings.observed.coordinator))
+    return _role_ready(findings, Role.COORDINATOR, 1, journal_problem(findings.observed.coordinator))
 
 
 def _generators_ready(findings: Findings) -> Value:
@@ -171,7 +173,7 @@ def _progressing(findings: Findings) -> Value:
         return False, _phase(findings)
     if coordinator is None:
         return False, _coordinator_problem(findings.observed)
-    if (problem := _journal_problem(coordinator) or _unsaved_problem(coordinator)) is not None:
+    if (problem := journal_problem(coordinator) or unsaved_problem(coordinator)) is not None:
         return False, problem
     waiting = f"waiting for {coordinator.waiting_for or 'the first lease'}"
     for role in (Role.GENERATOR, Role.ENVIRONMENT):
@@ -199,16 +201,11 @@ def _degraded(findings: Findings) -> Value:
     phase, coordinator = findings.decision.phase, findings.observed.coordinator
     problem = findings.checks.volume or size_problem(findings.run) or findings.blocked
     if problem is None and phase not in _SUSPENDED_OR_ENDED:
-        problem = _unsaved_problem(coordinator)
+        problem = unsaved_problem(coordinator)
     if problem is None and phase in _TRAINING:
-        problem = _journal_problem(coordinator) or _role_problem(findings.observed)
+        problem = journal_problem(coordinator) or _role_problem(findings.observed)
     if problem is None and phase not in _SUSPENDED_OR_ENDED:
-        problem = (
-            _first(coordinator, _NEEDED)
-            or _fault(findings.observed.trouble, findings.run.unix_seconds)
-            or _first(coordinator, _LEARNING)
-            or _copy_or_tracker_problem(coordinator)
-        )
+        problem = problem_of_running(coordinator, findings.observed.trouble, findings.run.unix_seconds)
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
 
@@ -353,20 +350,6 @@ def _coordinator_problem(observed: Observed) -> Problem:
     return Problem(Reason.COORDINATOR_UNREACHABLE, "")
 
 
-def _journal_problem(coordinator: Status | None) -> Problem | None:
-    error = "" if coordinator is None else coordinator.journal_error
-    text = f"the run's volume cannot be written: {error}"
-    return Problem(Reason.VOLUME_NOT_WRITABLE, text) if error else None
-
-
-def _unsaved_problem(coordinator: Status | None) -> Problem | None:
-    """Why the last version of a run that has ended training is in no checkpoint."""
-    if coordinator is None or coordinator.unsaved_version < 0:
-        return None
-    text = f"version {coordinator.unsaved_version} is in no checkpoint: {coordinator.checkpoint_problem}. {Reason.UNSAVED_WEIGHTS.text}"
-    return Problem(Reason.UNSAVED_WEIGHTS, text)
-
-
 def _role_problem(observed: Observed) -> Problem | None:
     """The first problem of the pods of a run that trains."""
     generators = observed.service(Role.GENERATOR)
@@ -378,79 +361,4 @@ def _role_problem(observed: Observed) -> Problem | None:
         # The condition Admitted reports the wait in a queue.
         if problem is not None and problem.reason is not Reason.WAITING_FOR_QUOTA:
             return replace(problem, message=f"{role}: {problem.message}")
-    return None
-
-
-_NEEDED: Final = {
-    "reward_problem": Reason.REWARD_SERVICE_UNAVAILABLE,
-    "environment_problem": Reason.ENVIRONMENT_FAILING,
-    "teacher_problem": Reason.TEACHER_UNAVAILABLE,
-    "checkpoint_problem": Reason.CHECKPOINT_FAILED,
-}
-_LEARNING: Final = {"logprob_problem": Reason.LOGPROBS_NOT_FINITE, "learning_problem": Reason.NOT_LEARNING}
-"""Fields of the coordinator's status with a problem, and the reason of each."""
-
-
-def _first(coordinator: Status | None, fields: Mapping[str, Reason]) -> Problem | None:
-    texts = ((reason, getattr(coordinator, name, "")) for name, reason in fields.items())
-    return next((Problem(reason, text) for reason, text in texts if text), None)
-
-
-def _copy_or_tracker_problem(coordinator: Status | None) -> Problem | None:
-    if coordinator is None:
-        return None
-    if coordinator.uploads is not None and coordinator.uploads.problem:
-        return Problem(Reason.UPLOAD_FAILED, coordinator.uploads.problem)
-    if coordinator.exports is not None and coordinator.exports.problem:
-        return Problem(Reason.EXPORT_FAILED, "")
-    failing = [f"{tracker.name}: {tracker.problem}" for tracker in coordinator.trackers if tracker.problem]
-    return Problem(Reason.TRACKER_FAILED, "; ".join(failing)) if failing else None
-
-
-# --- faults despite which a run continues -------------------------------------------------------
-
-
-_COUNTED: Final = {
-    "skipped_steps": ("last_skipped_step_time", Reason.STEP_SKIPPED),
-    "grading_errors": ("last_grading_error_time", Reason.GRADING_FAILED),
-    "given_up_rollouts": ("last_given_up_time", Reason.SLOTS_GIVEN_UP),
-}
-"""Fields of :class:`TroubleStatus`: a count, the time of its last increase, and the reason of a run that it degrades."""
-
-
-def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: float) -> TroubleStatus:
-    """The faults of a run after the coordinator's last status.
-
-    Counts are of the whole run, so a run is degraded for a time after a count has increased, not by the count. The first status
-    has no increases. If a checkpoint failed and another was written since the last status, their order is not known, and the
-    later one counts as written: if it was not, the next failure shows it.
-    """
-    update: dict[str, Any] = {
-        "skipped_steps": coordinator.skipped_steps,
-        "grading_errors": coordinator.grading_errors,
-        "given_up_rollouts": coordinator.counts.given_up + coordinator.counts.held_out_given_up,
-        "checkpoint_failures": coordinator.checkpoint_failures,
-        "checkpoint_version": coordinator.checkpoint_version,
-    }
-    unsaved, saved = before.unsaved_since, before.checkpoint_version
-    if saved is not None and saved < coordinator.forked_step:
-        saved = None  # the counts of a fork begin with those of its source
-    if saved is not None:
-        rose = {name for name, count in update.items() if count > getattr(before, name)}
-        update |= {last: rfc3339(unix_seconds) for name, (last, _) in _COUNTED.items() if name in rose}
-        unsaved = saved if "checkpoint_failures" in rose and unsaved is None else unsaved
-    if unsaved is not None:
-        # A lower version is that of a trainer that returned to an earlier checkpoint.
-        unsaved = None if coordinator.checkpoint_version > unsaved else coordinator.checkpoint_version
-    return before.model_copy(update=update | {"unsaved_since": unsaved})
-
-
-def _fault(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
-    """The current fault. The message has no counts, which would change it at every increase."""
-    if trouble.unsaved_since is not None:
-        return Problem(Reason.CHECKPOINT_FAILED, "")
-    for name, reason in _COUNTED.values():
-        last = getattr(trouble, name)
-        if last is not None and unix_seconds - seconds(last) < QUIET_SECONDS:
-            return Problem(reason, "")
     return None

@@ -23,7 +23,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
 from scalerl_operator.build import secret
-from scalerl_operator.controller.conditions import update_trouble
+from scalerl_operator.controller.coordinator_problems import update_trouble
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
 from scalerl_operator.controller.refusals import refused
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
