@@ -1,4 +1,4 @@
-"""CEL rules of the custom resource definition: checks of one field, fields that may not change, the spec against the status.
+"""CEL rules of the custom resource definition: checks of one field, the spec against the status. Of edits: :mod:`.refused_edits`.
 
 They have the same fields and messages as the checks of :mod:`scalerl_api`. Checks across fields are the ``rules`` of its models.
 """
@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from scalerl_api.autoscaling import MOMENT, on_the_calendar, timestamp_input
 from scalerl_api.conditions import Reason
 from scalerl_api.dataset_source import DatasetSource
-from scalerl_api.edits import EDITS, Edit, Effect, edit_of, entry_model, nested_model
 from scalerl_api.environment import PythonEnvironment
 from scalerl_api.fields import (
     A_DECIMAL,
@@ -55,7 +53,6 @@ from scalerl_api.pods import (
     unreserved,
 )
 from scalerl_api.source import JsonlSource
-from scalerl_api.spec import RunSpec
 from scalerl_api.verifier import PythonVerifier, parameter_value
 from scalerl_api.vllm_options import (
     ALLOWED_OPTIONS,
@@ -149,58 +146,6 @@ OF_FIELDS: Final[Mapping[tuple[type[BaseModel], str], tuple[Rule, ...]]] = {
     ),
 }
 """Rules for one field, by its model and its name in Python."""
-
-
-def _refused_edits() -> dict[tuple[type[BaseModel], str], Rule]:
-    rules: dict[tuple[type[BaseModel], str], Rule] = {}
-    for path, edit in EDITS.items():
-        if edit.effect is not Effect.REFUSED:
-            continue
-        *sections, _ = path.split(".")
-        model: type[BaseModel] = RunSpec
-        for alias in sections:
-            annotation = _field(model, alias)[1].annotation
-            nested = entry_model(annotation) or nested_model(annotation)
-            assert nested is not None, path
-            model = nested
-        rules |= _unchanged(model, path, edit)
-    return rules
-
-
-def _unchanged(model: type[BaseModel], path: str, edit: Edit) -> dict[tuple[type[BaseModel], str], Rule]:
-    """Rules that the last field of ``path``, a field of ``model``, does not change, except nested fields with their own entry."""
-    last = path.rpartition(".")[2]
-    name, field = _field(model, last)
-    inner = entry_model(field.annotation) or nested_model(field.annotation)
-    has = f"has(self.{last}) == has(oldSelf.{last}) && (!has(self.{last}) || "
-    if inner is None or not any(other.startswith(f"{path}.") for other in EDITS):
-        if field.is_required() or field.default is not None:
-            return {(model, name): Rule("self == oldSelf", edit.note, changes=True)}
-        # An optional field may be neither set, removed, nor changed, which only a rule of its model can check.
-        same = f"{has}self.{last} == oldSelf.{last})"
-        return {(model, name): Rule(same, edit.note, field=last, changes=True)}
-    rules: dict[tuple[type[BaseModel], str], Rule] = {}
-    # An API server compares each entry with the one of the same name.
-    entries = inner is entry_model(field.annotation)
-    for name_below, below in inner.model_fields.items():
-        if edit_of(f"{path}.{below.alias}") == edit and not (entries and name_below == "name"):
-            rules |= _unchanged(inner, f"{path}.{below.alias}", edit)
-    if entries:
-        same = f"{has}self.{last}.map(e, e.name) == oldSelf.{last}.map(e, e.name))"
-        rules[model, name] = Rule(same, edit.note, field=last, changes=True)
-    elif field.default is None:
-        # When it is set or removed, the API server does not evaluate the rules of its fields.
-        same = f"has(self.{last}) == has(oldSelf.{last})"
-        rules[model, name] = Rule(same, edit.note, field=last, changes=True)
-    return rules
-
-
-def _field(model: type[BaseModel], alias: str) -> tuple[str, FieldInfo]:
-    return next((n, f) for n, f in model.model_fields.items() if (f.alias or n) == alias)
-
-
-REFUSED_EDITS: Final[Mapping[tuple[type[BaseModel], str], Rule]] = _refused_edits()
-"""Rules for fields that may not change, by model and name in Python. With ``field``, it is a rule of the model."""
 
 
 # --- checks of one field -------------------------------------------------------------------------

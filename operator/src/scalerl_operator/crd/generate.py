@@ -37,6 +37,7 @@ from scalerl_api.status import RunStatus
 from scalerl_api.verifier import VerifierSpec, WeightedVerifier
 from scalerl_operator.crd import cel_rules
 from scalerl_operator.crd.cel_rules import NotExpressible
+from scalerl_operator.crd.refused_edits import REFUSED_EDITS
 
 Schema = dict[str, Any]
 FILE_NAME: Final = f"{GROUP}_{PLURAL}.yaml"
@@ -259,7 +260,7 @@ class _Structural(GenerateJsonSchema):
                 for rule in model.rules
             ),
         )
-        for (owner, name), edit in cel_rules.REFUSED_EDITS.items():
+        for (owner, name), edit in REFUSED_EDITS.items():
             if owner is model:
                 alias = model.model_fields[name].alias
                 cel_rules.add(fields if edit.field else fields["properties"][alias], [edit])
