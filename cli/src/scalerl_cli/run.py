@@ -24,6 +24,7 @@ from scalerl_cli.output import say
 from scalerl_cli.progress import Progress
 from scalerl_operator.autoscaling.decision_log import RecordError
 from scalerl_operator.coordinator_client import CoordinatorRefused
+from scalerl_operator.local.commands import LocalSettings
 from scalerl_operator.local.run import LocalRun
 from scalerl_operator.local.run_directory import (
     DirectoryProblem,
@@ -31,7 +32,6 @@ from scalerl_operator.local.run_directory import (
     latest_directory,
     next_directory,
 )
-from scalerl_operator.local.supervisor import LocalSettings
 from scalerl_operator.policy.lifecycle_types import End
 from scalerl_operator.run_view import Event, Failure, RunResult
 from scalerl_operator.workloads import Plan, Role

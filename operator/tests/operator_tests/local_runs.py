@@ -10,9 +10,9 @@ from typing import Any
 from operator_tests import scaling
 from operator_tests.children import run_spec
 from scalerl_api.wire import Phase, Status
+from scalerl_operator.local.commands import LocalSettings
 from scalerl_operator.local.run import LocalRun
 from scalerl_operator.local.run_directory import RunDirectory
-from scalerl_operator.local.supervisor import LocalSettings
 from scalerl_operator.policy.restarts import RestartPolicy
 from scalerl_operator.run_view import Event, Failure, UnitState, UnitStatus
 from scalerl_operator.workloads import Container, Lifetime, Plan, Role, Workload

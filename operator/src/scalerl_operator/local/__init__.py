@@ -5,7 +5,8 @@
     run.LocalRun ─ policy.runtime.step()            observe, decide, record, apply
       ├─ status_file.StatusFile                     status.json: the lifecycle's memory, as in a cluster's object
       ├─ CoordinatorClient                          its status, the stop request
-      └─ supervisor.LocalRuntime                    ports, devices and environment of the plan's processes
+      └─ supervisor.LocalRuntime                    which processes of the plan run
+           ├─ commands.Commands                     their ports, devices and environment
            └─ unit.Unit                             starts, probes and restarts a group of processes, as a kubelet does
                 └─ scalerl_processes.ChildProcess ─ subreaper ─ the role's process and its descendants
 

@@ -20,12 +20,13 @@ from scalerl_api.status import GeneratorsStatus
 from scalerl_api.wire import INTERRUPTED, Status
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, summary_of
 from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorUnreachable
+from scalerl_operator.local.commands import LocalSettings
 from scalerl_operator.local.local_autoscaler import LocalAutoscaler, resumed_plan
 from scalerl_operator.local.reports import Reports, StartupMeter
 from scalerl_operator.local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_operator.local.snapshot import RateMeter
 from scalerl_operator.local.status_file import StatusFile
-from scalerl_operator.local.supervisor import LocalRuntime, LocalSettings
+from scalerl_operator.local.supervisor import LocalRuntime
 from scalerl_operator.policy.eta import Rates, eta_seconds
 from scalerl_operator.policy.lifecycle_types import (
     DRAIN_SECONDS,

@@ -3,57 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
-from scalerl_api import process as api
 from scalerl_api.conditions import Phase
-from scalerl_operator.local import devices
-from scalerl_operator.local.ports import HOST, Ports
+from scalerl_operator.local.commands import Commands, LocalSettings
+from scalerl_operator.local.ports import HOST
 from scalerl_operator.local.run_directory import RunDirectory
-from scalerl_operator.local.unit import Member, Unit
+from scalerl_operator.local.unit import Unit
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, Service
-from scalerl_operator.policy.restarts import RestartPolicy
 from scalerl_operator.run_view import Event, Failure, UnitState, UnitStatus
 from scalerl_operator.workloads import (
-    ADDRESS,
-    BIND,
-    Container,
     Lifetime,
     Plan,
     Role,
     Workload,
-    expand,
-    port_variable,
 )
-from scalerl_processes.child import Command, environment
 
 _ENDING: Final = (Phase.FINISHING, Phase.SUSPENDING)
-_LOOPBACK: Final = {
-    # Without these, libraries choose an interface by the host's name or its default route.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": HOST,
-}
-
-
-@dataclass(frozen=True)
-class LocalSettings:
-    """How this machine runs a plan.
-
-    pin: CPUs by role; other roles may use all. Benchmarks give each role its own cores, as it would have its own devices.
-    grace_seconds: from a stop to SIGKILL.
-    orphan_grace_seconds: the same after this process was killed.
-    """
-
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    pin: Mapping[Role, tuple[int, ...]] = field(default_factory=dict)
-    grace_seconds: float = 30.0
-    orphan_grace_seconds: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -89,18 +57,10 @@ class LocalRuntime:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
-        self._directory = directory
         self._settings = settings or LocalSettings()
         self._on_event = on_event
         self._on_change = on_change
-        self._ports = Ports()
-        self._devices = devices.Pool(plan)
-        self._incarnation = uuid.uuid4().hex[:12]
-        self._base = environment()
-        self._coordinator_port = self._ports.take()
-        has_servers = any(workload.role is Role.ENVIRONMENT for workload in plan.workloads)
-        self._environment_port = self._ports.take() if has_servers else 0
-        self._master_ports: dict[Role, tuple[int, int]] = {}  # (start, port)
+        self._commands = Commands(plan, directory, self._settings)
         self._is_prepared = False
         self._is_serving = False
         self._is_ending = False
@@ -114,7 +74,7 @@ class LocalRuntime:
 
     @property
     def coordinator_url(self) -> str:
-        return f"http://{HOST}:{self._coordinator_port}"
+        return self._commands.coordinator_url
 
     @property
     def is_idle(self) -> bool:
@@ -135,7 +95,7 @@ class LocalRuntime:
             self._service(Role.GENERATOR),
             self._is_serving
             or any(self._runs(unit) for unit in self.units if unit.lifetime is Lifetime.SERVICE),
-            self._service(Role.ENVIRONMENT) if self._environment_port else None,
+            self._service(Role.ENVIRONMENT) if self._commands.environment_port else None,
         )
 
     def apply(self, decision: LifecycleDecision) -> None:
@@ -180,7 +140,7 @@ class LocalRuntime:
     def max_replicas(self, role: Role) -> int | None:
         """The number of replicas for which this machine has devices; None for a role without devices."""
         each = sum(c.resources.devices for c in self._plan.workload(role).containers)
-        return self._replicas[role] + self._devices.free // each if each else None
+        return self._replicas[role] + self._commands.devices.free // each if each else None
 
     def draining(self, role: Role) -> bool:
         """Whether replicas that were scaled down are still running."""
@@ -206,10 +166,10 @@ class LocalRuntime:
         try:
             for index in added:
                 new += self._units(workload, [index])
-            self._devices.take(workload, added)
+            self._commands.devices.take(workload, added)
         except BaseException:
             for port in {port for unit in new for port in unit.ports.values()}:
-                self._ports.give_back(port)
+                self._commands.ports.give_back(port)
             raise
         self._replicas[role] = replicas
         self.units += new
@@ -235,7 +195,7 @@ class LocalRuntime:
             await self._wait(self.units)
             raise
         finally:
-            self._ports.close()
+            self._commands.ports.close()
 
     async def _wait(self, units: Iterable[Unit]) -> None:
         if tasks := [self._tasks[unit] for unit in units if self._runs(unit)]:
@@ -281,7 +241,7 @@ class LocalRuntime:
             self._tasks.pop(unit, None)
             self.units.remove(unit)
             if not any(u.status.role is role and u.index == index for u in self.units):
-                self._devices.give_back(self._plan.workload(role).replica_name(index))
+                self._commands.devices.give_back(self._plan.workload(role).replica_name(index))
         self._on_change()
 
     def _job(self, lifetime: Lifetime, attempt: int) -> Job:
@@ -320,7 +280,7 @@ class LocalRuntime:
 
     def _units(self, workload: Workload, indices: Iterable[int]) -> list[Unit]:
         """One unit for each container of these replicas of a service, or one for all ranks of a gang."""
-        members = [(i, member) for i in indices for member in self._members(workload, i)]
+        members = [(i, member) for i in indices for member in self._commands.members(workload, i)]
         grouped = [(member.name, i, [member]) for i, member in members]
         if workload.lifetime is Lifetime.GANG:
             grouped = [(str(workload.role), 0, [member for _, member in members])]
@@ -337,98 +297,3 @@ class LocalRuntime:
             )
             for name, index, of_unit in grouped
         ]
-
-    def _members(self, workload: Workload, index: int) -> list[Member]:
-        """The processes of one replica."""
-        replica = workload.replica_name(index)
-        # Other processes get these addresses in their environment, so the ports are chosen before all others.
-        chosen = {
-            (Role.COORDINATOR, "http"): self._coordinator_port,
-            (Role.ENVIRONMENT, "environment"): self._environment_port,
-        }
-        ports = {
-            name: chosen.get((workload.role, name)) or self._ports.take()
-            for container in workload.containers
-            for name in container.ports
-        }
-        members = []
-        for container in workload.containers:
-            name = replica if len(workload.containers) == 1 else f"{replica}-{container.name}"
-            name = str(workload.role) if workload.lifetime is Lifetime.ONCE else name
-            command = partial(self._command, workload, index, container, name, ports)
-            members.append(Member(name, container, ports, command))
-        return members
-
-    def _master_port(self, role: Role, start: int) -> int:
-        """The rendezvous port of a gang, a new one for each start, so that no late message of an earlier start reaches it."""
-        known, port = self._master_ports.get(role, (0, 0))
-        if known != start:
-            before, port = port, self._ports.take()
-            if known:
-                self._ports.give_back(before)
-            self._master_ports[role] = (start, port)
-        return port
-
-    def _command(
-        self,
-        workload: Workload,
-        index: int,
-        container: Container,
-        name: str,
-        ports: dict[str, int],
-        start: int,
-    ) -> Command:
-        paths = self._directory.paths
-        variables = {
-            api.DIR: str(paths.root),
-            api.NAME: workload.replica_name(index),
-            api.COORDINATOR_URL: self.coordinator_url,
-            api.TOKEN_FILE: str(paths.token),
-            BIND: HOST,
-            ADDRESS: HOST,
-            **{port_variable(port): str(number) for port, number in ports.items()},
-        }
-        if self._environment_port:
-            variables[api.ENVIRONMENT_URL] = f"http://{HOST}:{self._environment_port}"
-        if workload.role is Role.ENVIRONMENT:
-            variables = {name: variables[name] for name in (BIND, port_variable("environment"))}
-        if workload.lifetime is Lifetime.GANG:
-            variables |= {
-                "RANK": str(index),
-                "WORLD_SIZE": str(workload.replicas),
-                # Each rank has only its own device visible, which is the first.
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": HOST,
-                "MASTER_PORT": str(self._master_port(workload.role, start)),
-            }
-        return Command(
-            argv=[expand(word, variables) for word in container.argv],
-            env={
-                **self._base,
-                **_LOOPBACK,
-                devices.VISIBLE: ",".join(self._devices.of(workload.replica_name(index), container.name)),
-                **self._threads(workload, container),
-                **variables,
-                **{key: expand(value, variables) for key, value in container.env.items()},
-            },
-            log=paths.logs / f"{name}.log",
-            mark=f"{self._incarnation}/{name}/{start}",
-            grace_seconds=self._settings.grace_seconds,
-            orphan_grace_seconds=self._settings.orphan_grace_seconds,
-            cpus=self._settings.pin.get(workload.role),
-            held=(self._directory.lock_fd,),
-        )
-
-    def _threads(self, workload: Workload, container: Container) -> dict[str, str]:
-        """``OMP_NUM_THREADS``: from the spec; else, for a gang, the cores divided by its ranks and the generators; else unset."""
-        threads = container.resources.cpu_threads
-        if threads is None and workload.lifetime is Lifetime.GANG:
-            pinned = self._settings.pin.get(workload.role)
-            cores = len(pinned or os.sched_getaffinity(0))
-            computing = sum(
-                w.replicas
-                for w in self._plan.workloads
-                if w is workload or (w.role is Role.GENERATOR and not pinned)
-            )
-            threads = max(1, cores // computing)
-        return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
