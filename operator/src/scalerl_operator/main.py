@@ -22,76 +22,33 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Final
 
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_client import Sidecar
 from scalerl_operator.build.gang import WORKLOAD
-from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
-from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.summary import RunFigures
+from scalerl_operator.controller.claimed_runs import MakeReconcile, Parts, Reconcile, reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.leader_election import Leader
-from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
-from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.run_stream import Resync, Watches
-from scalerl_operator.kube.scrape_access import ScrapeAccess
-from scalerl_operator.kube.types import Key
+from scalerl_operator.kube.scrape_access import REFUSALS, ScrapeAccess
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.metrics import Metrics
-from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import HELD_SECONDS
 from scalerl_operator.settings import Settings, SettingsError
+from scalerl_processes.waiting import pause
 
 LAG_SECONDS: Final = 0.5
 """Between two measurements of the event loop's delay."""
 LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
 """After so long without kopf's stream, while the API server responds, the kubelet restarts the process."""
-UNKNOWN_WORKLOADS_SECONDS: Final = 5.0
-"""Between two reconciles of a run in a queue, while Workloads cannot be listed."""
-_REFUSED: Final = {
-    401: "no valid bearer token",
-    403: "the token's user may not get the path /metrics: bind it to the chart's ClusterRole for metrics",
-    500: "the operator may not create tokenreviews.authentication.k8s.io and subjectaccessreviews.authorization.k8s.io: bind its "
-    "service account to a ClusterRole with both, as the chart does with rbac.create",
-    503: "the API server does not say whose token this is; try again",
-}
-"""Answers to scrapes that are refused, by HTTP status."""
-
-Reconcile = Callable[[Key], Awaitable[float | None]]
-MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
-
 log = logging.getLogger("scalerl_operator")
-
-
-@dataclass
-class Parts:
-    """The argument of :data:`MakeReconcile`."""
-
-    settings: Settings
-    api: KubeApi
-    cache: Cache
-    metrics: Metrics
-    wake: Callable[[Key], None]
-    """Wakes a run for its coordinator or its autoscaler; a failed reconcile is not retried sooner."""
-    workloads_served: Callable[[], bool] = lambda: False
-    """Whether the cluster serves Kueue's Workloads."""
-    workloads_known: Callable[[], bool] = lambda: True
-    """Whether they have been listed, or are not served: until then, no run in a queue is reconciled but one that is deleted."""
-    on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    """Called when this replica no longer leads and no reconcile is in work."""
 
 
 class Operator:
@@ -246,10 +203,8 @@ class Operator:
         """Waits for the first lists, but for those of optional kinds: a broken extension must not stop all runs."""
         for complete in (self.watches.listed, *(informer.synced for informer in self._needed())):
             while not complete.is_set():
-                try:
-                    async with asyncio.timeout(self._wait_log_seconds):
-                        await complete.wait()
-                except TimeoutError:
+                await pause(self._wait_log_seconds, until=complete)
+                if not complete.is_set():
                     log.warning("waiting for %s", self._awaited())
         # All modules are loaded: without them, a full garbage collection takes 40 ms less.
         gc.collect()
@@ -327,7 +282,7 @@ class Operator:
         if self._scrape_access is not None:
             status = await self._scrape_access.status(request.headers.get("Authorization", ""))
             if status != 200:
-                return web.Response(status=status, text=f"{_REFUSED[status]}\n")
+                return web.Response(status=status, text=f"{REFUSALS[status]}\n")
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -338,71 +293,6 @@ async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> N
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
             log.error("a task ended with %s: %s", type(outcome).__name__, outcome)
-
-
-@contextlib.asynccontextmanager
-async def reconciler(parts: Parts, held_seconds: float = HELD_SECONDS) -> AsyncIterator[Reconcile]:
-    """The operator's own reconcile. held_seconds: see :data:`.lifecycle_types.HELD_SECONDS`."""
-    url = parts.settings.sidecar_url
-    sidecar = None if url is None else Sidecar(lambda: url)
-
-    def autoscaler(run: ScaleRLRun, uid: str) -> Autoscaler:
-        key = (run.metadata.namespace or "", run.metadata.name)
-        assert sidecar is not None
-        read, write = runs.coordinators.decisions, runs.coordinators.record_decision
-        return Autoscaler(
-            "/".join(key),
-            run.spec,
-            DecisionRecord(functools.partial(read, key), functools.partial(write, key)),
-            sidecar,
-            wake=lambda: parts.wake(key),
-            on_decision=parts.metrics.decision,
-            earlier=FinishedRuns(parts.cache, key[0], uid),
-        )
-
-    runs = Reconciler(
-        parts.api,
-        parts.cache,
-        images=parts.settings.images,
-        operator_namespace=parts.settings.operator_namespace,
-        namespaced=bool(parts.settings.namespaces),
-        gangs=lambda: parts.settings.gangs and parts.workloads_served(),
-        autoscaler=None if sidecar is None else autoscaler,
-        on_status=parts.metrics.run,
-        wake=parts.wake,
-        held_seconds=held_seconds,
-    )
-    claims = NamespaceClaims(parts.api, f"{parts.settings.operator_namespace}/{parts.settings.lease}")
-    parts.metrics.foreign_namespaces.set_function(claims.of_others)
-
-    async def reconcile(key: Key) -> float | None:
-        run = parts.cache.run(*key)
-        # A run that is being deleted must be able to go, whoever has claimed its namespace.
-        if run is not None and not is_deleted(run) and label(run, QUEUE) and not parts.workloads_known():
-            return UNKNOWN_WORKLOADS_SECONDS
-        if run is None or is_deleted(run) or await claims.mine(key[0]):
-            return await runs.reconcile(key)
-        await runs.forget(key)
-        parts.metrics.run(key, None, RunFigures())
-        return RENEW_SECONDS
-
-    async def forget() -> None:
-        claims.forget()
-        await runs.forget_all()
-
-    def lost(namespace: str) -> None:
-        for key in parts.cache.runs():
-            if key[0] == namespace:
-                parts.wake(key)
-
-    parts.on_lost.append(forget)
-    keep = claims.keep(lambda: {namespace for namespace, _ in parts.cache.runs()}, lost)
-    tasks = [asyncio.create_task(keep, name="claims")]
-    try:
-        yield reconcile
-    finally:
-        await _cancelled(*tasks)
-        await runs.forget_all()
 
 
 async def serve(settings: Settings, make_reconcile: MakeReconcile = reconciler) -> None:

@@ -37,11 +37,11 @@ from scalerl_operator.autoscaling.replay import replay_under, verify
 from scalerl_operator.autoscaling.vote import prior_note
 from scalerl_operator.build.scope import Images
 from scalerl_operator.build.storage import curve_config_map
+from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.local.run_directory import DirectoryRuns
-from scalerl_operator.main import Parts, reconciler
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.settings import Settings
 
@@ -242,7 +242,7 @@ async def test_forecast_request_has_runs_from_the_cache(url: str, monkeypatch: p
         reconcilers.append(Reconciler(*arguments, **options))
         return reconcilers[-1]
 
-    monkeypatch.setattr("scalerl_operator.main.Reconciler", recorded)
+    monkeypatch.setattr("scalerl_operator.controller.claimed_runs.Reconciler", recorded)
     async with reconciler(parts):
         run = cluster_run(autoscaling={"mode": "Advisory"}, budget={"maxSeconds": 1_000_000})
         made = cast(Any, reconcilers[0])

@@ -18,6 +18,7 @@ from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
+from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.diagnosis import queue_problem
 from scalerl_operator.controller.observe import observe
@@ -29,7 +30,7 @@ from scalerl_operator.kube.informer import Informer
 from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
-from scalerl_operator.main import Operator, Parts, reconciler
+from scalerl_operator.main import Operator
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory

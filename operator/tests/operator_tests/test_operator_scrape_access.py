@@ -11,11 +11,11 @@ from scalerl_operator.kube import errors
 from scalerl_operator.kube.scrape_access import (
     FRESH_SECONDS,
     MAX_ANSWERS,
+    REFUSALS,
     REVIEWS_AT_ONCE,
     STALE_SECONDS,
     ScrapeAccess,
 )
-from scalerl_operator.main import _REFUSED
 
 
 class Api:
@@ -116,7 +116,7 @@ async def test_operator_that_may_not_ask_is_no_outage(api: Api, caplog: pytest.L
     api.role, now = False, FRESH_SECONDS
     assert [await access.status(f"Bearer {token}") for token in ("good", "other", "good")] == [500] * 3
     assert caplog.text.count("tokenreviews is forbidden") == 1
-    assert "ClusterRole" in _REFUSED[500]
+    assert "ClusterRole" in REFUSALS[500]
     api.role = True
     assert await access.status("Bearer good") == 200
 

@@ -10,7 +10,6 @@ are listed before each start of it (:func:`~scalerl_operator.kube.informer.liste
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +28,7 @@ from scalerl_operator.kube.informer import LONGEST_PAUSE_SECONDS, listed
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FIELD_OWNER
+from scalerl_processes.waiting import pause
 
 PAGE: Final = 50
 """Runs per page of kopf's list, each of which blocks the event loop while it is parsed."""
@@ -64,9 +64,8 @@ class Resync:
     async def run(self) -> None:
         """Compares periodically until cancelled."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.every):
-                    await self.kopf_started.wait()
+            await pause(self.every, until=self.kopf_started)
+            if self.kopf_started.is_set():
                 self.kopf_started.clear()
                 await asyncio.sleep(START_SECONDS)
             for namespace in self.namespaces:

@@ -28,6 +28,14 @@ REVIEWS_AT_ONCE: Final = 4
 MAX_ANSWERS: Final = 64
 """Answers kept; a token that is tried at random drives out no allowed one."""
 MAX_TOKEN_BYTES: Final = 16_384
+REFUSALS: Final = {
+    401: "no valid bearer token",
+    403: "the token's user may not get the path /metrics: bind it to the chart's ClusterRole for metrics",
+    500: "the operator may not create tokenreviews.authentication.k8s.io and subjectaccessreviews.authorization.k8s.io: bind its "
+    "service account to a ClusterRole with both, as the chart does with rbac.create",
+    503: "the API server does not say whose token this is; try again",
+}
+"""Answers to scrapes that are refused, by HTTP status."""
 
 log = logging.getLogger(__name__)
 
