@@ -226,13 +226,13 @@ class Operator:
     async def _lead(self) -> None:
         """Reconciles runs while this replica leads."""
         while True:
-            await self.leader.wait_until_leader()
+            await self.leader.began.wait()
             for key in self.cache.runs():
                 self.queue.wake(key)
             self.queue.release()
             await self.leader.lost.wait()
             await self.queue.halt()
-            self.metrics.forget_runs()
+            self.metrics.runs.clear()
             for forget in self._parts.on_lost:
                 await forget()
 
@@ -295,9 +295,9 @@ async def _cancelled(*tasks: asyncio.Task[object] | asyncio.Future[object]) -> N
             log.error("a task ended with %s: %s", type(outcome).__name__, outcome)
 
 
-async def serve(settings: Settings, make_reconcile: MakeReconcile = reconciler) -> None:
+async def serve(settings: Settings) -> None:
     """One replica until SIGTERM or SIGINT."""
-    await Operator(settings, await connection.load(settings.kubeconfig), make_reconcile).run()
+    await Operator(settings, await connection.load(settings.kubeconfig), reconciler).run()
 
 
 def main() -> int:

@@ -96,10 +96,6 @@ class Metrics:
         else:
             self.runs.set(key, status, figures)
 
-    def forget_runs(self) -> None:
-        """Drops all runs: this replica no longer leads, and the next leader reports them."""
-        self.runs.clear()
-
     def decision(self, state: str) -> None:
         """The autoscaler decided."""
         self._decisions.labels(state).inc()

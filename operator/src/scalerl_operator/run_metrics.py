@@ -82,7 +82,7 @@ class RunMetrics:
         self._runs.pop(key, None)
 
     def clear(self) -> None:
-        """Drops all runs."""
+        """Drops all runs: this replica no longer leads, and the next leader reports them."""
         self._runs.clear()
 
     def phases(self) -> Counter[Phase]:

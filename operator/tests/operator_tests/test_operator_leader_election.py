@@ -111,7 +111,7 @@ def test_first_replica_leads_and_second_waits() -> None:
     async def scenario() -> None:
         leases = Leases()
         first = Replica(leases, "one")
-        await asyncio.wait_for(first.leader.wait_until_leader(), 1)
+        await asyncio.wait_for(first.leader.began.wait(), 1)
         second = Replica(leases, "two")
         await asyncio.sleep(120)
         assert first.leader.is_leader()
@@ -340,7 +340,7 @@ def test_frozen_process_does_not_lead_after_thawing() -> None:
         nonlocal time
         leader = Leader(Leases(), namespace="scalerl", identity="one", clock=lambda: time)
         task = asyncio.create_task(leader.run())
-        await asyncio.wait_for(leader.wait_until_leader(), 120)
+        await asyncio.wait_for(leader.began.wait(), 120)
         assert leader.is_leader()
         time = 8.5  # no task of ours had a turn
         assert not leader.is_leader()

@@ -130,5 +130,5 @@ async def test_every_metric_is_in_the_first_scrape() -> None:
     assert samples[metric_names.RUNS, "Failed"] == 0
     assert samples[metric_names.LEADER,] == 0
     assert samples["process_resident_memory_bytes",] > 1e6
-    metrics.forget_runs()
+    metrics.runs.clear()
     assert f'{metric_names.RUNS}{{phase="Running"}} 0.0' in metrics.text().decode()

@@ -128,7 +128,7 @@ def test_deleted_run_has_no_metrics():
 def test_former_leader_reports_no_runs():
     shown = metrics()
     shown.run(("team", "a"), RunStatus(phase=Phase.RUNNING, trainer=TrainerStatus(restarts=1)), FIGURES)
-    shown.forget_runs()
+    shown.runs.clear()
     text = shown.text().decode()
     assert 'scalerl_operator_runs{phase="Running"} 0.0' in text
     assert "run_trainer_restarts_total{" not in text

@@ -42,6 +42,8 @@ OLDEST_ANSWER_SECONDS: Final = 30.0
 """An older response is out of date: the poller was delayed, as on a machine that was suspended."""
 _JITTER: Final = (0.8, 0.95)
 """Range of factors on a pause: a poll precedes the run's next reconcile, and pollers do not synchronize."""
+LONGEST_PAUSE_SECONDS: Final = 15.0
+"""Longest back-off of a coordinator that does not respond."""
 CHECK_SECONDS: Final = 120.0
 """Between two reads of a run's Secret."""
 
@@ -55,8 +57,6 @@ class Timings:
     poll: float = POLL_SECONDS
     ask_again: float = ASK_AGAIN_SECONDS
     """Between two requests to a coordinator that ends, and the first back-off of one that does not respond."""
-    longest_pause: float = 15.0
-    """Longest back-off."""
 
 
 TIMINGS: Final = Timings()
@@ -118,7 +118,7 @@ class _Poller:
         """Seconds to the next request."""
         times = self._timings
         if self.failures:
-            longest = min(times.ask_again * 2.0 ** min(self.failures - 1, 10), times.longest_pause)
+            longest = min(times.ask_again * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_SECONDS)
         else:
             ending = self.answer is not None and bool(self.answer.stop_reason)
             longest = times.ask_again if ending else times.poll

@@ -56,7 +56,6 @@ class Leader:
         namespace: str,
         identity: str,
         name: str = LEASE_NAME,
-        duration_seconds: int = DURATION_SECONDS,
         clock: Callable[[], float] = steady_clock,
         rng: random.Random | None = None,
     ) -> None:
@@ -64,7 +63,7 @@ class Leader:
         self._namespace = namespace
         self._identity = identity
         self._name = name
-        self.duration_seconds = duration_seconds
+        self.duration_seconds = DURATION_SECONDS
         """Of the Lease without a renewal."""
         self._clock = clock
         self._rng = rng or random.Random()
@@ -83,10 +82,6 @@ class Leader:
     def is_leader(self) -> bool:
         """Whether this process may write now."""
         return self._clock() < self._leads_until
-
-    async def wait_until_leader(self) -> None:
-        """Returns when this process leads; :meth:`run` has to be running."""
-        await self.began.wait()
 
     async def run(self) -> None:
         """Waits for the Lease and holds it, again and again, until cancelled."""

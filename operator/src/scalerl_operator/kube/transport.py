@@ -80,8 +80,8 @@ class Transport:
         configuration: Configuration,
         *,
         timeout: float,
-        fence: Callable[[], bool] | None = None,
-        on_call: OnCall = lambda verb, kind, code, seconds: None,
+        fence: Callable[[], bool] | None,
+        on_call: OnCall,
     ) -> None:
         self._client = ApiClient(configuration)
         self._host = configuration.host.rstrip("/")

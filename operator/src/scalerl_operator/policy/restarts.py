@@ -20,12 +20,14 @@ MAX_POD_RESTARTS: Final = 20
 """Consecutive restarts of a pod of the coordinator, which end the run, and of a generator, which degrade it: with the back-off of a
 kubelet, about 80 minutes."""
 
+RESET_AFTER_SECONDS: Final = 600.0
+"""A unit that was ready for so long resets the counts."""
+
 
 @dataclass(frozen=True)
 class RestartPolicy:
     """The n-th consecutive restart waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``.
 
-    reset_after_seconds: a unit that was ready for so long resets the counts.
     max_failed_starts: most consecutive failures of a unit that was never ready.
     max_restarts: most restarts since the last reset.
     max_start_delay_seconds: the longest delay after a failed start of a unit that has been ready before.
@@ -33,7 +35,6 @@ class RestartPolicy:
 
     first_delay_seconds: float = 1.0
     max_delay_seconds: float = 30.0
-    reset_after_seconds: float = 600.0
     max_failed_starts: int = 5
     max_restarts: int = 20
     max_start_delay_seconds: float = 30.0
@@ -76,7 +77,7 @@ class ProcessEnd:
 class Record:
     """Counts of a unit's failures between restarts.
 
-    diverged: the training diverged, and no start was ready for ``reset_after_seconds`` since. A crash does not clear it: the
+    diverged: the training diverged, and no start was ready for :data:`RESET_AFTER_SECONDS` since. A crash does not clear it: the
         trainer trains the same batches from the same checkpoint again.
     publish_refused: generators could not use the published weights, likewise.
     has_been_ready: at least once with this spec.
@@ -115,7 +116,7 @@ def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | 
     """
     if end.exit_code == BAD_INPUT_EXIT_CODE:
         return GiveUp("its input is wrong", bad_input=True)
-    record = _after_ready(policy, record, end.ready_seconds)
+    record = _after_ready(record, end.ready_seconds)
     if end.exit_code == DIVERGED_EXIT_CODE and record.diverged:
         # Training diverged again from the last checkpoint, so no fault of the machine caused it.
         return GiveUp(
@@ -138,7 +139,7 @@ def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | 
     if record.failed_starts > policy.max_failed_starts and not record.has_been_ready:
         return GiveUp(f"it failed {record.failed_starts} times in a row before it was ready")
     if record.consecutive_failures > policy.max_restarts:
-        quiet = f"{policy.reset_after_seconds / 60:g} minutes of quiet"
+        quiet = f"{RESET_AFTER_SECONDS / 60:g} minutes of quiet"
         return GiveUp(f"it was restarted {policy.max_restarts} times without {quiet}")
     long_start_delay = record.has_been_ready and end.ready_seconds is None
     return Restart(_delay(policy, record.consecutive_failures, long_start_delay=long_start_delay), record)
@@ -150,16 +151,16 @@ def disrupted(policy: RestartPolicy, record: Record, ready_seconds: float | None
     >>> disrupted(RestartPolicy(), Record(consecutive_failures=20), ready_seconds=5.0).delay_seconds
     1.0
     """
-    record = _after_ready(policy, record, ready_seconds)
+    record = _after_ready(record, ready_seconds)
     record = replace(record, disruptions=record.disruptions + 1)
     return Restart(_delay(policy, record.disruptions, long_start_delay=ready_seconds is None), record)
 
 
-def _after_ready(policy: RestartPolicy, record: Record, ready_seconds: float | None) -> Record:
+def _after_ready(record: Record, ready_seconds: float | None) -> Record:
     """The record after a start that was ready for ``ready_seconds``."""
     if ready_seconds is None:
         return record
-    if ready_seconds >= policy.reset_after_seconds:
+    if ready_seconds >= RESET_AFTER_SECONDS:
         return Record(has_been_ready=True)
     return replace(record, has_been_ready=True)
 
