@@ -20,7 +20,7 @@ from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
 from scalerl_coordinator.leases import LeaseBook
-from scalerl_coordinator.membership import Membership, UnknownMember
+from scalerl_coordinator.membership import Membership, UnknownMember, name_of, new_member_id
 from scalerl_coordinator.off_policy import PipelineRL, PpoOffPolicy
 from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
@@ -171,9 +171,10 @@ def test_membership_loses_silent_and_replaces_registered_members():
     assert membership.lost(16.1) == ["g"]
     with pytest.raises(UnknownMember, match="register again"):
         membership.get("g/1", 17.0)
-    membership.register("g/2", "g", "u", 17.0)
-    membership.register("g/3", "g", "u", 17.0)
-    assert list(membership.members) == ["g/3"]
+    ids = [new_member_id("g") for _ in range(2)]
+    for member_id in ids:
+        membership.register(member_id, name_of(member_id), "u", 17.0)
+    assert list(membership.members) == ids[1:] != ids[:1]
     assert first.name == "g"
 
 
@@ -189,8 +190,9 @@ def test_membership_ignores_version_reported_before_publish():
     membership = Membership(2.0)
     member = membership.register("g/1", "g", "u", 0.0)
     membership.set_version(member, 5, 10.0)
-    assert not membership.report_version(member, 4, 10.5)
+    assert membership.report_version(member, 4, 10.5) is False
     assert member.version == 5
+    assert membership.report_version(member, 4, 12.0)  # a heartbeat later
     assert membership.report_version(member, -1, 13.0)  # its server has restarted
     assert member.version == -1
 
@@ -208,6 +210,7 @@ def test_membership_backs_off_failed_publishes():
         while not membership.publishable(now):
             now += 0.5
         assert membership.backoff_over(now - 0.5, now)
+        assert not membership.backoff_over(now, now + 0.5)
         waits.append(now - start)
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     membership.set_version(member, 1, now)
@@ -237,6 +240,17 @@ def test_lease_book_expires_open_leases_in_order():
     assert (book.remaining_seconds("d", 9.0), book.remaining_seconds("ended", 9.0)) == (4.0, None)
 
 
+def test_lease_book_knows_the_holders_time_and_the_prompt_of_open_leases():
+    book = LeaseBook(10.0)
+    book.add("a", "g", 1.0, sent=False)
+    assert book.held_seconds("a", 4.0) == 0.0
+    book.mark_sent(["a"], 3.0)
+    assert (book.held_seconds("a", 4.5), book.held_seconds("ended", 4.5)) == (1.5, 0.0)
+    for lease_id in ("a", "ended"):
+        book.set_prompt_id(lease_id, "p")
+    assert (book.prompt_id("a"), book.prompt_id("ended")) == ("p", None)
+
+
 def test_lease_book_resync_keeps_deadlines():
     book = LeaseBook(10.0)
     book.add("a", "g", 0.0)
@@ -259,6 +273,10 @@ def test_lease_book_retry_back_off_grows():
     assert not book.waits((0, wire.Split.TRAIN, 3), 60.0)
     assert not book.waits((0, wire.Split.HELD_OUT, 3), 59.0)
     assert book.wait_over(59.0, 60.0)
+    assert not book.wait_over(58.0, 59.0)
+    assert not book.wait_over(60.0, 61.0)
+    assert book.attempts((0, wire.Split.TRAIN, 3)) == 9
+    assert book.attempts((0, wire.Split.HELD_OUT, 3)) == 0
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +40,27 @@ def run_object(name: str = "r", *, version: int = 1, uid: str = "run-uid") -> di
     return thing("ScaleRLRun", name, version=version, run=None, uid=uid, spec={"model": {}})
 
 
+Observe = Callable[[Cache, str | None, dict[str, Any]], None]
+
+
+def as_object(cache: Cache, event: str | None, obj: dict[str, Any]) -> None:
+    cache.observe(event, obj)
+
+
+def as_json(cache: Cache, event: str | None, obj: dict[str, Any]) -> None:
+    """As informers do; the items of a list have neither kind nor version."""
+    kind, metadata = KINDS[obj["kind"]], obj["metadata"]
+    raw = json.dumps({name: part for name, part in obj.items() if name not in ("kind", "apiVersion")})
+    known = cache.observe_raw(event, kind, raw.encode())
+    assert known == ((metadata["namespace"], metadata["name"]), metadata["resourceVersion"])
+
+
+@pytest.fixture(params=[as_object, as_json])
+def observe(request: pytest.FixtureRequest) -> Observe:
+    see: Observe = request.param
+    return see
+
+
 @pytest.fixture
 def woken() -> list[tuple[str, str]]:
     return []
@@ -48,13 +71,19 @@ def cache(woken: list[tuple[str, str]]) -> Cache:
     return Cache(woken.append)
 
 
-def test_cache_returns_copies_of_a_run_and_its_objects(cache: Cache) -> None:
-    cache.observe(None, run_object())
-    cache.observe("ADDED", thing("Job", "r-trainer-1", version=2, status={"active": 1}))
-    cache.observe("ADDED", thing("Pod", "other", version=3, run="other"))
+def test_cache_returns_copies_of_a_run_and_its_objects(cache: Cache, observe: Observe) -> None:
+    observe(cache, None, run_object())
+    observe(cache, "ADDED", thing("Job", "r-trainer-1", version=2, status={"active": 1}))
+    observe(cache, "ADDED", thing("Pod", "other", version=3, run="other"))
     assert cache.runs() == [("team", "r")]
+    assert sorted(cache) == [
+        ("Job", "team", "r-trainer-1"),
+        ("Pod", "team", "other"),
+        ("ScaleRLRun", "team", "r"),
+    ]
     found = cache.run("team", "r")
     assert found is not None
+    assert (found["kind"], found["apiVersion"]) == ("ScaleRLRun", KINDS["ScaleRLRun"].api_version)
     assert found["metadata"]["managedFields"] == [{"manager": "kubelet"}]
     owned = cache.owned("team", "r")
     assert set(owned) == {("Job", "r-trainer-1")}
@@ -67,13 +96,15 @@ def test_cache_returns_copies_of_a_run_and_its_objects(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("name", ["r", LONG])
-def test_change_wakes_its_run_by_full_name(name: str, cache: Cache, woken: list[tuple[str, str]]) -> None:
-    cache.observe("ADDED", thing(version=5, run=name))
+def test_change_wakes_its_run_by_full_name(
+    name: str, cache: Cache, observe: Observe, woken: list[tuple[str, str]]
+) -> None:
+    observe(cache, "ADDED", thing(version=5, run=name))
     assert woken == []  # nobody to wake yet: the run's own event will
-    cache.observe("ADDED", run_object(name, version=6))
-    cache.observe("MODIFIED", thing(version=7, run=name))
-    cache.observe("DELETED", thing(version=8, run=name))
-    cache.observe("DELETED", run_object(name, version=9))
+    observe(cache, "ADDED", run_object(name, version=6))
+    observe(cache, "MODIFIED", thing(version=7, run=name))
+    observe(cache, "DELETED", thing(version=8, run=name))
+    observe(cache, "DELETED", run_object(name, version=9))
     assert woken == [("team", name)] * 4
     assert len(cache) == 0
 
@@ -121,6 +152,14 @@ def test_late_response_does_not_restore_a_deleted_object(cache: Cache) -> None:
     assert cache.get("Job", "team", "j") is not None
 
 
+def test_version_is_of_an_object_or_of_its_deletion(cache: Cache) -> None:
+    assert cache.version("Job", "team", "j") == -1
+    cache.observe("ADDED", thing("Job", "j", version=5))
+    assert cache.version("Job", "team", "j") == 5
+    cache.observe("DELETED", thing("Job", "j", version=8))
+    assert cache.version("Job", "team", "j") == 8
+
+
 def test_deletions_are_not_remembered_for_ever() -> None:
     time = 0.0
     cache = Cache(lambda key: None, clock=lambda: time)
@@ -133,14 +172,14 @@ def test_deletions_are_not_remembered_for_ever() -> None:
 
 def test_list_drops_missing_objects_but_no_newer_ones(cache: Cache, woken: list[tuple[str, str]]) -> None:
     cache.observe(None, run_object(version=1))
-    for name, version in (("gone", 10), ("there", 11), ("new", 25)):
+    for name, version in (("gone", 10), ("newest", 20), ("there", 11), ("new", 25)):
         cache.observe("ADDED", thing("Pod", name, version=version, uid=name))
     cache.observe("ADDED", thing("Job", "j", version=12, uid="j"))
     woken.clear()
     assert cache.forget_missing("Pod", [("team", "there")], "20", namespace="elsewhere") == 0
-    assert cache.forget_missing("Pod", [("team", "there")], "20") == 1
+    assert cache.forget_missing("Pod", [("team", "there")], "20") == 2
     assert {name for _, name in cache.owned("team", "r")} == {"there", "new", "j"}
-    assert woken == [("team", "r")]
+    assert woken == [("team", "r")] * 2
 
 
 @st.composite
@@ -183,7 +222,7 @@ def test_cache_converges_for_any_order_of_events(
         news = thing("Job", "j", version=version + 1, uid=uid)
         if event != "DELETED" and data.draw(st.booleans()):
             cache.remember(news)
-        cache.observe(event, news)
+        data.draw(st.sampled_from([as_object, as_json]))(cache, event, news)
     last_event, last_version, last_uid = events[-1]
     kept = cache.get("Job", "team", "j")
     if last_event == "DELETED":
