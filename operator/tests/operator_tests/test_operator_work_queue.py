@@ -136,6 +136,28 @@ def test_wake_that_respects_the_backoff_does_not_advance_a_failed_key() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("respects", [(True, True), (True, False), (False, True)])
+def test_wake_in_work_that_fails_shortens_the_backoff_unless_all_respect_it(
+    respects: tuple[bool, bool],
+) -> None:
+    async def scenario() -> None:
+        def outcome(key: Key) -> float | None:
+            raise RuntimeError("always")
+
+        work = Work(lambda: 1.0, outcome)
+        one = queue(work)
+        one.wake(A)
+        while len(work.begun) < 6:  # its back-off is 24 s or more from now on
+            await asyncio.sleep(0.1)
+        for respect in respects:
+            one.wake(A, respect_backoff=respect)
+        await asyncio.sleep(SOONEST_AFTER_FAILURE_SECONDS + 2.0)
+        assert len(work.begun) == (6 if all(respects) else 7)
+        await one.drain(1)
+
+    run(scenario())
+
+
 def test_key_woken_in_work_runs_once_more() -> None:
     async def scenario() -> None:
         work = Work(seconds=lambda: 1.0)
@@ -204,7 +226,7 @@ def test_back_off_doubles_to_its_ceiling_and_resets() -> None:
     run(scenario())
 
 
-def test_unreachable_server_is_retried_within_15_seconds() -> None:
+def test_unreachable_server_is_retried_within_15_seconds(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         def outcome(key: Key) -> float | None:
             if key == A:
@@ -222,6 +244,8 @@ def test_unreachable_server_is_retried_within_15_seconds() -> None:
         await one.drain(1)
 
     run(scenario())
+    assert "team/b: Unreachable: refused" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_endless_pass_is_stopped_and_retried(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,6 +259,12 @@ def test_endless_pass_is_stopped_and_retried(caplog: pytest.LogCaptureFixture) -
 
     run(scenario())
     assert "took longer than 30 s" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_queue_needs_a_worker() -> None:
+    with pytest.raises(ValueError, match="workers is 0"):
+        WorkQueue(Work(), workers=0)
 
 
 def test_held_queue_gathers_until_released() -> None:
@@ -293,7 +323,7 @@ def test_drain_waits_for_passes_and_returns_late_keys() -> None:
         await asyncio.sleep(0)
         one.wake(("team", "c"))
         assert await drained == [B]
-        await asyncio.sleep(50)
+        await asyncio.sleep(200)
         assert finished == ["a"]
 
     run(scenario())
