@@ -127,6 +127,19 @@ class ConditionType(_Explained):
     )
 
 
+BY_IMPORTANCE: Final = (
+    (ConditionType.ACCEPTED, "False"),
+    (ConditionType.ADMITTED, "False"),
+    (ConditionType.DEGRADED, "True"),
+    (ConditionType.PREPARED, "False"),
+    (ConditionType.COORDINATOR_READY, "False"),
+    (ConditionType.TRAINER_READY, "False"),
+    (ConditionType.GENERATORS_READY, "False"),
+    (ConditionType.PROGRESSING, "False"),
+)
+"""Conditions whose reason explains the state of a run, with the status that does; the first one that applies is shown."""
+
+
 class Reason(_Explained):
     """Reasons of conditions and Events. ``text`` is the recommended action."""
 

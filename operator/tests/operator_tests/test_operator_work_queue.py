@@ -144,11 +144,17 @@ def test_wake_in_work_that_fails_shortens_the_backoff_unless_all_respect_it(
         def outcome(key: Key) -> float | None:
             raise RuntimeError("always")
 
-        work = Work(lambda: 1.0, outcome)
+        sixth = asyncio.Event()  # its back-off is 24 s or more
+
+        def seconds() -> float:
+            if len(work.begun) == 6:
+                sixth.set()
+            return 1.0
+
+        work = Work(seconds, outcome)
         one = queue(work)
         one.wake(A)
-        while len(work.begun) < 6:  # its back-off is 24 s or more from now on
-            await asyncio.sleep(0.1)
+        await sixth.wait()
         for respect in respects:
             one.wake(A, respect_backoff=respect)
         await asyncio.sleep(SOONEST_AFTER_FAILURE_SECONDS + 2.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase, Reason
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
 from scalerl_cli.exits import NOT_FOUND
 from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY
@@ -25,14 +25,7 @@ _ORDER: Final = (
     (ConditionType.FAILED, "True"),
     (ConditionType.SUSPENDED, "True"),
     (ConditionType.COMPLETED, "True"),
-    (ConditionType.ACCEPTED, "False"),
-    (ConditionType.DEGRADED, "True"),
-    (ConditionType.ADMITTED, "False"),
-    (ConditionType.PREPARED, "False"),
-    (ConditionType.COORDINATOR_READY, "False"),
-    (ConditionType.TRAINER_READY, "False"),
-    (ConditionType.GENERATORS_READY, "False"),
-    (ConditionType.PROGRESSING, "False"),
+    *BY_IMPORTANCE,
 )
 """Conditions by importance, with the status that explains why a run does not train."""
 

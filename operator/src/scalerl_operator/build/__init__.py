@@ -84,11 +84,11 @@ def _workload(scope: Scope, of: Gang) -> Object:
     job = trainer.job(scope, 1)["spec"]
     templates = {
         Role.COORDINATOR: (1, coordinator.stateful_set(scope)["spec"]["template"]),
-        Role.GENERATOR: (of.generators, generator.deployment(scope, of.generators)["spec"]["template"]),
+        Role.GENERATOR: (of.generators, generator.generators(scope, of.generators)["spec"]["template"]),
         Role.TRAINER: (job["parallelism"], job["template"]),
     }
     if scope.spec.environment is not None and of.environments:
-        template = environment.deployment(scope, of.environments)["spec"]["template"]
+        template = environment.servers(scope, of.environments)["spec"]["template"]
         templates[Role.ENVIRONMENT] = (of.environments, template)
     return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates, of.priority)
 

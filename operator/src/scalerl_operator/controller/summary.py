@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from scalerl_api.compute import rl_token_cost
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase, Reason
 from scalerl_api.status import Condition, RunStatus
 from scalerl_operator.controller.parts import Findings
 from scalerl_operator.policy.budget import used_fractions
@@ -25,17 +25,6 @@ _ENDS: Final = {
     Phase.FAILED: ConditionType.FAILED,
 }
 """Phases in which nothing runs, and the conditions with the reason."""
-_BY_IMPORTANCE: Final = (
-    (ConditionType.ACCEPTED, "False"),
-    (ConditionType.ADMITTED, "False"),
-    (ConditionType.DEGRADED, "True"),
-    (ConditionType.PREPARED, "False"),
-    (ConditionType.COORDINATOR_READY, "False"),
-    (ConditionType.TRAINER_READY, "False"),
-    (ConditionType.GENERATORS_READY, "False"),
-    (ConditionType.PROGRESSING, "False"),
-)
-"""Conditions whose reason explains the state of a run, with the status that does; the first one that applies is shown."""
 _PHASES: Final[frozenset[str]] = frozenset(Phase)
 
 
@@ -98,7 +87,7 @@ def shown_reason(phase: Phase, conditions: Sequence[Condition]) -> str:
     end = by_type.get(_ENDS[phase]) if phase in _ENDS else None
     if end is not None and end.status == "True":
         return end.reason
-    for type_, status in _BY_IMPORTANCE:
+    for type_, status in BY_IMPORTANCE:
         condition = by_type.get(type_)
         if condition is not None and condition.status == status and condition.reason not in _PHASES:
             return condition.reason

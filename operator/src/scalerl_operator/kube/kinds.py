@@ -74,8 +74,7 @@ KINDS: Final[dict[str, Kind]] = {
         Kind("Lease", "coordination.k8s.io/v1", "leases"),
         # Read only to report that the one which a spec names does not exist.
         Kind("StorageClass", "storage.k8s.io/v1", "storageclasses", namespaced=False),
-        # The same, of a run's queue label. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
-        # A run's place in the queue; served by Kueue since 0.15.
+        # A run's place in its queue; served by Kueue since 0.15.
         Kind("Workload", "kueue.x-k8s.io/v1beta2", "workloads", watched=True, optional=True),
         # The nodes of a queue's quota.
         Kind("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors", namespaced=False),
@@ -86,6 +85,7 @@ KINDS: Final[dict[str, Kind]] = {
             "workloadpriorityclasses",
             namespaced=False,
         ),
+        # The queue of a run's label. Kueue serves v1beta2 since 0.15, v1beta1 from 0.3 to 0.19.
         Kind("LocalQueue", "kueue.x-k8s.io/v1beta2", "localqueues", earlier=("kueue.x-k8s.io/v1beta1",)),
         # Nothing is stored: the API server answers who has a token, and what that user may do.
         Kind("TokenReview", "authentication.k8s.io/v1", "tokenreviews", namespaced=False),

@@ -19,6 +19,8 @@ from typing import Final
 
 from scalerl_operator.kube.types import Key
 
+FIRST_BACK_OFF_SECONDS: Final = 1.0
+LONGEST_BACK_OFF_SECONDS: Final = 60.0
 SOONEST_AFTER_FAILURE_SECONDS: Final = 5.0
 """Shortest back-off of a failed key that is woken."""
 SHORTEST_DELAY_SECONDS: Final = 0.1
@@ -49,8 +51,8 @@ class WorkQueue:
     """Keys that are due, each processed by at most one worker at a time.
 
     ``handler(key)`` returns the seconds until the key is due again; None: only when woken. When it raises, or takes longer than
-    ``limit`` seconds, the key is due again after ``base`` seconds, doubled with each consecutive failure up to ``ceiling``, with
-    a jitter of a quarter. An exception's ``retry_after`` lengthens that back-off; its ``longest_wait`` is a lower ceiling.
+    ``limit`` seconds, the key is due again after a back-off, from :data:`FIRST_BACK_OFF_SECONDS` doubled with each consecutive failure up
+    to :data:`LONGEST_BACK_OFF_SECONDS`, with a jitter of a quarter. An exception's ``retry_after`` lengthens that back-off; its ``longest_wait`` is a lower ceiling.
 
     ``on_pass(key, result, seconds)`` is called after each pass; the result is ``ok``, ``error`` or ``cancelled``.
 
@@ -62,8 +64,6 @@ class WorkQueue:
         handler: Callable[[Key], Awaitable[float | None]],
         *,
         workers: int = 8,
-        base: float = 1.0,
-        ceiling: float = 60.0,
         limit: float = 120.0,
         on_pass: Callable[[Key, str, float], None] = lambda key, result, seconds: None,
         rng: random.Random | None = None,
@@ -72,8 +72,6 @@ class WorkQueue:
             raise ValueError(f"workers is {workers}; a queue needs at least one")
         self._handler = handler
         self._workers = workers
-        self._base = base
-        self._ceiling = ceiling
         self._limit = limit
         self._on_pass = on_pass
         self._rng = rng or random.Random()
@@ -182,7 +180,7 @@ class WorkQueue:
         again: float | None
         if task.cancelled():
             # Not complete: due again, at once after halt().
-            result, again = "cancelled", now if self._held else now + self._base
+            result, again = "cancelled", now if self._held else now + FIRST_BACK_OFF_SECONDS
         elif (error := task.exception()) is not None:
             result, wait = "error", self._back_off(key, error)
             again, floor = now + wait, now + min(wait, SOONEST_AFTER_FAILURE_SECONDS)
@@ -211,6 +209,6 @@ class WorkQueue:
     def _back_off(self, key: Key, error: BaseException) -> float:
         """Counts a failure of ``key``. Returns the seconds until it is retried."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        ceiling = min(self._ceiling, getattr(error, "longest_wait", None) or self._ceiling)
-        wait = min(ceiling, self._base * 2.0 ** min(failures - 1, 30))
+        ceiling = getattr(error, "longest_wait", None) or LONGEST_BACK_OFF_SECONDS
+        wait = min(ceiling, FIRST_BACK_OFF_SECONDS * 2.0 ** min(failures - 1, 30))
         return max(wait * self._rng.uniform(0.75, 1.0), getattr(error, "retry_after", None) or 0.0)

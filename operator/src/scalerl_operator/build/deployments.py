@@ -1,0 +1,50 @@
+"""Deployments of roles whose replicas come and go: generators and environment servers.
+
+Replicas beyond those of a gang are in a Deployment of their own, whose pods Kueue queues one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from scalerl_operator import names
+from scalerl_operator.build.pod_settings import PodSettings
+from scalerl_operator.build.pods import pod_template
+from scalerl_operator.build.scope import Scope
+from scalerl_operator.kube.types import Object
+
+START_SECONDS: Final = 2100
+"""Longer than the startup probe, before whose end a Deployment without progress may only be slow."""
+
+
+def beside_gang(replicas: int, of_gang: int | None, make: Callable[[int, bool], Object]) -> list[Object]:
+    """One Deployment, or with a gang of fewer replicas, two. make: takes replicas, and whether they are beyond the gang's."""
+    first = replicas if of_gang is None else min(replicas, of_gang)
+    return [make(count, extra) for count, extra in ((first, False), (replicas - first, True)) if count]
+
+
+def deployment(
+    scope: Scope, settings: PodSettings, name: str, replicas: int, *, extra: bool, in_place: bool
+) -> Object:
+    """extra: its pods are beyond the run's gang. in_place: an update deletes a pod before it creates another, as there may be no room
+    for both; otherwise the reverse."""
+    label = {names.EXTRA: "true"} if extra else {}
+    settings = replace(settings, labels=label, extra_pod=extra)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": scope.workload_metadata(name, settings.role),
+        "spec": {
+            "replicas": replicas,
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": int(not in_place), "maxUnavailable": int(in_place)},
+            },
+            "progressDeadlineSeconds": START_SECONDS,
+            "revisionHistoryLimit": 2,
+            "selector": {"matchLabels": names.selector(scope.uid, settings.role) | label},
+            "template": pod_template(scope, settings),
+        },
+    }
