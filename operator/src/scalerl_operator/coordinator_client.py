@@ -17,15 +17,7 @@ import msgspec
 from scalerl_api import endpoints
 from scalerl_api.answers import MAX_ERROR_BYTES, BadAnswer, decode_msgpack
 from scalerl_api.http_client import Unanswered, exchange, wire_headers
-from scalerl_api.wire import (
-    WIRE_VERSION,
-    Ack,
-    DecisionLine,
-    DecisionLines,
-    Problem,
-    Status,
-    Stop,
-)
+from scalerl_api.wire import WIRE_VERSION, Ack, DecisionLine, DecisionLines, Problem, Status, Stop
 from scalerl_operator.coordinator_status import MAX_STATUS_BYTES, SMALL_BYTES, decode_status
 
 if TYPE_CHECKING:

@@ -155,9 +155,9 @@ async def test_list_whose_pages_expired_starts_over_once(api: KubeApi, server: F
 
 async def test_names_are_read_from_the_servers_cache_up_to_a_length(api: KubeApi, server: Faulty) -> None:
     items = [{"metadata": {"name": f"object-{number:05d}"}} for number in range(20_000)]
-    server.say(200, {"items": items})
-    server.say(200, {"items": items[:2]})
-    server.say(200, {})
+    server.say(200, {"metadata": {}, "items": items})
+    server.say(200, {"metadata": {}, "items": items[:2]})
+    server.say(200, {"metadata": {}})
     server.say(200, "<html>a proxy</html>")
     ask = ("Service", "team", "!x", 100_000)
     assert await api.names(*ask) is None

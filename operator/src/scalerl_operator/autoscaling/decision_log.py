@@ -23,11 +23,7 @@ from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
 from scalerl_api.wire import DecisionLines
 from scalerl_operator.autoscaling.models import Decision, History, Observation, Recorded
 from scalerl_operator.autoscaling.observation import Point
-from scalerl_operator.coordinator_client import (
-    CoordinatorRefused,
-    CoordinatorUnreachable,
-    OffsetSuperseded,
-)
+from scalerl_operator.coordinator_client import CoordinatorRefused, CoordinatorUnreachable, OffsetSuperseded
 from scalerl_operator.kube.errors import Fenced
 
 FORMAT: Final = 2

@@ -30,11 +30,7 @@ from scalerl_operator.controller.stray_pods import (
 )
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import (
-    content_hash,
-    is_deleted,
-    label,
-)
+from scalerl_operator.kube.objects import content_hash, is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import COMPONENT, IMAGE, Names

@@ -14,12 +14,7 @@ from typing import Any
 from scalerl_api.conditions import Phase
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
-from scalerl_api.status import (
-    GeneratorsStatus,
-    RecipeValue,
-    RunStatus,
-    SourceStatus,
-)
+from scalerl_api.status import GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
 from scalerl_operator.controller.conditions import conditions, event_type
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.summary import columns
@@ -30,8 +25,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
 from scalerl_operator.policy.memory_status import (
     PROGRESS_SECONDS,
-    is_over,
-    memory_fields,
+    decision_fields,
     progress_fields,
     rfc3339,
     seconds,
@@ -50,16 +44,13 @@ def report(findings: Findings) -> RunStatus:
     coordinator, startable = findings.observed.coordinator, findings.checks.not_started is None
     labels = sorted(selector(run.uid, Role.GENERATOR).items())
     update: dict[str, Any] = {
-        "phase": decision.phase,
         "observed_generation": run.generation,
         "accepted_spec": accepted.text if startable else before.accepted_spec,
         "accepted_spec_hash": accepted.long_hash if startable else before.accepted_spec_hash,
         "trained_spec": trained_spec(before, memory, accepted.text) if startable else before.trained_spec,
         "conditions": conditions(findings),
-        "start_time": before.start_time or (now if decision.prepare else None),
-        "completion_time": (before.completion_time or now) if is_over(memory) else None,
         "source": _source(findings),
-        **memory_fields(memory),
+        **decision_fields(before, decision, now),
         "model": findings.model,
         "trouble": findings.observed.trouble,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),

@@ -45,17 +45,6 @@ class WatchEvent(msgspec.Struct):
     object: msgspec.Raw
 
 
-class _Named(msgspec.Struct):
-    class Metadata(msgspec.Struct):
-        name: str
-
-    metadata: Metadata
-
-
-class _NameList(msgspec.Struct):
-    items: list[_Named] | None = None
-
-
 class _PageHead(msgspec.Struct):
     resource_version: str = msgspec.field(name="resourceVersion", default="")
     more: str = msgspec.field(name="continue", default="")
@@ -67,7 +56,6 @@ class _Page(msgspec.Struct):
 
 
 _PAGE: Final = msgspec.json.Decoder(_Page)
-_NAMES: Final = msgspec.json.Decoder(_NameList)
 _EVENT: Final = msgspec.json.Decoder(WatchEvent)
 
 
@@ -200,7 +188,8 @@ class KubeApi:
         except errors.TooLong:
             return None
         with translated(call, ""):
-            return frozenset(item.metadata.name for item in _NAMES.decode(data).items or ())
+            items = _PAGE.decode(data).items or ()
+            return frozenset(msgspec.json.decode(item)["metadata"]["name"] for item in items)
 
     async def watch(
         self,

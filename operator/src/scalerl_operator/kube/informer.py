@@ -36,16 +36,6 @@ WATCH_SECONDS: Final = (90, 150)
 log = logging.getLogger(__name__)
 
 
-class _Bookmark(msgspec.Struct):
-    class Metadata(msgspec.Struct):
-        resourceVersion: str = ""
-
-    metadata: Metadata
-
-
-_BOOKMARK: Final = msgspec.json.Decoder(_Bookmark)
-
-
 def selector(kind: Kind) -> str | None:
     """Label selector of lists and watches: all runs, and objects of other kinds with the label of a run."""
     return None if kind.name == RUN else names.RUN
@@ -127,7 +117,7 @@ class Informer:
         async with contextlib.aclosing(watch):
             async for event in watch:
                 if event.type == "BOOKMARK":
-                    yield _BOOKMARK.decode(event.object).metadata.resourceVersion
+                    yield str(msgspec.json.decode(event.object)["metadata"]["resourceVersion"])
                     continue
                 self.on_event(self.kind.name)
                 yield self.cache.observe_raw(event.type, self.kind, event.object)[1]

@@ -16,9 +16,8 @@ from scalerl_operator.policy.lifecycle_types import LifecycleDecision
 from scalerl_operator.policy.memory_status import (
     PROGRESS_SECONDS,
     condition,
+    decision_fields,
     end_of,
-    is_over,
-    memory_fields,
     progress_fields,
     remembered,
     rfc3339,
@@ -78,16 +77,13 @@ class StatusFile:
             condition(before, type_, *end_of(type_, decision, stop_reason), time) for type_ in _ENDS
         ]
         update = {
-            "phase": decision.phase,
             "reason": next((c.reason for c in conditions if c.status == "True"), ""),
             "accepted_spec": self._text,
             "accepted_spec_hash": None if self._text is not None else hash_of(self._spec),
             "trained_spec": trained_spec(before, memory, self._text),
             "conditions": conditions,
-            "start_time": before.start_time or (time if decision.prepare else None),
-            "completion_time": (before.completion_time or time) if is_over(memory) else None,
             "generators": generators,
-            **memory_fields(memory),
+            **decision_fields(before, decision, time),
         }
         if coordinator is not None:
             update |= progress_fields(coordinator, before, time)

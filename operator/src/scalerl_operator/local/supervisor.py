@@ -14,12 +14,7 @@ from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_operator.local.unit import Unit
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, Service
 from scalerl_operator.run_view import Event, Failure, UnitState, UnitStatus
-from scalerl_operator.workloads import (
-    Lifetime,
-    Plan,
-    Role,
-    Workload,
-)
+from scalerl_operator.workloads import Lifetime, Plan, Role, Workload
 
 _ENDING: Final = (Phase.FINISHING, Phase.SUSPENDING)
 

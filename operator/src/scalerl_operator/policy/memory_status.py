@@ -94,6 +94,16 @@ def memory_fields(memory: Memory) -> dict[str, Any]:
     }
 
 
+def decision_fields(before: RunStatus, decision: LifecycleDecision, now: str) -> dict[str, Any]:
+    """The fields of a decision: its phase, its memory, when the run started and ended."""
+    return {
+        "phase": decision.phase,
+        "start_time": before.start_time or (now if decision.prepare else None),
+        "completion_time": (before.completion_time or now) if is_over(decision.memory) else None,
+        **memory_fields(decision.memory),
+    }
+
+
 def trained_spec(before: RunStatus, memory: Memory, text: str | None) -> str | None:
     """The spec of the last steps that were trained, while the accepted one, ``text``, has not been proven."""
     proven = before.trained_spec or before.accepted_spec
