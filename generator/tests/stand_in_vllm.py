@@ -13,13 +13,16 @@ and the same from wherever a request continues it. After :data:`DRAWN` every tok
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import math
 import random
 import sys
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 END = 1
@@ -71,6 +74,8 @@ class Server:
         """The next answers of a join: it opens for a while."""
         self.fetches: list[dict[str, Any]] = []
         """The next answers of a fetch."""
+        self.layers = 0
+        """Of a mixture of experts whose choices are reported; 0 for none."""
         self.breaks: list[tuple[int, str]] = []
         """For the next streamed requests: after how many tokens each fails, and how (``close`` or ``error``)."""
 
@@ -85,6 +90,9 @@ class Server:
             return web.json_response({"choices": [choice], "prompt_logprobs": rows})
         params.setdefault("n", 1)
         self.requests.append(params)
+        if not 0 <= params.get("routed_experts_prompt_start", 0) <= len(prompt):
+            return refusal("routed_experts_prompt_start must be between 0 and the length of the prompt")
+        params["prompt_tokens"] = len(prompt)
         if REFUSED in prompt:
             return refusal("the engine cannot serve this prompt")
         texts = [[*prompt, END] if i % 2 == 0 else [*prompt[:1] * 3, END] for i in range(params["n"])]
@@ -125,7 +133,7 @@ class Server:
                 last = end >= len(choice["token_ids"])
                 part = {**choice, "token_ids": ids, "logprobs": {"content": content}}
                 if not last:
-                    part |= {"finish_reason": None, "weight_versions": None}
+                    part |= {"finish_reason": None, "weight_versions": None, "routed_experts": None}
                 await response.write(b"data: " + json.dumps({"choices": [part]}).encode() + b"\n\n")
             sent = end
         await response.write(b"data: [DONE]\n\n")
@@ -155,9 +163,21 @@ class Server:
                         ]
                     },
                     "weight_versions": spans,
+                    "routed_experts": self.experts(params, len(cut)) if self.layers else None,
                 }
             )
         return choices
+
+    def experts(self, params: dict[str, Any], tokens: int) -> str:
+        """Of the positions from the requested one to that of the last token but one; experts are position and request."""
+        start = params.get("routed_experts_prompt_start", 0)
+        rows = [
+            [[at, 1000 + len(self.requests)]] * self.layers
+            for at in range(start, params["prompt_tokens"] + tokens - 1)
+        ]
+        with io.BytesIO() as file:
+            np.save(file, np.array(rows, np.uint16).reshape(-1, self.layers, 2))
+            return base64.b64encode(file.getvalue()).decode()
 
     async def decode(self, tokens: int) -> list[str]:
         versions: list[str] = []

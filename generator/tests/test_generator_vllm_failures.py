@@ -75,6 +75,10 @@ def misshapen_tensor(model: Path) -> None:
     [
         (misshapen_tensor, (), "7"),
         pytest.param(unknown_architecture, (), "NoSuchForCausalLM", marks=pytest.mark.full),
+        # On CPUs, which the spec refuses.
+        pytest.param(
+            lambda _: None, ("--routed-experts",), "requires Model Runner V2", marks=pytest.mark.full
+        ),
     ],
 )
 def test_server_that_cannot_load_its_model_says_why(

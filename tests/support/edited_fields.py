@@ -242,6 +242,7 @@ OTHER: Final[dict[str, Object]] = {
             "export": "Adapter",
         }.items()
     },
+    "trainer.routerReplay": {"trainer": {"routerReplay": True}, "generator": {"devices": 1}},
     "trainer.offload": {"trainer": {"zeroStage": 3, "devices": 1, "offload": "Optimizer"}},
     "trainer.lora.inFlight": {"trainer": {"lora": {"inFlight": "FinishOnOwn", "publish": "Adapter"}}},
     "trainer.engine": {"trainer": {"engine": "FSDP2", "zeroStage": 3}},

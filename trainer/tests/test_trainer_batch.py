@@ -100,6 +100,57 @@ def test_check_logprobs_ends_training_above_half(unusable: int, ends: bool) -> N
     check_logprobs(wire.Shard(step=STEP, groups=[], sequences=[]))
 
 
+def routed_step(*records: wire.RoutedExperts | None) -> wire.Shard:
+    """A step of one group of completions of four tokens, with prompts of two."""
+    count = len(records)
+    scores = [float(i % 2) for i in range(count)]
+    lengths = {"completion_tokens": [4] * count, "scores": scores, "rewards": scores}
+    sequences = [
+        wire.Sequence(
+            group=0,
+            sample=at,
+            prompt_token_ids=np.array([1, 2], "<i4").tobytes(),
+            token_ids=np.array([3, 4, 5, 6], "<i4").tobytes(),
+            logprobs=np.full(4, -1, "<f4").tobytes(),
+            versions=[wire.VersionSpan(STEP, 0)],
+            routed=record,
+        )
+        for at, record in enumerate(records)
+    ]
+    return wire.Shard(
+        step=STEP, groups=[wire.GroupMeta(slot=0, filtered=False, **lengths)], sequences=sequences
+    )
+
+
+@pytest.mark.parametrize("kind", ["u1", "<u2"])
+def test_rank_batch_reads_recorded_experts(kind: str) -> None:
+    table = np.arange(18, dtype=kind).reshape(3, 2, 3)
+    record = wire.RoutedExperts(layers=2, chosen=3, spans=[(0, 1), (3, 5)], experts=table.tobytes())
+    first, second = rank_batch(routed_step(record, None), RecipeSpec()).batch.sequences
+    assert second.routed is None
+    assert first.routed is not None
+    assert first.routed.positions.tolist() == [0, 3, 4]
+    assert first.routed.experts.tolist() == table.tolist()
+
+
+@pytest.mark.parametrize(
+    ("spans", "size", "layers"),
+    [([(0, 7)], 42, 2), ([(-1, 1)], 12, 2), ([(2, 4), (1, 2)], 18, 2), ([(0, 2)], 13, 2), ([(0, 2)], 0, 0)],
+)
+def test_rank_batch_refuses_experts_of_other_positions(
+    spans: list[tuple[int, int]], size: int, layers: int
+) -> None:
+    record = wire.RoutedExperts(layers=layers, chosen=3, spans=spans, experts=bytes(size))
+    with pytest.raises(BadBatchError, match=r"step 7, group 0, sample 1: .* bytes of experts"):
+        rank_batch(routed_step(None, record), RecipeSpec())
+
+
+def test_rank_batch_refuses_experts_of_two_models() -> None:
+    records = (wire.RoutedExperts(layers=n, chosen=2, spans=[(0, 1)], experts=bytes(2 * n)) for n in (2, 3))
+    with pytest.raises(BadBatchError, match="experts of several models"):
+        rank_batch(routed_step(*records), RecipeSpec())
+
+
 def test_rank_batch_aligns_tokens_logprobs_and_freshness() -> None:
     metas, sequences = make_step(3, 4, 3)
     batch = rank_batch(wire.Shard(step=STEP, groups=metas, sequences=sequences), RecipeSpec()).batch

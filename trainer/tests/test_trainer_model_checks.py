@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.errors import ModelError
-from scalerl_trainer.model_checks import _structure, model_problems
+from scalerl_trainer.model_checks import _structure, model_problems, spec_problems
 from scalerl_trainer.models import load_model, open_model, served, vllm_architectures
 from scalerl_trainer.models.structure import problems
 
@@ -420,6 +420,21 @@ def test_structure(
                 load()
         else:
             load()
+
+
+def test_router_replay(family: Callable[[str], Path], tmp_path: Path) -> None:
+    replay = {"trainer": {"routerReplay": True}, "generator": {"devices": 1}}
+    dense = "spec.trainer.routerReplay: the model is dense: no router chooses experts (leave it out)"
+    assert dense in found(family("llama"), **replay)
+    scratch = {"model": {"path": None, "scratch": {}}}
+    assert dense in map(str, spec_problems(spec_of(tmp_path, **scratch, **replay)))
+    assert not found(family("qwen3-moe"), **replay)
+    assert problems(family("qwen3-moe"), "float32", "sdpa", replay=True) == []
+    folder = shutil.copytree(family("qwen3-moe"), tmp_path / "model")
+    config(num_local_experts=300, num_experts=300, num_experts_per_tok=300, num_hidden_layers=60)(folder)
+    assert any(
+        "routerReplay: the experts of a token take 36000 bytes" in one for one in found(folder, **replay)
+    )
 
 
 def test_loader_names_what_is_missing(folder: Path) -> None:

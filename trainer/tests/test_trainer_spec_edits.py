@@ -13,6 +13,7 @@ from spec_reads import reads
 
 import scalerl_trainer
 from scalerl_api.edits import Effect, edit_of
+from scalerl_api.model_source import ScratchExperts
 from scalerl_trainer.models import write_scratch
 from scalerl_trainer.spec_settings import engine_settings
 
@@ -39,8 +40,10 @@ def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     model.mkdir()
     spec = base().spec.model
     assert spec.scratch is not None
+    # A mixture of experts, for trainer.routerReplay.
+    scratch = spec.scratch.model_copy(update={"experts": ScratchExperts(count=2, per_token=1)})
     texts = ["1 + 1 = 2"] * 9
-    write_scratch(model, spec.scratch, texts, seed=3, dtype=spec.dtype, context_tokens=spec.context_tokens)
+    write_scratch(model, scratch, texts, seed=3, dtype=spec.dtype, context_tokens=spec.context_tokens)
 
     def run(world: int, runs: dict[str, Any]) -> dict[str, Any]:
         port = free_port()

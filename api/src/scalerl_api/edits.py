@@ -220,6 +220,9 @@ EDITS: Final[Mapping[str, Edit]] = {
     "trainer.offload": Edit(Effect.ALL, "Checkpoints load with or without it."),
     "trainer.microBatchTokens": Edit(Effect.ALL),
     "trainer.activationCheckpointing": Edit(Effect.ALL),
+    "trainer.routerReplay": Edit(
+        Effect.ALL, "Applies to tokens sampled afterwards; the trainer chooses the experts of the others."
+    ),
     "trainer.lora": _of_the_run("the adapters"),
     "trainer.deviceMemory": Edit(Effect.ALL, "Checked before the roles start."),
     "trainer.export": Edit(Effect.ALL),

@@ -228,6 +228,8 @@ class TrainerSpec(Model):
     contextTokens if larger."""
     activation_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about a third more time."""
+    router_replay: bool = False
+    """Mixtures of experts: trains each token on the experts that its generator chose for it. Needs generators on GPUs."""
     lora: LoraSpec | None = None
     """Trains low-rank adapters instead of the weights; default: the weights."""
     device_memory: MemoryQuantity | None = None

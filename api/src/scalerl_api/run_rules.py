@@ -195,6 +195,16 @@ RUN_RULES: Final = (
         ),
     ),
     Rule(
+        "!self.trainer.routerReplay || (self.generator.devices > 0 && !has(self.generator.speculation))",
+        "trainer.routerReplay needs generator.devices above 0 and no generator.speculation, with which vLLM does not report the "
+        "experts of a token",
+        "trainer.routerReplay",
+        lambda spec: (
+            not spec.trainer.router_replay
+            or (spec.generator.devices > 0 and spec.generator.speculation is None)
+        ),
+    ),
+    Rule(
         f"!has(self.warmStart) || self.warmStart.batchSize >= {_RANKS}",
         "%(warmStart.batchSize)s must be at least the ranks of %(trainer.replicas)s and %(trainer.devices)s: each "
         "rank takes an example or more",

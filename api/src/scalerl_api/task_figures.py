@@ -73,6 +73,8 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "expert_load_max": "With experts, the trained tokens of the busiest one of any layer, in units of the mean over its layer: 1 if even, at most "
     "experts / experts per token; minus 1 it is MaxVio of arXiv 2408.15664",
     "expert_load_min": "The same of the least busy one: 0 for one without a token",
+    "unreplayed_tokens": "With `trainer.routerReplay`, the computed tokens of prompts and completions whose experts no generator recorded, so that "
+    "the trainer's own routers chose them",
     "grad_norm": "Norm of the gradient before clipping; of an update that was not applied (`applied` is 0) the one that was not",
     **{
         f"grad_norm_{kind}": f"Norm of its part for {text}; of applied updates"

@@ -76,6 +76,11 @@ GROUPS: Final = (
         "--logprobs-mode --generation-config --weight-transfer-config --worker-extension-cls --[no-]enable-scale-out",
     ),
     Group(
+        Use.SET,
+        "`trainer.routerReplay`.",
+        "--[no-]enable-return-routed-experts",
+    ),
+    Group(
         Use.BREAKS,
         "Several engines, pipelines, hosts or processes, whose workers do not join the weight transfer; splits of experts and "
         "contexts. Devices of one server: `generator.devices`.",
@@ -192,7 +197,7 @@ GROUPS: Final = (
         "--fingerprint-value --[no-]allow-credentials --allowed-origins --allowed-methods --allowed-headers "
         "--[no-]enable-request-id-headers --[no-]disable-fastapi-docs --h11-max-incomplete-event-size "
         "--h11-max-header-count --[no-]enable-offline-docs --[no-]enable-flash-late-interaction "
-        "--allowed-local-media-path --allowed-media-domains --[no-]enable-return-routed-experts "
+        "--allowed-local-media-path --allowed-media-domains "
         "--[no-]return-sampling-mask --max-logprobs --[no-]enable-prompt-embeds --served-model-name "
         "--io-processor-plugin --renderer-num-workers --reasoning-parser --reasoning-parser-plugin "
         "--reasoning-config --structured-outputs-config --aux-output-config --[no-]language-model-only "

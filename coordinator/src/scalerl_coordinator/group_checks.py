@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Completion, Group, Partial, PartialGroup, Verdicts
+from scalerl_api.wire import MASKED, MAX_ROUTED_BYTES, Completion, Group, Partial, PartialGroup, Verdicts
 from scalerl_tasks import SCORE_RANGE
 
 _MAX_LOGPROB = 0.01
@@ -73,6 +73,7 @@ def summarize_group(
                 _check_logprobs(completion.teacher_logprobs, completion.tokens, "teacher's ")
             first, last, weighted, masked = _check_versions(completion, newest)
             _check_turns(completion, completion.tokens)
+            _check_routed(completion, len(group.prompt_token_ids) // 4 + completion.tokens)
         except InvalidGroup as problem:
             raise InvalidGroup(f"completions[{index}]: {problem}") from None
         lengths.append(completion.tokens)
@@ -151,6 +152,29 @@ def _check_turns(completion: Completion | Partial, tokens: int) -> None:
         if not -1 <= turn.reward <= 1:  # NaN is not
             raise InvalidGroup(f"a turn has the reward {turn.reward}, which is not in [-1, 1]")
         end = turn.end
+
+
+def _check_routed(completion: Completion, tokens: int) -> None:
+    """Check that the recorded experts are as many as their positions, which lie in order before the last of ``tokens``."""
+    routed = completion.routed
+    if routed is None:
+        return
+    end = 0
+    for start, stop in routed.spans:
+        if not end <= start < stop < tokens:
+            raise InvalidGroup(
+                f"its recorded experts are not of ascending positions before the last of {tokens}"
+            )
+        end = stop
+    of_token = routed.layers * routed.chosen if min(routed.layers, routed.chosen) > 0 else 0
+    sizes = (of_token, 2 * of_token)
+    if not routed.experts or len(routed.experts) not in (size * routed.positions for size in sizes):
+        raise InvalidGroup(
+            f"{len(routed.experts)} bytes of experts are not {routed.chosen} in each of {routed.layers} layers for "
+            f"{routed.positions} positions"
+        )
+    if len(routed.experts) > MAX_ROUTED_BYTES * routed.positions:
+        raise InvalidGroup(f"its experts have more than {MAX_ROUTED_BYTES} bytes for a token")
 
 
 def _check_logprobs(logprobs: bytes, tokens: int, whose: str = "") -> None:

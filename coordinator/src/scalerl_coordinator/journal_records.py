@@ -11,7 +11,7 @@ import enum
 
 import msgspec
 
-from scalerl_api.wire import GroupText, MessageSpan, PromptRef, Sample, Split, VersionSpan
+from scalerl_api.wire import GroupText, MessageSpan, PromptRef, RoutedExperts, Sample, Split, VersionSpan
 from scalerl_coordinator.settings import Identity
 
 
@@ -123,6 +123,7 @@ class StoredCompletion(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logprobs: bytes = b""
     finish_reason: str = ""
     turns: list[MessageSpan] = []
+    routed: RoutedExperts | None = None
 
 
 class StoredVerdicts(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,15 @@ from scalerl_api.rollouts import EVALUATION_FACTOR, RolloutsSpec, in_sample
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
 from scalerl_api.speculation import HistorySpec
-from scalerl_api.wire import HELD_OUT_SET, MAIN_TASK, MAX_TEXT_BYTES, MEAN_SET, PromptRef, Split
+from scalerl_api.wire import (
+    HELD_OUT_SET,
+    MAIN_TASK,
+    MAX_ROUTED_BYTES,
+    MAX_TEXT_BYTES,
+    MEAN_SET,
+    PromptRef,
+    Split,
+)
 from scalerl_coordinator.weighted_mean import MEAN_TASK
 
 REFILL_TRIES: Final = 10
@@ -169,6 +177,8 @@ class Settings:
     """Step of the checkpoint of another run with which this one starts; -1 otherwise."""
     rollouts: RolloutsSpec | None = None
     """``rollouts``; None if none are recorded."""
+    router_replay: bool = False
+    """``trainer.router_replay``."""
 
     def records(self, prompt: PromptRef) -> bool:
         """Whether the completions of a prompt are recorded."""
@@ -194,7 +204,8 @@ class Settings:
     def max_group_bytes(self) -> int:
         """Upper bound on the size of a group of this run on the wire, in bytes.
 
-        A token takes 4 bytes for its id, 4 for its log-probability and 4 for the teacher's, and up to 16 of text.
+        A token takes 4 bytes for its id, 4 for its log-probability and 4 for the teacher's, and up to 16 of text. With router
+        replay, each completion also has the experts of its tokens and of the prompt's.
         """
         identity = self.identity
         completions = max(
@@ -203,6 +214,7 @@ class Settings:
         text = 0 if self.rollouts is None else MAX_TEXT_BYTES
         longest = (12 if self.teacher else 8) + text
         longest = longest * identity.max_completion_tokens + _COMPLETION_SLACK_BYTES
+        longest += MAX_ROUTED_BYTES * self.context_tokens if self.router_replay else 0
         return completions * longest + (4 + text) * self.context_tokens + _COMPLETION_SLACK_BYTES
 
     @classmethod
@@ -303,4 +315,5 @@ class Settings:
             history=spec.generator.speculation.history if spec.generator.speculation else None,
             forked_step=forked_step,
             rollouts=spec.rollouts if spec.rollouts.per_step else None,
+            router_replay=spec.trainer.router_replay,
         )

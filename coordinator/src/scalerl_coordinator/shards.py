@@ -80,6 +80,7 @@ def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Sha
                 teacher_logprobs=completion.teacher_logprobs,
                 versions=completion.versions,
                 turns=completion.turns if plan.groups[item.group].returns else [],
+                routed=completion.routed,
             )
         )
     return wire.Shard(step=plan.step, groups=plan.groups, sequences=sequences, ambiguous=plan.ambiguous)

@@ -154,7 +154,12 @@ async def run_actor(
         lora = spec.trainer.lora
         own_adapters = lora is not None and lora.in_flight == "FinishOnOwn"
         server = await stack.enter_async_context(
-            VllmClient(arguments.server, environment.token, own_adapters=own_adapters)
+            VllmClient(
+                arguments.server,
+                environment.token,
+                own_adapters=own_adapters,
+                routed_experts=spec.trainer.router_replay,
+            )
         )
         session = await stack.enter_async_context(open_session())
         coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)

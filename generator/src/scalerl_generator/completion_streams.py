@@ -32,7 +32,14 @@ from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient, gather_all
-from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, ServerRefused, VllmError
+from scalerl_generator.vllm_replies import (
+    GenerationFailed,
+    Part,
+    RoutedRows,
+    Sampled,
+    ServerRefused,
+    VllmError,
+)
 
 logger = logging.getLogger("scalerl.actor.streams")
 
@@ -129,6 +136,7 @@ class CompletionStreams:
         its tokens that arrive after an update began are added only together with the complete response.
         """
         since, version = batch[0].tokens, self._state.version
+        routed_from = self._unrouted_from(batch[0])
         is_evaluation = self.lease.split is Split.HELD_OUT
         deferred: list[list[Part]] = [[] for _ in batch]
         prompt = self.prompt.token_ids + batch[0].token_ids.tolist()
@@ -142,6 +150,8 @@ class CompletionStreams:
             "prompt_key": self.prompt.key if self.lease.split is Split.TRAIN else None,
             "timeout_seconds": self.lease.remaining_seconds + _LEASE_MARGIN_SECONDS,
         }
+        if self._server.routed_experts and not is_evaluation:
+            arguments["routed_from"] = len(self.prompt.token_ids) + routed_from
 
         def on_part(index: int, part: Part) -> None:
             weights_changed = self._state.updating or self._state.version != version
@@ -151,17 +161,25 @@ class CompletionStreams:
                 for earlier in deferred[index]:
                     batch[index].append(earlier, version)
                 deferred[index].clear()
-                self._add(batch[index], part, version, since, limit)
+                self._add(batch[index], part, version, since, limit, routed_from)
             self._on_tokens(len(part.token_ids))
 
         if limit - since > UNSTREAMED_TOKENS:
             await self._server.stream(prompt, on_part=on_part, **arguments)
         else:
             for index, sampled in enumerate(await self._server.generate(prompt, **arguments)):
-                self._add(batch[index], sampled, version, since, limit)
+                self._add(batch[index], sampled, version, since, limit, routed_from)
                 self._on_tokens(len(sampled.token_ids))
 
-    def _add(self, completion: PartialCompletion, part: Part, version: int, since: int, limit: int) -> None:
+    def _add(
+        self,
+        completion: PartialCompletion,
+        part: Part,
+        version: int,
+        since: int,
+        limit: int,
+        routed_from: int,
+    ) -> None:
         """Add tokens to a completion. With the last part, check the versions of all, and set the finish reason if it ended."""
         completion.append(part, version)
         if not isinstance(part, Sampled):
@@ -169,12 +187,24 @@ class CompletionStreams:
         self._check_held(part)
         try:
             completion.settle(since, part.weight_versions)
+            if part.experts is not None and self.lease.split is Split.TRAIN:
+                positions = completion.tokens - 1 - routed_from  # nothing is computed with the last token
+                if len(part.experts) != positions:
+                    raise GenerationFailed(
+                        f"the answer has the experts of {len(part.experts)} tokens, not {positions}"
+                    )
+                completion.add_routed(RoutedRows(routed_from, part.experts))
         except GenerationFailed:
             completion.truncate(since)
             raise
         # A completion that reached a strategy's own limit continues. One that ended below it has filled the model's context.
         if part.finish_reason == "stop" or completion.tokens < limit or limit == self.lease.max_tokens:
             completion.finish_reason = part.finish_reason
+
+    def _unrouted_from(self, completion: PartialCompletion) -> int:
+        """The first position, as :attr:`.RoutedRows.start` counts, that no request has computed: all of the prompt, or the last sampled
+        token. Positions of a request that broke off have no record, as another version may compute them again."""
+        return completion.sampled_end - 1 if completion.sampled_end else -len(self.prompt.token_ids)
 
     def _check_held(self, answer: Sampled) -> None:
         sampled = {span.version for span in answer.weight_versions}

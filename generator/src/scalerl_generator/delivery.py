@@ -51,7 +51,12 @@ class Delivery:
     def put(self, group: Group, deadline: float) -> None:
         """Queue a group until ``deadline`` (``time.monotonic``), when its lease expires."""
         nbytes = 256 + sum(
-            len(c.token_ids) + len(c.logprobs) + len(c.teacher_logprobs) + 64 for c in group.completions
+            len(c.token_ids)
+            + len(c.logprobs)
+            + len(c.teacher_logprobs)
+            + (len(c.routed.experts) if c.routed else 0)
+            + 64
+            for c in group.completions
         )
         self._queue.append(_PendingGroup(group, deadline, nbytes))
         self._filled.set()

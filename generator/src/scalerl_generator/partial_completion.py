@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.wire import MASKED, MessageSpan, Partial, VersionSpan
-from scalerl_generator.vllm_replies import GenerationFailed, Part, Sampled, Span
+from scalerl_generator.vllm_replies import GenerationFailed, Part, RoutedRows, Sampled, Span
 from scalerl_tasks.grading.grading_pool import Graded
 
 
@@ -74,6 +74,9 @@ class PartialCompletion:
         """Text of an episode of one turn; of others it has to be decoded."""
         self.has_forced = False
         """Whether :meth:`force` appended tokens."""
+        self.sampled_end = 0
+        """Number of tokens up to the last one that the policy chose."""
+        self._routed: list[RoutedRows] = []
         self.reported = 0
         """Number of leading tokens that the coordinator has."""
         self.truncations = 0
@@ -84,6 +87,12 @@ class PartialCompletion:
         versions = np.full(len(part.token_ids), version, dtype=np.int32)
         self._parts.append(_Tokens(part.token_ids, part.logprobs, part.masked, versions))
         self.tokens += len(part.token_ids)
+        if version != MASKED:
+            self.sampled_end = self.tokens
+
+    def add_routed(self, rows: RoutedRows) -> None:
+        """Add experts that a response reported, of positions after those of the responses before it."""
+        self._routed.append(rows)
 
     def force(self, token_ids: NDArray[np.int32]) -> None:
         """Append tokens that the policy did not choose: log-probability 0, version :data:`~scalerl_api.wire.MASKED`."""
@@ -126,6 +135,8 @@ class PartialCompletion:
         """Keep only the first ``tokens`` tokens, and reset the finish reason."""
         whole, self.tokens, self.finish_reason = _concatenated(self._parts), min(tokens, self.tokens), None
         self.reported = min(self.reported, self.tokens)
+        self.sampled_end = min(self.sampled_end, self.tokens)
+        self._routed = [rows.before(self.tokens - 1) for rows in self._routed]
         self.turns = [turn for turn in self.turns if turn.end <= self.tokens]
         self.truncations += 1
         self._parts = [
@@ -169,5 +180,6 @@ class PartialCompletion:
         assert self.finish_reason is not None, "the completion is not complete"
         whole = _concatenated(self._parts)
         return Sampled(
-            whole.token_ids, whole.logprobs, whole.masked, _spans(whole.versions), self.finish_reason
+            *(whole.token_ids, whole.logprobs, whole.masked, _spans(whole.versions), self.finish_reason),
+            routed=tuple(rows for rows in self._routed if len(rows.experts)),
         )

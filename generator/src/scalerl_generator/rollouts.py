@@ -24,6 +24,7 @@ from scalerl_api.wire import (
     Group,
     GroupText,
     Lease,
+    RoutedExperts,
     Sample,
     Split,
     Verdicts,
@@ -77,6 +78,23 @@ def version_spans(sampled: Sampled) -> list[VersionSpan]:
     versions[sampled.masked] = MASKED
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1)]
     return [VersionSpan(int(versions[start]), int(start)) for start in starts]
+
+
+def routed_experts(sampled: Sampled, prompt_tokens: int) -> RoutedExperts | None:
+    """The recorded experts in the wire's form; None without any."""
+    if not sampled.routed:
+        return None
+    kind = np.result_type(*(rows.experts.dtype for rows in sampled.routed)).newbyteorder("<")
+    _, layers, chosen = sampled.routed[0].experts.shape
+    return RoutedExperts(
+        layers=layers,
+        chosen=chosen,
+        spans=[
+            (prompt_tokens + rows.start, prompt_tokens + rows.start + len(rows.experts))
+            for rows in sampled.routed
+        ],
+        experts=b"".join(rows.experts.astype(kind).tobytes() for rows in sampled.routed),
+    )
 
 
 def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdicts:
@@ -317,6 +335,7 @@ class RolloutGenerator:
                 versions=version_spans(c),
                 finish_reason=c.finish_reason,
                 turns=generated.episodes[at].turns if generated.episodes else [],
+                routed=routed_experts(c, len(generated.encoded.token_ids)),
             )
             for at, (c, of_teacher) in enumerate(zip(generated.completions, teacher_logprobs, strict=True))
         ]

@@ -132,14 +132,22 @@ class VllmClient:
         connect_seconds: timeout of a connection.
         own_adapters: whether each request samples with the adapters that are the newest when it is sent, until it ends
             (:mod:`.adapter_versions`). The server needs ``--lora-versions``.
+        routed_experts: whether the server reports the experts of tokens (``--routed-experts``).
 
     Use as an async context manager, or call :meth:`close`.
     """
 
     def __init__(
-        self, base_url: str, token: str, connect_seconds: float = 5.0, *, own_adapters: bool = False
+        self,
+        base_url: str,
+        token: str,
+        connect_seconds: float = 5.0,
+        *,
+        own_adapters: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         self._adapters = AdapterVersions() if own_adapters else None
+        self.routed_experts = routed_experts
         self._base, self._connect_seconds = base_url.rstrip("/"), connect_seconds
         self._headers = {
             "Authorization": f"Bearer {token}",
@@ -182,6 +190,7 @@ class VllmClient:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         prompt_key: str | None = None,
+        routed_from: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> list[Sampled]:
         """Sample ``n`` completions of one prompt, without streaming.
@@ -193,12 +202,15 @@ class VllmClient:
                 because an update does not drop the KV that older weights cached.
             prompt_key: 16 hexadecimal digits that identify the original prompt, also if ``prompt_token_ids`` includes tokens
                 of a completion. The server drafts from earlier responses to the same prompt (:mod:`.drafter`).
+            routed_from: first position of the prompt whose experts the response has, of a server that reports them; None for none
+                of the prompt.
             timeout_seconds: for the whole response.
 
         Raises:
             ServerDown, ServerRefused, BadReply, GenerationFailed
         """
         params = _sampling(n, max_tokens, temperature, stop_token_ids)
+        params |= self._routed_from(prompt_token_ids, routed_from)
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key)
         with self._own_adapters(body) as own:
             reply = await self._call("POST", _GENERATE, body, timeout_seconds)
@@ -215,6 +227,7 @@ class VllmClient:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         prompt_key: str | None = None,
+        routed_from: int | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
         """Sample ``n`` completions of one prompt, streamed in parts. Other arguments and errors are those of :meth:`generate`.
@@ -227,6 +240,7 @@ class VllmClient:
         """
         interval = max(UNSTREAMED_TOKENS, max_tokens // _MAX_PARTS)
         params = _sampling(n, max_tokens, temperature, stop_token_ids) | {"stream_interval": interval}
+        params |= self._routed_from(prompt_token_ids, routed_from)
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key) | {"stream": True}
         with self._own_adapters(body) as own:
 
@@ -279,10 +293,17 @@ class VllmClient:
             ServerDown, ServerRefused, BadReply, GenerationFailed
         """
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        params |= self._routed_from(token_ids, None)
         body = _generate_body(token_ids, params, cache_salt)
         with self._own_adapters(body):
             reply = await self._call("POST", _GENERATE, body, timeout_seconds)
         return read_prompt_logprobs(reply, token_ids)
+
+    def _routed_from(self, prompt: Sequence[int], start: int | None) -> dict[str, int]:
+        """vLLM's sampling parameter for ``routed_from``."""
+        if not self.routed_experts:
+            return {}
+        return {"routed_experts_prompt_start": len(prompt) if start is None else start}
 
     async def weight_version(self) -> int:
         """Version of the server's weights; ``UNVERSIONED`` before its first update."""

@@ -12,6 +12,8 @@ Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -90,6 +92,20 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """Experts that vLLM's routers chose for consecutive positions of a prompt and its completion."""
+
+    start: int
+    """The first position; 0 is that of the completion's first token, and positions of the prompt are negative."""
+    experts: NDArray[np.uint8] | NDArray[np.uint16]
+    """Shape ``[positions, layers, chosen]``."""
+
+    def before(self, end: int) -> RoutedRows:
+        """Those of positions before ``end``."""
+        return RoutedRows(self.start, self.experts[: max(0, end - self.start)])
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Consecutive tokens of one completion; three arrays of shape ``[tokens]``."""
 
@@ -108,6 +124,11 @@ class Sampled(Part):
     """Spans over all tokens of the completion in this response, those of earlier parts included."""
     finish_reason: Literal["stop", "length"]
     """``stop``: the last token is a stop token. ``length``: the completion was truncated at ``max_tokens``."""
+    experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
+    """Of a response: the experts of its positions from ``routed_from`` of the request on, ``[positions, layers, chosen]``; None if the
+    server does not report any."""
+    routed: tuple[RoutedRows, ...] = ()
+    """Of a completion: what all its responses reported."""
 
 
 class PublishReport(msgspec.Struct, frozen=True):
@@ -159,6 +180,7 @@ class _ChoiceReply(msgspec.Struct):
     finish_reason: str | None
     logprobs: _LogprobsReply | None = None
     weight_versions: list[_SpanReply] | None = None
+    routed_experts: str | None = None
 
 
 class _GenerateReply(msgspec.Struct):
@@ -222,7 +244,8 @@ class _ErrorReply(msgspec.Struct):
     error: _ErrorDetail
 
 
-_MAX_EVENT_BYTES = 2**26
+_MAX_EVENT_BYTES = 2**29
+"""The last one of a completion may have the experts of its tokens: 512 bytes each for a model of 48 layers and 8 experts."""
 _MAX_MESSAGE = 500
 """Of the server's error message, in characters."""
 
@@ -260,7 +283,7 @@ class StreamedAnswer:
 
     def __init__(self, path: str, n: int) -> None:
         self._path = path
-        self._rest = b""
+        self._rest = bytearray()
         self.unfinished = n
         """Number of completions whose last part has not arrived."""
 
@@ -272,11 +295,16 @@ class StreamedAnswer:
         Raises:
             BadReply, GenerationFailed, ServerRefused
         """
-        *events, self._rest = (self._rest + content).split(b"\n\n")
+        # Only the new bytes are searched: an event with the experts of a long completion has tens of megabytes.
+        searched = max(0, len(self._rest) - 1)
+        self._rest += content
+        while (end := self._rest.find(b"\n\n", searched)) >= 0:
+            event = bytes(self._rest[:end]).removeprefix(b"data: ")
+            del self._rest[: end + 2]
+            searched = 0
+            yield from self._event(event)
         if len(self._rest) > _MAX_EVENT_BYTES:
             raise BadReply(f"an event has more than {_MAX_EVENT_BYTES} bytes")
-        for event in events:
-            yield from self._event(event.removeprefix(b"data: "))
 
     def _event(self, content: bytes) -> Iterator[tuple[int, Part]]:
         if content == b"[DONE]":
@@ -473,7 +501,19 @@ def _sampled(choice: _ChoiceReply) -> Sampled:
         raise GenerationFailed(f"completion {choice.index} finished by {choice.finish_reason!r}")
     part = _part(choice)
     spans = tuple(Span(_version(s.version), s.start, s.end) for s in choice.weight_versions or ())
-    return Sampled(part.token_ids, part.logprobs, part.masked, spans, finish_reason)
+    experts = None if choice.routed_experts is None else _experts(choice.routed_experts)
+    return Sampled(part.token_ids, part.logprobs, part.masked, spans, finish_reason, experts)
+
+
+def _experts(encoded: str) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """An array in NumPy's file format and base64, as vLLM writes it."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise BadReply(f"routed_experts is no array: {error}") from error
+    if not (isinstance(array, np.ndarray) and array.ndim == 3 and array.dtype in (np.uint8, np.uint16)):
+        raise BadReply("routed_experts is not [positions, layers, chosen] of uint8 or uint16")
+    return array
 
 
 def _part(choice: _ChoiceReply) -> Part:

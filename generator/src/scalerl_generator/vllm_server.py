@@ -89,6 +89,8 @@ class ServerOptions:
     """CPU only: OpenMP threads of the worker."""
     tensor_parallel: int = 1
     prefix_caching: bool = True
+    routed_experts: bool = False
+    """Report the experts that the routers chose; vLLM's build for CPUs cannot."""
     seed: int = 0
     """The run's seed, from which each start derives another one (:mod:`.sampling_seed`)."""
     max_draft_tokens: int = 0
@@ -133,6 +135,7 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p.add_argument("--threads", type=int, default=d.threads)
     p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
     p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
+    p.add_argument("--routed-experts", action=argparse.BooleanOptionalAction, default=d.routed_experts)
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
     p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
@@ -184,6 +187,8 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         argv += ["--watermark", str(options.watermark)]
     if not options.stats:
         argv.append("--disable-log-stats")
+    if options.routed_experts:
+        argv.append("--enable-return-routed-experts")
     kv_cache_bytes = options.kv_cache_bytes or (256 << 20 if on_cpu else None)
     if kv_cache_bytes is not None:
         argv += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
@@ -215,7 +220,8 @@ def _caches_prefixes(options: ServerOptions, on_cpu: bool) -> bool:
     """Whether the prefix cache is used. It has full blocks only: if no sequence fills one, each is looked up in vain."""
     sized = any(option_name(argument) == "--block-size" for argument in options.extra)
     fills_a_block = options.max_model_len > (CPU_BLOCK_TOKENS if on_cpu else BLOCK_TOKENS)
-    return options.prefix_caching and (fills_a_block or sized)
+    # vLLM keeps the experts of cached tokens by their blocks, and refuses to report any without the cache.
+    return options.routed_experts or (options.prefix_caching and (fills_a_block or sized))
 
 
 def _drafts(options: ServerOptions) -> dict[str, Any]:

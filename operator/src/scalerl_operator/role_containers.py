@@ -262,6 +262,8 @@ def _server_options(spec: RunSpec) -> tuple[str, ...]:
         options += ["--draft-memory-tokens", str(spec.draft_memory_tokens)]
         if history.drafter:
             options += ["--drafter", literal(history.drafter.model_dump_json())]
+    if spec.trainer.router_replay:
+        options.append("--routed-experts")
     lora = spec.trainer.lora
     if lora and spec.lora_versions:
         options += ["--lora-versions", str(spec.lora_versions), "--lora-rank", str(lora.rank)]

@@ -79,6 +79,14 @@ def test_server_holds_the_versions_that_leases_permit() -> None:
     assert "--lora-versions" not in server.argv
 
 
+def test_server_reports_experts_for_router_replay() -> None:
+    made = plan(run_spec(generator={"devices": 1}, trainer={"routerReplay": True}))
+    server, _ = made.workload(Role.GENERATOR).containers
+    assert "--routed-experts" in server.argv
+    server, _ = plan(run_spec(generator={"devices": 1})).workload(Role.GENERATOR).containers
+    assert "--routed-experts" not in server.argv
+
+
 def test_workers_on_cpus_have_threads_and_a_cache_each() -> None:
     made = plan(run_spec(generator={"cpuWorkers": 2, "cpuThreads": 3, "kvCache": "1Gi"}))
     server, _ = made.workload(Role.GENERATOR).containers

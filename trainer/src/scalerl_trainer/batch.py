@@ -9,6 +9,7 @@ The coordinator computes the rewards, from score and length (``scalerl_coordinat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -21,7 +22,7 @@ from scalerl_trainer.algo.advantages import advantages, turn_advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
-from scalerl_trainer.packing import Sequence
+from scalerl_trainer.packing import RoutedExperts, Sequence
 from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS, ProbeSequence
 
 UNUSABLE_FRACTION = 0.5
@@ -110,7 +111,8 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         stale = np.maximum(age, 0)  # tokens of a lost lineage may be newer than their step
         staleness += Staleness(len(age), int(stale.sum()), int(stale.max(initial=0)))
         prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
-        sequences.append(Sequence(prompt, tokens, None if trained.all() else trained))
+        routed = _routed(sequence.routed, len(prompt) + len(tokens), where)
+        sequences.append(Sequence(prompt, tokens, None if trained.all() else trained, routed))
         logprobs.append(scores[trained])
         if recipe.distillation is not None:
             teacher_logprobs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)
@@ -133,6 +135,10 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
                 raise BadBatchError(f"{where}: {len(own)} returns for {len(sequence.turns) + 1} turns")
             by_token.append(own[torch.from_numpy(turn[trained]).clamp(max=len(own) - 1)])
             advantage_s[place] = by_token[-1].mean() if len(by_token[-1]) else 0.0
+    if len({one.routed.experts.shape[1:] for one in sequences if one.routed is not None}) > 1:
+        raise BadBatchError(
+            f"step {shard.step}: the generators recorded experts of several models: they must have the same one"
+        )
     index_s = torch.tensor(places, dtype=torch.long)
     batch = TrainBatch(
         sequences=sequences,
@@ -334,6 +340,23 @@ def _versions(sequence: wire.Sequence, tokens: int, where: str) -> np.ndarray[tu
     lengths = [end - start for start, end in zip(starts, ends, strict=False)]
     versions = np.array([span.version for span in sequence.versions], dtype=np.int64)
     return np.repeat(versions, lengths)
+
+
+def _routed(routed: wire.RoutedExperts | None, tokens: int, where: str) -> RoutedExperts | None:
+    """The experts that the generator recorded, from the wire."""
+    if routed is None or not routed.positions:
+        return None
+    positions = np.concatenate([np.arange(start, end) for start, end in routed.spans])
+    shape = len(positions), routed.layers, routed.chosen
+    size = math.prod(shape)
+    ordered = bool((np.diff(positions) > 0).all()) and positions[0] >= 0 and positions[-1] < tokens
+    if not ordered or size == 0 or len(routed.experts) not in (size, 2 * size):
+        raise BadBatchError(
+            f"{where}: {len(routed.experts)} bytes of experts for the positions {routed.spans} of {tokens}"
+        )
+    # torch has few operations for uint16, and a number beyond int16 is no expert of any model.
+    kind = np.dtype("u1") if len(routed.experts) == size else np.dtype("<i2")
+    return RoutedExperts(positions, np.frombuffer(routed.experts, kind).reshape(shape))
 
 
 def _step_stats(groups: list[wire.GroupMeta]) -> dict[str, float]:

@@ -20,11 +20,18 @@ from typing import Any
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory import Dtype
 from scalerl_api.spec import RunSpec
+from scalerl_api.wire import MAX_ROUTED_BYTES
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import TokenizerError, VerifierError
 from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
 from scalerl_trainer.errors import ModelError
-from scalerl_trainer.models.config_values import HEADS, first_of, layer_problem, value_problems
+from scalerl_trainer.models.config_values import (
+    HEADS,
+    first_of,
+    layer_problem,
+    routed_bytes,
+    value_problems,
+)
 from scalerl_trainer.models.files import (
     check_not_lfs,
     named,
@@ -66,7 +73,8 @@ def model_problems(folder: Path, spec: RunSpec, *, structure: bool = True) -> It
     if structure and not found and _has_torch():
         lora = spec.trainer.lora
         targets = None if lora is None else tuple(lora.target_modules)
-        for problem in _structure(folder.resolve(), spec.model.dtype, spec.model.attention, targets):
+        given = spec.model.dtype, spec.model.attention, targets, spec.trainer.router_replay
+        for problem in _structure(folder.resolve(), *given):
             yield SpecProblem(where, f"{folder}: {problem}")
 
 
@@ -145,6 +153,8 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
     yield from spec_problems(spec)
     if spec.model.scratch is None and (problem := head_problem(settings, spec)) is not None:
         yield problem
+    if spec.trainer.router_replay and spec.model.scratch is None:
+        yield from replay_problems(routed_bytes(settings))
     for name in _LENGTHS:
         length = settings.get(name)
         if type(length) is int and spec.model.context_tokens > length:
@@ -169,6 +179,22 @@ def spec_problems(spec: RunSpec) -> Iterator[SpecProblem]:
         sizes = {"hidden_size": scratch.hidden_size, "num_attention_heads": scratch.attention_heads}
         if (problem := head_problem(sizes, spec)) is not None:
             yield problem
+        if spec.trainer.router_replay:
+            yield from replay_problems(scratch.layers * scratch.experts.per_token if scratch.experts else 0)
+
+
+def replay_problems(of_token: int) -> Iterator[SpecProblem]:
+    """Problems of ``trainer.routerReplay``, by :func:`.config_values.routed_bytes`."""
+    if not of_token:
+        yield SpecProblem(
+            "spec.trainer.routerReplay", "the model is dense: no router chooses experts", "leave it out"
+        )
+    elif of_token > MAX_ROUTED_BYTES:
+        yield SpecProblem(
+            "spec.trainer.routerReplay",
+            f"the experts of a token take {of_token} bytes, more than the {MAX_ROUTED_BYTES} that a group may have",
+            "leave it out",
+        )
 
 
 def _kind_problem(config: Mapping[str, Any]) -> str | None:
@@ -343,12 +369,13 @@ def _has_torch() -> bool:
 
 @functools.cache
 def _structure(
-    folder: Path, dtype: Dtype, attention: str, targets: tuple[str, ...] | None
+    folder: Path, dtype: Dtype, attention: str, targets: tuple[str, ...] | None, replay: bool
 ) -> tuple[str, ...]:
     """Problems from :mod:`.models.structure`, in a process of its own; that it fails is one."""
     command = [sys.executable, "-m", "scalerl_trainer.models.structure", str(folder)]
     command += ["--dtype", dtype, "--attention", attention]
     command += [] if targets is None else ["--lora", *targets]
+    command += ["--router-replay"] if replay else []
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(

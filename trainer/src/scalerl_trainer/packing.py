@@ -29,6 +29,16 @@ Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """Experts that the generator's routers chose for some tokens of a sequence (:mod:`.models.router_replay`)."""
+
+    positions: Ints
+    """Of the tokens in prompt and completion, ascending, shape ``[known]``."""
+    experts: Ints
+    """Shape ``[known, layers, chosen]``, uint8 or int16."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequence:
     """A prompt and one completion, as token ids."""
 
@@ -36,6 +46,8 @@ class Sequence:
     completion: Items[int] | Ints
     trainable: Items[bool] | Ints | None = None
     """For each completion token, whether the policy sampled it; None if it sampled all."""
+    routed: RoutedExperts | None = None
+    """None without a record."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -61,7 +73,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The inputs of one forward pass, all int64."""
+    """The inputs of one forward pass, int64 but for the experts."""
 
     input_ids_bt: torch.Tensor
     position_ids_bt: torch.Tensor
@@ -73,6 +85,11 @@ class MicroBatch:
     """Its index in the batch's flat order."""
     sequence_m: torch.Tensor
     """Index of its sequence in the batch."""
+    experts_xlk: torch.Tensor | None = None
+    """Experts that the generator chose at each flattened position, ``[B * T, layers, chosen]``, uint8 or int16; None if it recorded
+    none."""
+    known_x: torch.Tensor | None = None
+    """Bool, whether a flattened position has some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +103,8 @@ class PackedBatch:
     """Computed tokens of prompts and completions."""
     padding: int
     """Computed positions without a token."""
+    routed: int = 0
+    """Computed tokens with recorded experts."""
 
     @property
     def trainable(self) -> int:
@@ -125,8 +144,9 @@ def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bo
         groups = _by_length(lengths, micro_batch_tokens)
     micro_batches = tuple(_micro_batch(group, tokens, length_s) for group in groups)
     computed = sum(micro.input_ids_bt.numel() for micro in micro_batches)
+    routed = sum(int(micro.known_x.sum()) for micro in micro_batches if micro.known_x is not None)
     return PackedBatch(
-        micro_batches, torch.from_numpy(tokens.trainable_s), sum(lengths), computed - sum(lengths)
+        micro_batches, torch.from_numpy(tokens.trainable_s), sum(lengths), computed - sum(lengths), routed
     )
 
 
@@ -185,6 +205,7 @@ class _Tokens:
     """Index of each sequence's first trainable token in the flat order, and their number, ``[S + 1]``."""
     place_n: Ints
     """Index of each trainable token in its completion."""
+    routed_s: Items[RoutedExperts | None]
 
     @classmethod
     def of(cls, sequences: Items[Sequence]) -> _Tokens:
@@ -206,6 +227,7 @@ class _Tokens:
             trainable_s,
             _starts(trainable_s),
             _ranges(np.zeros_like(completion_s), completion_s)[keep],
+            [s.routed for s in sequences],
         )
 
 
@@ -246,6 +268,7 @@ def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> Micr
     completion_m = tokens.start_s[sequence_m] + tokens.prompt_s[sequence_m]
     place_m = tokens.place_n[flat_m]
     predict_at_m = np.repeat(start_r + tokens.prompt_s[sequence_r] - 1, trainable_r) + place_m
+    routed_r = [tokens.routed_s[sequence] for sequence in sequence_r]
     return MicroBatch(
         torch.from_numpy(ids.reshape(len(rows), width)),
         torch.from_numpy(positions.reshape(len(rows), width)),
@@ -253,4 +276,23 @@ def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> Micr
         torch.from_numpy(tokens.ids[completion_m + place_m]),
         torch.from_numpy(flat_m),
         torch.from_numpy(sequence_m),
+        *_experts(routed_r, start_r, length_r, len(ids)),
     )
+
+
+def _experts(
+    routed_r: Items[RoutedExperts | None], start_r: Ints, length_r: Ints, positions: int
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """``experts_xlk`` and ``known_x`` of a micro-batch."""
+    given = [routed for routed in routed_r if routed is not None]
+    if not given:
+        return None, None
+    kind = np.result_type(*(routed.experts.dtype for routed in given))
+    experts_xlk = np.zeros((positions, *given[0].experts.shape[1:]), kind)
+    known_x = np.zeros(positions, np.bool_)
+    for routed, start, length in zip(routed_r, start_r, length_r, strict=True):
+        if routed is not None:
+            count = np.searchsorted(routed.positions, length)
+            at = start + routed.positions[:count]
+            experts_xlk[at], known_x[at] = routed.experts[:count], True
+    return torch.from_numpy(experts_xlk), torch.from_numpy(known_x)

@@ -39,6 +39,7 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
         fp32_head=recipe.fp32_logits in ("Both", "Trainer"),
         lora=Lora.of(spec),
         seed=spec.seed,
+        router_replay=trainer.router_replay,
     )
 
 

@@ -37,6 +37,8 @@ def stats_of_step(step_stats: StepStats, staleness: Staleness) -> dict[str, floa
         stats |= by_position(RATIO, step_stats.ratios_by_position)
     if step_stats.fresh_ratios_by_position:
         stats |= by_position(SAMPLED, step_stats.fresh_ratios_by_position)
+    if step_stats.unreplayed_tokens is not None:
+        stats["unreplayed_tokens"] = float(step_stats.unreplayed_tokens)
     stats |= {
         f"grad_norm_{kind}": norm for kind, norm in step_stats.gradient_norms.items()
     } | step_stats.routing

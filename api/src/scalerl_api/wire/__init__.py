@@ -20,6 +20,7 @@ One module per sender: :mod:`.actor` and :mod:`.responses` (actor to coordinator
 
 from scalerl_api.wire.actor import (
     MASKED,
+    MAX_ROUTED_BYTES,
     MAX_TEXT_BYTES,
     Completion,
     Group,
@@ -40,6 +41,7 @@ from scalerl_api.wire.actor import (
     Registered,
     Release,
     ReleaseCause,
+    RoutedExperts,
     Sample,
     VersionSpan,
 )
@@ -123,6 +125,7 @@ __all__ = [
     "MAIN_TASK",
     "MASKED",
     "MAX_RESPONSES_BYTES",
+    "MAX_ROUTED_BYTES",
     "MAX_TEXT_BYTES",
     "MEAN_SET",
     "WIRE_HEADER",
@@ -177,6 +180,7 @@ __all__ = [
     "ReleaseCause",
     "Responses",
     "ResponsesRequest",
+    "RoutedExperts",
     "Sample",
     "Sequence",
     "Shard",

@@ -182,6 +182,29 @@ class Leases(Struct, frozen=True, kw_only=True):
     """The run has ended; the actor may exit."""
 
 
+MAX_ROUTED_BYTES = 2048
+"""Maximum size of the experts of a token in :class:`RoutedExperts`, in bytes: layers × chosen experts, twice with more than 256 experts."""
+
+
+class RoutedExperts(Struct, frozen=True, kw_only=True):
+    """The experts that the generator's routers chose for tokens of prompt and completion (``trainer.routerReplay``)."""
+
+    layers: int
+    """Number of the model's layers, those without experts included, whose values mean nothing."""
+    chosen: int
+    """Number of experts that a layer has for a token."""
+    spans: list[tuple[int, int]]
+    """Positions in prompt and completion with a record, as ``(start, end)``, ascending. The last token of a completion is not among
+    them: the generator computes nothing with it."""
+    experts: bytes
+    """Of these positions, ``[positions, layers, chosen]``: uint8, or little-endian uint16 if that is the size."""
+
+    @property
+    def positions(self) -> int:
+        """Number of positions with a record."""
+        return sum(end - start for start, end in self.spans)
+
+
 class Completion(Struct, frozen=True, kw_only=True):
     """One sampled completion."""
 
@@ -198,6 +221,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     """``stop``: an end token. ``length``: truncated at the maximum length, of an episode also at that of a turn."""
     turns: list[MessageSpan] = []
     """The environment's messages of an episode, which are masked; empty for one of a single turn."""
+    routed: RoutedExperts | None = None
+    """None without ``trainer.routerReplay``, and in evaluations."""
 
     @property
     def tokens(self) -> int:

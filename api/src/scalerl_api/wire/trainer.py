@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from scalerl_api.exports import Exports
-from scalerl_api.wire.actor import MessageSpan, VersionSpan
+from scalerl_api.wire.actor import MessageSpan, RoutedExperts, VersionSpan
 from scalerl_api.wire.base import Member, Struct, Uploads
 
 
@@ -138,6 +138,8 @@ class Sequence(Struct, frozen=True, kw_only=True):
     """Weight versions by span of tokens."""
     turns: list[MessageSpan] = []
     """The environment's messages, if the group has ``returns``."""
+    routed: RoutedExperts | None = None
+    """See :attr:`~.actor.Completion.routed`."""
 
 
 class Shard(Struct, frozen=True, kw_only=True):

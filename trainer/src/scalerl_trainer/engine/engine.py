@@ -37,6 +37,7 @@ from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import AdapterNames, Adapters
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
+from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.packing import MicroBatch, Sequence
@@ -96,6 +97,7 @@ class Engine:
         self._proximal: Frozen | None = None
         self._proximal_updates: int | None = None
         """Updates since the proximal policy was set; None if it was never set."""
+        replay = RouterReplay(causal_lm) if settings.router_replay else None
         routing = Routing(causal_lm)  # its hooks run before those of the backend
         self._backend = open_backend(policy, settings, device, weights)
         self.before_update: Callable[[], None] = lambda: None
@@ -104,7 +106,7 @@ class Engine:
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         dtype = getattr(torch, settings.dtype)
         self._weights = Weights(self._backend, policy, dtype, self._adapters, stored)
-        self._passes = Passes(self._backend, policy, settings, device, self._adapters, routing)
+        self._passes = Passes(self._backend, policy, settings, device, self._adapters, routing, replay)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
@@ -135,6 +137,8 @@ class Engine:
             weights: those that the model is to have; None for any.
         """
         self._add_adapters(causal_lm)
+        if self._passes.replay is not None:
+            self._passes.replay.attach(causal_lm)
         self._proximal = self._frozen(causal_lm, weights)
 
     def set_proximal(self) -> None:
@@ -316,6 +320,7 @@ class Engine:
                 for name, value in zip(done.names, total[2 + TABLES : routing], strict=True)
             },
             routing=self._passes.routing.figures(total[routing:], trainable),
+            unreplayed_tokens=None if self._passes.replay is None else tokens - int(counts[:, 7].sum()),
             seconds={
                 "pack": packed_at - begin,
                 "compute": computed_at - packed_at - waited,
@@ -455,6 +460,7 @@ class Engine:
             shared_rows=self._passes.shares_rows(),
             vocabulary=int(self.config.vocab_size),
             pinned=self.device.type == "cuda",
+            replay=self._passes.replay,
         )
 
     def _skip_reason(self, loss: float, ratios: RatioStatistics) -> str | None:

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
+from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
 from scalerl_trainer.ranks import RankLost
@@ -82,6 +84,7 @@ class Passes:
     Args:
         backend: of ``policy``.
         adapters: those of the policy, if it has some.
+        replay: replays recorded experts in the policy and its proximal policy; None to have all tokens routed anew.
     """
 
     def __init__(
@@ -92,9 +95,10 @@ class Passes:
         device: torch.device,
         adapters: Adapters | None,
         routing: Routing,
+        replay: RouterReplay | None = None,
     ) -> None:
         self._backend, self._policy, self._settings, self._device = backend, policy, settings, device
-        self._adapters, self.routing = adapters, routing
+        self._adapters, self.routing, self.replay = adapters, routing, replay
         self._config: Any = policy.causal_lm.config
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._separates: bool | None = None
@@ -205,6 +209,10 @@ class Passes:
         with self._adapters.off(), torch.no_grad():
             return self.forward(micro)[0]
 
+    def _replayed(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """A context in which the policy and its proximal policy compute with the experts recorded of ``micro``."""
+        return nullcontext() if self.replay is None else self.replay.of(micro, self._device)
+
     def accumulate(
         self,
         packed: PackedBatch,
@@ -228,21 +236,22 @@ class Passes:
         differences_n = torch.zeros(packed.trainable, device=self._device)
         for micro, real in self.micro_batches(packed, count):
             reference_m = self._reference_logprobs(micro)
-            proximal_m = self._frozen_logprobs(proximal, micro)
-            with self.routing.counted(micro.predict_at_m if real else None):
-                logprobs_m, entropies_m = self.forward(micro, entropy=True)
-            tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
-            if masked_n is not None and real:
-                masked_m = masked_n[micro.flat_m].to(self._device)
-                tokens = replace(tokens, weights_n=tokens.weights_n.masked_fill(masked_m, 0.0))
-            output = loss(tokens)
-            # The derivative by log-probabilities, computed apart from that through the model.
-            (gradient_m,) = torch.autograd.grad(output.loss, tokens.logprobs_n)
-            if real and self._settings.gradient_guard is not None:
-                found = squared_gradients(tokens, gradient_m)
-                ordinary += found.ordinary
-                outliers_n[micro.flat_m.to(self._device)] = found.outliers_n
-            self._backend.backward((logprobs_m * gradient_m).sum() * self._world)
+            with self._replayed(micro):
+                proximal_m = self._frozen_logprobs(proximal, micro)
+                with self.routing.counted(micro.predict_at_m if real else None):
+                    logprobs_m, entropies_m = self.forward(micro, entropy=True)
+                tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
+                if masked_n is not None and real:
+                    masked_m = masked_n[micro.flat_m].to(self._device)
+                    tokens = replace(tokens, weights_n=tokens.weights_n.masked_fill(masked_m, 0.0))
+                output = loss(tokens)
+                # The derivative by log-probabilities, computed apart from that through the model.
+                (gradient_m,) = torch.autograd.grad(output.loss, tokens.logprobs_n)
+                if real and self._settings.gradient_guard is not None:
+                    found = squared_gradients(tokens, gradient_m)
+                    ordinary += found.ordinary
+                    outliers_n[micro.flat_m.to(self._device)] = found.outliers_n
+                self._backend.backward((logprobs_m * gradient_m).sum() * self._world)
             names = sorted(output.sums)
             parts = [
                 torch.stack([output.loss.detach().double(), entropies_m.double().sum()]),

@@ -52,6 +52,8 @@ class EngineSettings:
     """Train adapters and keep the model's own weights; None to train the weights."""
     seed: int = 0
     """Of the adapters' first values."""
+    router_replay: bool = False
+    """Compute with the experts that the generator recorded (:mod:`.models.router_replay`)."""
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):

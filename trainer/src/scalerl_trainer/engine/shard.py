@@ -16,6 +16,7 @@ from scalerl_trainer.algo.mismatch import check_generator_logprobs
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError
+from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, pack
 
 
@@ -40,18 +41,23 @@ def pack_shard(
     shared_rows: bool,
     vocabulary: int,
     pinned: bool,
+    replay: RouterReplay | None = None,
 ) -> PackedShard:
     """Pack this rank's shard.
 
     Args:
         batch: the batch of the sequences; None if they are only scored.
         pinned: put the micro-batches in pinned memory, from which they are copied to the device while it computes.
+        replay: checks recorded experts.
     """
     error: BadBatchError | None = None
     packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
     try:
         packed = pack(sequences, micro_batch_tokens, shared_rows=shared_rows)
         _check_tokens(packed, vocabulary)
+        if replay is not None:
+            for micro in packed.micro_batches:
+                replay.check(micro)
         if batch is not None:
             _check_batch(batch, packed)
         if pinned:
@@ -62,15 +68,18 @@ def pack_shard(
 
 
 def _pinned(micro: MicroBatch) -> MicroBatch:
-    return MicroBatch(*(getattr(micro, field.name).pin_memory() for field in fields(micro)))
+    tensors = {field.name: getattr(micro, field.name) for field in fields(micro)}
+    return replace(
+        micro, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None}
+    )
 
 
 def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
     """Gather the sizes and errors of all ranks. A collective.
 
     Returns:
-        ``counts`` of shape ``[world, 7]``. Its columns are the numbers of micro-batches, trainable tokens, tokens, padding and
-        sequences, whether the shard is bad, and whether its fresh tokens are known.
+        ``counts`` of shape ``[world, 8]``. Its columns are the numbers of micro-batches, trainable tokens, tokens, padding and
+        sequences, whether the shard is bad, whether its fresh tokens are known, and the number of tokens with recorded experts.
 
     Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
     """
@@ -85,6 +94,7 @@ def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
                 shard.sequences,
                 shard.error is not None,
                 shard.fresh_known,
+                packed.routed,
             ],
             dtype=torch.long,
             device=device,

@@ -98,6 +98,8 @@ class StepStats:
     """The loss's own statistics, as means over trainable tokens."""
     routing: dict[str, float] = field(default_factory=dict)
     """Figures of :meth:`.routing.Routing.figures`; empty for a model without experts."""
+    unreplayed_tokens: int | None = None
+    """Computed tokens for which the trainer chose the experts, as no generator recorded any; None without router replay."""
     seconds: dict[str, float] = field(default_factory=dict)
     """This rank's durations: ``pack``, ``compute`` (forward and backward), ``wait`` (for what reads the weights on another
     thread), ``update`` (the rest of the gradient reduction and the optimizer), ``total``."""

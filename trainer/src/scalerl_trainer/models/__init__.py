@@ -6,7 +6,7 @@
 - ``head``: computes log-probabilities from hidden states;
 - ``policy``: the module that the engine trains;
 - ``lora``: adapters of linear layers;
-- ``routing``: entropy of routers and loads of experts;
+- ``routing``: entropy of routers and loads of experts; ``router_replay``: experts that are given;
 - ``logits``: scale and cap of the logits, from the config;
 - ``files``: config and headers of a model folder, without torch;
 - ``structure``: compares them with the model that transformers makes;

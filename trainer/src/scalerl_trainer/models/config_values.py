@@ -40,6 +40,18 @@ def first_of(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int]
     return next(((name, config[name]) for name in names if type(config.get(name)) is int), None)
 
 
+def routed_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of the experts of a token, one for each layer and chosen expert, two with more than 256 experts; 0 of a dense model.
+
+    >>> routed_bytes({"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8})
+    384
+    """
+    layers, experts, chosen = (first_of(config, names) for names in (_LAYERS, _EXPERTS, _CHOSEN))
+    if layers is None or experts is None or chosen is None:
+        return 0
+    return layers[1] * chosen[1] * (1 if experts[1] <= 256 else 2) if experts[1] else 0
+
+
 def value_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on values that no model has; ``config`` is that of the text model."""
     found = list(_single(config))

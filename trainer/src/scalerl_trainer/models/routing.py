@@ -17,34 +17,38 @@ LOAD_MAX = "expert_load_max"
 LOAD_MIN = "expert_load_min"
 
 
+def routers_of(causal_lm: Any) -> tuple[list[tuple[str, Any]], int]:
+    """The routers of a transformers model by name, and the index of their logits in their outputs.
+
+    They are those of which transformers records ``router_logits``: modules that return logits over experts and the chosen ones. A
+    model whose routers are recorded in another way has none here.
+    """
+    recorder = (getattr(causal_lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorder, "target_class", None)
+    part = getattr(recorder, "layer_name", None) or ""
+    routers = [
+        (name, module)
+        for name, module in causal_lm.base_model.named_modules()
+        if kind is not None and isinstance(module, kind) and part in name and hasattr(module, "num_experts")
+    ]
+    return routers, getattr(recorder, "index", 0)
+
+
 class Routing:
     """Sums over the routers of a transformers model; a model without routers has none.
 
-    The routers are those of which transformers records ``router_logits``: modules that return logits over experts and the
-    chosen ones. They are read by hooks, which do nothing outside :meth:`counted`: neither in a frozen model's pass nor when
+    They are read by hooks, which do nothing outside :meth:`counted`: neither in a frozen model's pass nor when
     activation checkpointing computes a layer again.
     """
 
     def __init__(self, causal_lm: Any) -> None:
-        recorder = (getattr(causal_lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-        kind = getattr(recorder, "target_class", None)
-        part = getattr(recorder, "layer_name", None) or ""
-        # A model whose routers are recorded in another way has no figures.
-        routers = [
-            module
-            for name, module in causal_lm.base_model.named_modules()
-            if kind is not None
-            and isinstance(module, kind)
-            and part in name
-            and hasattr(module, "num_experts")
-        ]
-        self._index = getattr(recorder, "index", 0)
+        routers, self._index = routers_of(causal_lm)
         self._at_m: torch.Tensor | None = None
         self._load: dict[int, torch.Tensor] = {}
         self._entropy: dict[int, torch.Tensor] = {}
         self._layers = len(routers)
-        self._experts = max((int(router.num_experts) for router in routers), default=0)
-        for layer, router in enumerate(routers):
+        self._experts = max((int(router.num_experts) for _, router in routers), default=0)
+        for layer, (_, router) in enumerate(routers):
             router.register_forward_hook(self._hook(layer))
 
     def _hook(self, layer: int) -> Any:

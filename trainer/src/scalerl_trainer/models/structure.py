@@ -26,19 +26,31 @@ from scalerl_trainer.models.lora import Adapters, Lora
 from scalerl_trainer.models.served import registry
 
 
-def problems(folder: Path, dtype: Dtype, attention: str, targets: Sequence[str] | None = None) -> list[str]:
+def problems(
+    folder: Path,
+    dtype: Dtype,
+    attention: str,
+    targets: Sequence[str] | None = None,
+    *,
+    replay: bool = False,
+) -> list[str]:
     """Why the trainer could not load or train the model of ``folder``; empty if it can.
 
     Args:
         dtype: that the run trains in.
         attention: ``model.attention``.
         targets: ``trainer.lora.targetModules``; None without adapters.
+        replay: ``trainer.routerReplay``.
     """
     try:
         model = _meta_model(folder, dtype, attention)
         found = list(_model_problems(model, stored_tensors(folder), dtype))
         if targets is not None:
             Adapters(model, Lora(1, 1, tuple(targets)))
+        if replay:
+            from scalerl_trainer.models.router_replay import RouterReplay
+
+            RouterReplay(model)
         return found
     except ModelError as error:
         return [str(error)]
@@ -252,9 +264,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
     parser.add_argument("--attention", required=True)
     parser.add_argument("--lora", nargs="*", metavar="TARGET")
+    parser.add_argument("--router-replay", action="store_true")
     given = parser.parse_args(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    print(json.dumps({"problems": problems(given.folder, given.dtype, given.attention, given.lora)}))
+    found = problems(given.folder, given.dtype, given.attention, given.lora, replay=given.router_replay)
+    print(json.dumps({"problems": found}))
     return 0
 
 
