@@ -1,13 +1,14 @@
 """Bytes of ``weightSync.backend: Files`` beside whole weights, and whether readers that miss versions are exact.
 
-    python benchmarks/weight_deltas.py [--quick] [--size 30] [--versions 50] [--learning-rates 5e-7,1e-6,5e-6]
+    python benchmarks/weight_deltas.py [--quick] [--size 30] [--versions 50] [--learning-rates 5e-7,1e-6,5e-6] [--store]
 
 A Llama in bfloat16 is trained on the tiny example's text as the trainer does: gradients of bfloat16 weights, AdamW on float32 masters
 at a constant rate, gradients clipped to norm 1. First a warm-up at 3e-4, so the optimizer's moments and the losses are those of
 training, then some steps at the measured rate, then each step is a version. One reader takes every version, one each with
 probability 1/3, one joins at the last. *changed* is the share of weights whose bits differ from the version before; *delta* the bytes
 that a reader reads which has that one; *written* what the trainer writes, bases included; each as a share of whole versions. Seconds
-are CPU time a GB of weights, of one thread.
+are CPU time a GB of weights, of one thread. With ``--store`` the files are in a prefix of moto's S3 server on loopback; a version's
+*write_ms* and *read_ms* are wall times of a delta.
 
 The last line is one JSON object.
 """
@@ -15,20 +16,27 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from publish import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scalerl_api.object_store import ObjectStore
+from scalerl_api.weight_files import STORED
 from scalerl_generator.weight_files import WeightReader
 from scalerl_trainer.models.scratch import llama_config, train_tokenizer
 from scalerl_trainer.publish.buckets import tensor_spec
+from scalerl_trainer.publish.weight_folders import StoredFolder, VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
 DATA = Path(__file__).parents[1] / "examples/tiny/data.jsonl"
@@ -86,18 +94,26 @@ def assert_copied(reader: WeightReader, tensors: dict[str, torch.Tensor]) -> Non
             assert torch.equal(memory[slot.offset : slot.offset + len(own)], own), slot.tensor.name
 
 
-def measure(training: Training, rate: float, versions: int, root: Path) -> dict[str, float]:
+def sizes_of(writer: WeightWriter, root: Path) -> dict[str, int]:
+    if writer.folder.to:
+        return ObjectStore(writer.folder.to).sizes(f"{STORED}/{writer.folder.name}")
+    return {path.name: path.stat().st_size for path in (root / writer.folder.name).iterdir()}
+
+
+def measure(training: Training, rate: float, versions: int, root: Path, to: str) -> dict[str, float]:
     training.set_rate(rate)
     for _ in range(SETTLING):
         training.step()
     tensors = training.tensors()
     manifest = [tensor_spec(name, tensor) for name, tensor in tensors.items()]
     whole = sum(tensor.nbytes for tensor in tensors.values())
-    writer = WeightWriter(root / "0.1-a", BUCKET_BYTES, lambda: None)
+    folder = StoredFolder(ObjectStore(to), "0.1-a") if to else VolumeFolder(root / "0.1-a")
+    writer = WeightWriter(folder, BUCKET_BYTES, lambda: None)
     every, some = WeightReader(root), WeightReader(root)
-    chance, present = random.Random(0), set[Path]()
+    chance, present = random.Random(0), dict[str, int]()
     changed = delta = written = missed = 0.0
     write_seconds = read_seconds = 0.0
+    walls: list[tuple[float, float]] = []
     for version in range(versions + 1):
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         training.step()
@@ -105,12 +121,13 @@ def measure(training: Training, rate: float, versions: int, root: Path) -> dict[
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors.items()
 
-        began = time.thread_time()
+        began, begun = time.thread_time(), time.perf_counter()
         files = writer.write(version, manifest, stream).files
-        wrote = time.thread_time()
+        wrote, written_at = time.thread_time(), time.perf_counter()
         size = every.read(version, manifest, BUCKET_BYTES, files)
         read = time.thread_time()
-        new = set(writer.folder.iterdir()) - present
+        walls.append((written_at - begun, time.perf_counter() - written_at))
+        new = {name: size for name, size in sizes_of(writer, root).items() if name not in present}
         present |= new
         assert_copied(every, tensors)
         if chance.random() < 1 / 3:
@@ -119,9 +136,9 @@ def measure(training: Training, rate: float, versions: int, root: Path) -> dict[
         else:
             missed += 1
         if version == 0:
-            first = sum(path.stat().st_size for path in new)
+            first = sum(new.values())
             continue
-        written += sum(path.stat().st_size for path in new)
+        written += sum(new.values())
         delta += size
         write_seconds += wrote - began
         read_seconds += read - wrote
@@ -139,11 +156,30 @@ def measure(training: Training, rate: float, versions: int, root: Path) -> dict[
         "written": written / versions / whole,
         "written_with_the_first": (written + first) / (versions + 1) / whole,
         "late_reader": late_bytes / whole,
-        "on_the_volume": sum(path.stat().st_size for path in writer.folder.iterdir()) / whole,
+        "on_the_volume": sum(sizes_of(writer, root).values()) / whole,
         "versions_missed": missed,
         "write_seconds_per_gb": write_seconds / gigabytes,
         "read_seconds_per_gb": read_seconds / gigabytes,
+        "write_ms": 1e3 * float(np.median([write for write, _ in walls])),
+        "read_ms": 1e3 * float(np.median([read for _, read in walls])),
     }
+
+
+@contextlib.contextmanager
+def stored(wanted: bool, root: Path) -> Iterator[str]:
+    """A prefix of a new server; empty if none is wanted."""
+    if not wanted:
+        yield ""
+        return
+    sys.path += [str(Path(__file__).resolve().parents[1] / p) for p in ("trainer/tests", "tests/support")]
+    from s3_server import BUCKET, S3Server
+
+    server = S3Server(root / "server.log")
+    os.environ.update(server.environ)
+    try:
+        yield f"s3://{BUCKET}/run"
+    finally:
+        server.close()
 
 
 def main() -> None:
@@ -154,6 +190,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=30, choices=SIZES, help="millions of parameters")
     parser.add_argument("--versions", type=int, default=50)
     parser.add_argument("--learning-rates", default="5e-7,1e-6,5e-6")
+    parser.add_argument("--store", action="store_true", help="through an object store")
     arguments = parser.parse_args()
     size = 1 if arguments.quick else arguments.size
     training = Training(size)
@@ -161,8 +198,8 @@ def main() -> None:
     print(f"{size} M parameters, loss {losses[0]:.2f} to {losses[-1]:.2f} in the warm-up")
     figures: dict[str, float] = {}
     for text in arguments.learning_rates.split(","):
-        with tempfile.TemporaryDirectory() as root:
-            found = measure(training, float(text), arguments.versions, Path(root))
+        with tempfile.TemporaryDirectory() as root, stored(arguments.store, Path(root)) as to:
+            found = measure(training, float(text), arguments.versions, Path(root), to)
         print(f"{text:>6}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
         figures |= {f"{text}_{name}": round(value, 5) for name, value in found.items()}
     print(json.dumps({"benchmark": "weight_deltas", "figures": figures}))

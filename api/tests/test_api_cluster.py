@@ -362,3 +362,26 @@ def test_pods_that_fetch_the_model_without_an_identity_are_warned_of(
     }
     found = [problem.where for problem in cluster_warnings_of(RunSpec.model_validate(spec | sections))]
     assert found == [f"spec.{role}.podTemplate.serviceAccountName" for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("sections", "roles"),
+    [
+        ({}, ["trainer", "generator"]),
+        ({"trainer": KEY}, ["generator"]),
+        ({"trainer": ACCOUNT, "generator": ACCOUNT}, []),
+        (ACCOUNT, ["generator"]),
+        (KEY, []),
+    ],
+)
+def test_roles_without_credentials_for_weights_in_a_bucket_are_warned_of(
+    sections: dict[str, Any], roles: list[str]
+) -> None:
+    spec = {
+        "model": {"scratch": {}},
+        "task": {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "exact"}},
+        "budget": {"maxSteps": 1},
+        "weightSync": {"backend": "Files", "to": "s3://bucket/run"},
+    }
+    found = [problem.where for problem in cluster_warnings_of(RunSpec.model_validate(spec | sections))]
+    assert found == [f"spec.{role}.podTemplate.env" for role in roles]

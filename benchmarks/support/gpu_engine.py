@@ -147,6 +147,7 @@ def check_files(options: Options) -> dict[str, Any]:
     """Versions of weights on the device through files: a base, and a delta after an update, read bit by bit."""
     from scalerl_generator.weight_files import WeightReader
     from scalerl_trainer.publish.buckets import tensor_spec
+    from scalerl_trainer.publish.weight_folders import VolumeFolder
     from scalerl_trainer.publish.weight_writer import WeightWriter
 
     device = open_device(options)
@@ -160,7 +161,7 @@ def check_files(options: Options) -> dict[str, Any]:
 
     result: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in tensors.values())}
     with tempfile.TemporaryDirectory() as folder:
-        writer = WeightWriter(Path(folder) / "0.1-a", BUCKET_BYTES, lambda: None)
+        writer = WeightWriter(VolumeFolder(Path(folder) / "0.1-a"), BUCKET_BYTES, lambda: None)
         reader = WeightReader(Path(folder))
         for version in (1, 2):
             begin = clock(device)

@@ -61,6 +61,7 @@ from scalerl_generator.vllm_replies import (
     UpdateFailed,
     VllmError,
 )
+from scalerl_trainer.publish.weight_writer import WeightWriter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -547,6 +548,11 @@ async def test_vllm_update_of_bf16_model(bf16_server: Server) -> None:
     await takes_bf16_weights(bf16_server)
 
 
+def cut_off(writer: WeightWriter) -> None:
+    for path in Path(str(writer.folder)).iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+
+
 def slightly_changed(policy: LlamaForCausalLM, seed: int) -> None:
     """One weight of a hundred becomes a neighbouring bfloat16."""
     random = torch.Generator().manual_seed(seed)
@@ -590,8 +596,7 @@ async def test_vllm_updates_from_files(bf16_server: Server) -> None:
 
         slightly_changed(other, 7)
         request = write(writer, other, 7)
-        for path in writer.folder.iterdir():
-            path.write_bytes(path.read_bytes()[:-1])
+        cut_off(writer)
         with pytest.raises(ServerRefused, match=r"0000000[67]: it is cut off"):
             await client.fetch(request)
         with pytest.raises(UpdateFailed, match="the copy in memory has version") as failed:

@@ -29,6 +29,7 @@ from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import FetchReport
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
+from scalerl_trainer.publish.weight_folders import VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
 TOKEN = "the-run's-token"
@@ -216,7 +217,9 @@ async def publish(client: VllmClient, sender: Sender, policy: LlamaForCausalLM, 
 
 def weight_writer(server: Server) -> WeightWriter:
     """The trainer's writer of files, into the directory of the server's run."""
-    return WeightWriter(RunPaths(server.model.parent).weights / "0.1-a", BUCKET_BYTES, lambda: None)
+    return WeightWriter(
+        VolumeFolder(RunPaths(server.model.parent).weights / "0.1-a"), BUCKET_BYTES, lambda: None
+    )
 
 
 def write(

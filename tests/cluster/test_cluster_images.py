@@ -18,7 +18,7 @@ from testcluster.runtime import Loader, busybox_archive
 IMPORTS = {
     "operator": "scalerl_operator.main scalerl_coordinator.main scalerl_curvefit.sidecar scalerl_cli.main",
     "trainer": "scalerl_trainer.main scalerl_trainer.prepare torch deepspeed obstore.store",
-    "generator": "scalerl_generator.actor scalerl_generator.vllm_server vllm",
+    "generator": "scalerl_generator.actor scalerl_generator.vllm_server vllm obstore.store",
 }
 # Unpacked, without the base. The Dockerfiles say what they remove from packages.
 MEGABYTES = {"operator": 360, "trainer": 5000, "generator": 5000}

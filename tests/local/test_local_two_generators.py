@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,27 @@ from scalerl_cli.page.runs import Run
 
 PROMPTS, TRAIN, STALENESS = 8, 16, 2
 
+sys.path.append(str(Path(__file__).parents[2] / "trainer/tests"))
+
 pytestmark = pytest.mark.timeout(1200)
 
 
-def test_two_generators_share_past_responses(tmp_path: Path) -> None:
+def test_two_generators_share_past_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights come through an object store."""
+    from s3_server import BUCKET, S3Server
+
+    store = S3Server(tmp_path / "s3.log")
+    for name, value in store.environ.items():
+        monkeypatch.setenv(name, value)
+    try:
+        _two_generators(tmp_path, f"s3://{BUCKET}/run")
+        left = list(store.objects())
+    finally:
+        store.close()
+    assert left == ["run/run.json"], "weights are deleted at the end"
+
+
+def _two_generators(tmp_path: Path, to: str) -> None:
     """Epochs of 16 prompts. A server remembers its own responses, so those that an actor gives it are of the other.
 
     The run continues until both were given some, and until versions were published to one of the two while the other one kept
@@ -36,7 +54,7 @@ def test_two_generators_share_past_responses(tmp_path: Path) -> None:
         generator__speculation={"history": {}},
         trainer__replicas=1,
         model__dtype="bfloat16",
-        weightSync__backend="Files",
+        weightSync={"backend": "Files", "to": to},
         evaluation__everySteps=6,
         evaluation__samplesPerPrompt=32,
         evaluation__generators=1,

@@ -250,6 +250,7 @@ OTHER: Final[dict[str, Object]] = {
     "checkpoint.to": {"checkpoint": {"to": "s3://bucket/run"}},
     "trainer.export.to": {"trainer": {"export": {"to": "/data/models"}}},
     "weightSync.backend": {"weightSync": {"backend": "Gloo"}},
+    "weightSync.to": {"weightSync": {"backend": "Files", "to": "s3://bucket/run"}},
     "weightSync.timeoutSeconds": {"weightSync": {"timeoutSeconds": 110}},
     "autoscaling.pricePerDeviceHour": {"autoscaling": {"pricePerDeviceHour": 2, "valuePerPoint": 9}},
     "autoscaling.valuePerPoint": {"autoscaling": {"pricePerDeviceHour": 1, "valuePerPoint": 10}},

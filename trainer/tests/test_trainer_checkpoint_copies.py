@@ -26,6 +26,7 @@ from test_trainer_checkpointer import OnlyRank, Weights
 from trainer_run import until
 
 from scalerl_api import wire
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
 from scalerl_trainer.checkpoint_copies import (
@@ -36,7 +37,6 @@ from scalerl_trainer.checkpoint_copies import (
 from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.uploader import Uploader, UploadState
 
 pytestmark = pytest.mark.slow
@@ -294,7 +294,7 @@ def test_newer_volume_is_uploaded(tmp_path: Path, s3: S3Server, to: str) -> None
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store cannot be reached, and no pause is waited for."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("scalerl_trainer.object_store._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 0})
     monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", lambda seconds: None)
 
 
@@ -664,7 +664,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.checkpoint_copies import CheckpointCopies
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer.object_store import ObjectStore
+from scalerl_api.object_store import ObjectStore
 from scalerl_trainer.uploader import Uploader
 
 root, to, run = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])

@@ -13,10 +13,10 @@ import pytest
 from s3_server import BUCKET, S3Server
 from test_trainer_prepare import make
 
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_tasks import SourceError, open_tasks
 from scalerl_trainer import fetch_model, prepare
-from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.stored_files import fetch, upload
 
 pytestmark = pytest.mark.slow

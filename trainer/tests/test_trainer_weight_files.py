@@ -35,7 +35,8 @@ from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.errors import SourceError
 from scalerl_trainer.publish.file_publisher import MAX_UNREAD, FilePublisher
 from scalerl_trainer.publish.publisher import Weights
-from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt, encode_changes
+from scalerl_trainer.publish.weight_folders import VolumeFolder, begin_attempt
+from scalerl_trainer.publish.weight_writer import WeightWriter, encode_changes
 
 BUCKET_BYTES = 3000
 SHAPES = {"embed": (67, 40), "layer.0.w": (33, 9), "layer.0.norm": (9,), "scale": (), "head": (50, 70)}
@@ -83,7 +84,11 @@ class Training:
 
 
 def make_writer(root: Path, name: str = "0.1-a") -> WeightWriter:
-    return WeightWriter(root / name, BUCKET_BYTES, lambda: None)
+    return WeightWriter(VolumeFolder(root / name), BUCKET_BYTES, lambda: None)
+
+
+def path_of(writer: WeightWriter) -> Path:
+    return Path(str(writer.folder))
 
 
 # --- changes ---------------------------------------------------------------------------------------------
@@ -150,12 +155,12 @@ def test_readers_that_miss_versions_are_exact(
             for reader in readers:
                 if data.draw(st.integers(0, 3), label="reads") == 0:
                     training.read(reader, version, files)
-            names = {path.name for path in writer.folder.iterdir()}
+            names = {path.name for path in path_of(writer).iterdir()}
             deltas = set(map(delta_name, files.versions[1:]))
             assert names - {delta_name(files.versions[0])} == {base_name(files.base)} | deltas, "and no more"
             assert len(deltas) <= 2 * 4
             whole = sum(t.nbytes for t in training.tensors.values())
-            assert sum(path.stat().st_size for path in writer.folder.iterdir()) < 3.2 * whole + 6000
+            assert sum(path.stat().st_size for path in path_of(writer).iterdir()) < 3.2 * whole + 6000
     training.read(WeightReader(root), version, files)
 
 
@@ -230,7 +235,7 @@ def test_float32_is_written_whole(tmp_path: Path) -> None:
     for version in range(3):
         training.update()
         training.read(reader, version, training.write(writer, version))
-        assert [path.name for path in writer.folder.iterdir()] == [base_name(version)]
+        assert [path.name for path in path_of(writer).iterdir()] == [base_name(version)]
 
 
 def test_another_layout_begins_with_a_base(tmp_path: Path) -> None:
@@ -311,7 +316,7 @@ def test_killed_while_writing_leaves_the_version_before(
             died += 1
         after, training.tensors = training.tensors, before
         if (
-            writer.folder / base_name(files.base)
+            path_of(writer) / base_name(files.base)
         ).exists():  # else the new one is complete, and was to be sent
             training.read(WeightReader(root), version - 1, files)
         else:
@@ -351,7 +356,7 @@ def test_damaged_files_are_refused_or_read_exactly(
         versions.append({n: t.clone() for n, t in training.tensors.items()})
         if version == 1:
             training.read(reader, version, files)
-    path = sorted(writer.folder.iterdir())[which]
+    path = sorted(path_of(writer).iterdir())[which]
     path.write_bytes(damaged(path.read_bytes(), random))
     for one in (reader, late):
         try:
@@ -383,7 +388,7 @@ def test_files_of_another_attempt_or_version_are_refused(tmp_path: Path) -> None
     training, ours, theirs = Training(), make_writer(tmp_path), make_writer(tmp_path, "0.1-b")
     files = training.write(ours, 0)
     training.write(theirs, 0)
-    shutil.copy(theirs.folder / base_name(0), ours.folder / base_name(0))
+    shutil.copy(path_of(theirs) / base_name(0), path_of(ours) / base_name(0))
     with pytest.raises(WeightFileError, match=r"base-00000000: it has version 0 after None of 0\.1-b"):
         training.read(WeightReader(tmp_path), 0, files)
     with pytest.raises(WeightFileError, match="is not what the files"):
@@ -401,7 +406,7 @@ def test_a_later_attempt_removes_the_files_of_earlier_ones(tmp_path: Path) -> No
 
     def begin(number: int) -> WeightWriter:
         fence = Fence.begin(checkpoints, Attempt(1, number), Disk())
-        folder = weights / fence.folder.name
+        folder = VolumeFolder(weights / fence.folder.name)
         return WeightWriter(folder, BUCKET_BYTES, begin_attempt(folder, fence))
 
     first = begin(1)
@@ -463,13 +468,13 @@ def test_a_full_volume_fails_no_member(tmp_path: Path, small_files: None) -> Non
     assert (outcome.updated, outcome.failed, read) == ([], [], [True])
     assert "version 0 cannot be written" in outcome.error
     assert "File too large" in outcome.error
-    assert list(writer.folder.iterdir()) == [], "what is left of it makes room"
-    (writer.folder / "base-00000000").touch()  # of no version that is sent
+    assert list(path_of(writer).iterdir()) == [], "what is left of it makes room"
+    (path_of(writer) / "base-00000000").touch()  # of no version that is sent
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
     assert publisher.publish(1, weights, [member]).failed == ["g"], "it does not answer"
     training.read(WeightReader(tmp_path), 1, training.write(writer, 1))
-    assert [path.name for path in writer.folder.iterdir()] == ["base-00000001"]
+    assert [path.name for path in path_of(writer).iterdir()] == ["base-00000001"]
 
 
 def test_after_a_failed_write_comes_a_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,11 +488,11 @@ def test_after_a_failed_write_comes_a_base(tmp_path: Path, monkeypatch: pytest.M
         patched.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
             training.write(writer, 2)
-    assert {path.name for path in writer.folder.iterdir()} == {base_name(0), delta_name(1)}
+    assert {path.name for path in path_of(writer).iterdir()} == {base_name(0), delta_name(1)}
     found: list[set[str]] = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        found.append({path.name for path in writer.folder.iterdir()})
+        found.append({path.name for path in path_of(writer).iterdir()})
         yield from training.tensors.items()
 
     files = writer.write(2, training.manifest, stream).files
@@ -522,11 +527,12 @@ def test_a_base_that_takes_too_long_is_put_off(tmp_path: Path, monkeypatch: pyte
     training.read(reader, 0, training.write(writer, 0))
     answers, complete, late = threading.Event(), weight_writer._complete, list[str]()
 
-    def slow(file: Any, end: bytes, path: Path) -> int:
-        if path.name.startswith("base") and not answers.is_set():
-            late.append(path.name)
+    def slow(file: Any, end: bytes) -> int:
+        name = file._path.name
+        if name.startswith("base") and not answers.is_set():
+            late.append(name)
             assert answers.wait(60)
-        return complete(file, end, path)
+        return complete(file, end)
 
     monkeypatch.setattr(weight_writer, "_complete", slow)
     for version in range(1, 9):
@@ -541,7 +547,7 @@ def test_a_base_that_takes_too_long_is_put_off(tmp_path: Path, monkeypatch: pyte
         training.read(reader, version, files)
         training.read(WeightReader(tmp_path), version, files)
     assert late == [base_name(3), base_name(6)]
-    assert {path.name for path in writer.folder.iterdir()} == {base_name(0), *map(delta_name, range(1, 9))}
+    assert {path.name for path in path_of(writer).iterdir()} == {base_name(0), *map(delta_name, range(1, 9))}
     training.update(0.001)
     assert training.write(writer, 9).base == 9
 
@@ -577,7 +583,7 @@ def test_a_volume_that_hangs_is_given_up(call: str, tmp_path: Path, monkeypatch:
     member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
     publisher = publisher_of(writer, timeout_seconds=0.2)
     if call == "iterdir":
-        writer.folder.mkdir()
+        path_of(writer).mkdir()
     answers, owner = threading.Event(), os if call == "fsync" else Path
     original = getattr(owner, call)
 

@@ -16,10 +16,11 @@ Contents:
 - its status on a cluster: :mod:`.status`, :mod:`.conditions`;
 - parsing of a run file or a cluster's object, with a list of precise errors: :mod:`.load`;
 - messages between the processes of a run: :mod:`.wire`, :mod:`.endpoints`; the byte layout of published weights:
-  :mod:`.weight_layout`;
+  :mod:`.weight_layout`, and its files, :mod:`.weight_files`;
 - requests and responses of the curve-fit sidecar: :mod:`.forecast`;
 - environment variables of a process: :mod:`.process`; paths of the run's files: :mod:`.paths`; the curve as a table:
   :mod:`.curve`; memory estimates by role: :mod:`.memory`.
 
-Not here: I/O beyond reading a spec file and one HTTP exchange (:mod:`.http_client`), torch, calls to Kubernetes, and decisions.
+Not here: I/O beyond reading a spec file, one HTTP exchange (:mod:`.http_client`) and the client of object stores
+(:mod:`.object_store`), torch, calls to Kubernetes, and decisions.
 """

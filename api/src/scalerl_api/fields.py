@@ -227,6 +227,19 @@ DecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, below=
 """Decay rate of a running mean; at 1 the mean would never change."""
 
 
+StorePrefix = Annotated[
+    str,
+    Field(max_length=1024),
+    AfterValidator(
+        Matches(
+            r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._=+@-]*)+$",
+            "must be s3://bucket/prefix, without a slash at the end",
+        )
+    ),
+]
+"""A prefix of an S3 bucket."""
+
+
 def quantity_input(value: Any) -> Any:
     """Accept an integer as a quantity."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

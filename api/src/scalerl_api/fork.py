@@ -60,7 +60,7 @@ def refused_changes(source: RunSpec, fork: RunSpec, step: int) -> list[str]:
             found.append(f"spec.{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})")
     found += [
         f"spec.{path}: {new[path]} (the source's copies are there: give the fork a target of its own)"
-        for path in ("checkpoint.to", "trainer.export.to")
+        for path in ("checkpoint.to", "trainer.export.to", "weightSync.to")
         if path in new and new[path] == old.get(path)
     ]
     limit = fork.budget.max_steps

@@ -16,6 +16,7 @@ from scalerl_api.fields import (
     PositiveQuantity,
     PositiveUnitDecimal,
     Rule,
+    StorePrefix,
 )
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.speculation import (
@@ -270,6 +271,9 @@ class WeightSyncSpec(Model):
     backend: Literal["Auto", "Gloo", "NCCL", "Files"] = "Auto"
     """``Auto``: NCCL if both sides have accelerators, otherwise gloo. ``Files``: through the run's volume, mostly as differences from
     the version before; without connections between trainer and generators for it, with a copy of the weights in the memory of each."""
+    to: StorePrefix | None = None
+    """Prefix of an S3 bucket, of this run alone, in the volume's place with ``backend: Files``. Provide credentials as variables in
+    ``trainer.podTemplate.env`` and ``generator.podTemplate.env``, from a Secret."""
     bucket: PositiveQuantity = "16Mi"
     """Bytes per broadcast, or of a part of a file; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
@@ -278,3 +282,12 @@ class WeightSyncSpec(Model):
     """Largest mismatch after a publish (k3 estimate of the KL divergence, nats per token; one token counts at most 20 times the
     limit), measured on 8 sequences that both sides score. A generator above it gets no work, and if no generator is below it, the run ends. Default: 0.01 for model.dtype bfloat16, 1e-6 for float32. Raise it only for a
     known inexactness of the generators, such as a quantized KV cache."""
+
+    rules = (
+        Rule(
+            "!has(self.to) || self.backend == 'Files'",
+            "to has no effect without backend: Files",
+            "to",
+            lambda weights: weights.to is None or weights.backend == "Files",
+        ),
+    )

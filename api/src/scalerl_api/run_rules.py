@@ -162,10 +162,15 @@ RUN_RULES: Final = (
         lambda spec: spec.weight_sync.backend != "NCCL" or spec.generator.devices * spec.trainer.devices > 0,
     ),
     Rule(
-        "self.weightSync.backend != 'Files' || self.storage.mountedBy != 'Coordinator'",
-        "weightSync.backend Files needs a volume that trainer and generators mount; leave out storage.mountedBy Coordinator",
+        "self.weightSync.backend != 'Files' || has(self.weightSync.to) || self.storage.mountedBy != 'Coordinator'",
+        "weightSync.backend Files needs weightSync.to, or a volume that trainer and generators mount: leave out storage.mountedBy "
+        "Coordinator",
         "weightSync.backend",
-        lambda spec: spec.weight_sync.backend != "Files" or spec.storage.mounted_by != "Coordinator",
+        lambda spec: (
+            spec.weight_sync.backend != "Files"
+            or spec.weight_sync.to is not None
+            or spec.storage.mounted_by != "Coordinator"
+        ),
     ),
     Rule(
         "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",

@@ -22,6 +22,7 @@ from scalerl_api.fields import (
     OpenUnitDecimal,
     PositiveDecimal,
     Rule,
+    StorePrefix,
     UnitDecimal,
     at_most_one,
 )
@@ -151,19 +152,7 @@ class CheckpointSpec(Model):
     """Steps between checkpoints: the maximum loss in a failure."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """Number of newest checkpoints to keep, on the volume and in ``to``."""
-    to: (
-        Annotated[
-            str,
-            Field(max_length=1024),
-            AfterValidator(
-                Matches(
-                    r"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._=+@-]*)+$",
-                    "must be s3://bucket/prefix, without a slash at the end",
-                )
-            ),
-        ]
-        | None
-    ) = None
+    to: StorePrefix | None = None
     """Prefix of an S3 bucket, of this run alone, to which each checkpoint is copied while training goes on, and from which a run
     with an empty volume continues. Provide credentials as variables in ``trainer.podTemplate.env``, from a Secret."""
 

@@ -92,6 +92,7 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
         *_of_trackers(spec),
         *_of_paths(paths, mounted),
         *_of_identities(spec),
+        *_of_weight_store(spec),
     ]
 
 
@@ -124,6 +125,26 @@ def _of_identities(spec: RunSpec) -> Iterator[SpecProblem]:
                 f"is not given, and fetch-model in a {role}'s pod reads the model from checkpoint.to; the trainer's account "
                 f"{trainer.service_account_name} is not that pod's",
                 "give an account that may read the bucket, or keys in trainer.podTemplate.env, which fetch-model alone gets",
+            )
+
+
+def _of_weight_store(spec: RunSpec) -> Iterator[SpecProblem]:
+    """Trainer and generators access ``weightSync.to`` each with their own credentials."""
+    if spec.weight_sync.to is None:
+        return
+    generator = (spec.generator.pod_template or PodTemplate()).over(spec.pod_template)
+    account = (spec.generator.pod_template or PodTemplate()).service_account_name
+    trainer = (spec.trainer.pod_template or PodTemplate()).over(spec.pod_template)
+    for role, pods, identity in (
+        ("trainer", trainer, trainer.service_account_name),
+        ("generator", generator, account),
+    ):
+        keys = pods.env_from or any(entry["name"] == "AWS_ACCESS_KEY_ID" for entry in pods.env)
+        if identity is None and not keys:
+            yield SpecProblem(
+                f"spec.{role}.podTemplate.env",
+                f"has no AWS_ACCESS_KEY_ID, with which the {role} would access weightSync.to",
+                "give keys from a Secret, or a serviceAccountName; generators need to read alone",
             )
 
 

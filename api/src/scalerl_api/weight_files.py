@@ -37,6 +37,8 @@ CHANGES_OFFSET = TRAILER_BYTES + COUNTS.size
 FAR = 255
 """Byte of a gap that is longer."""
 MAX_HEADER_BYTES = 64 << 20
+STORED = "weights"
+"""Folder with the attempts' folders in the prefix of an object store (``weightSync.to``)."""
 
 
 class WeightFileError(RuntimeError):
@@ -65,6 +67,11 @@ def base_name(version: int) -> str:
 
 def delta_name(version: int) -> str:
     return f"delta-{version:08d}"
+
+
+def stored_path(folder: str, name: str) -> str:
+    """Path of a file in an object store."""
+    return f"{STORED}/{folder}/{name}"
 
 
 def layout_digest(tensors: Sequence[TensorSpec], bucket_bytes: int) -> str:

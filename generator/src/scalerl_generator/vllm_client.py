@@ -395,9 +395,8 @@ class VllmClient:
             if report.problem is None and time.monotonic() > deadline:
                 late = f"not read after {receive.timeout_seconds:g} s"
                 if report.bytes == first.bytes:
-                    raise FetchStalled(
-                        path, 500, f"{late}, and nothing of it was: the volume does not answer"
-                    )
+                    of = "object store" if receive.files is not None and receive.files.to else "volume"
+                    raise FetchStalled(path, 500, f"{late}, and nothing of it was: the {of} does not answer")
                 raise FetchContinues(path, 500, f"{late}; the server continues to read it")
             if report.problem:
                 raise ServerRefused(path, 500, report.problem)

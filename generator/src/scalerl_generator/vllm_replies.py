@@ -57,7 +57,7 @@ class FetchContinues(ServerRefused):
 
 
 class FetchStalled(ServerRefused):
-    """A version is not read in time, and nothing of it was: the volume does not answer."""
+    """A version is not read in time, and nothing of it was: the volume or the object store does not answer."""
 
 
 class BadReply(VllmError):

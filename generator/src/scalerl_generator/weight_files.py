@@ -1,4 +1,4 @@
-"""Reads published weights from files (:mod:`scalerl_api.weight_files`) into memory, while the server generates.
+"""Reads published weights from files (:mod:`scalerl_api.weight_files`) of the run's volume or of an object store into memory, while the server generates.
 
 The copy in memory has the last version that was read, so the next one is read as its changes. A version that was missed is read, too;
 a copy that is too old, or that a damaged file leaves without a version, is read again from the base. Nothing of it reaches the model
@@ -24,12 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.weight_files import (
     CHANGES_OFFSET,
     COUNTS,
     END,
     FAR,
     LENGTH,
+    STORED,
     Header,
     WeightFileError,
     base_name,
@@ -37,6 +39,7 @@ from scalerl_api.weight_files import (
     delta_name,
     header_bytes,
     layout_digest,
+    stored_path,
 )
 from scalerl_api.weight_layout import TRAILER_BYTES, Bucket, BucketMismatch, check_trailer, lay_out
 from scalerl_api.wire import TensorSpec, WeightFiles, WeightReceive
@@ -123,11 +126,13 @@ class WeightReader:
     """The copy of the last version that was read.
 
     Args:
-        root: ``weights`` in the run's directory.
+        root: ``weights`` in the run's directory, for files that are in no object store.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._store: ObjectStore | None = None
+        """That of the present files; None: they are in ``root``."""
         self._key = ("", "")
         """Folder and layout."""
         self.version: int | None = None
@@ -155,6 +160,7 @@ class WeightReader:
             raise WeightFileError(f"version {version} is not what the files {files} have")
         if self.version == version:
             return 0
+        self._connect(files.to)
         if self.version in files.versions:
             start = self.version
             try:
@@ -163,15 +169,28 @@ class WeightReader:
                 log.warning("version %d is read again from the base: %s", version, error)
         return self._read_file(base_name(files.base), files.base, None) + self._read_deltas(files, files.base)
 
+    def _connect(self, to: str) -> None:
+        if to == (self._store.to if self._store else ""):
+            return
+        try:
+            self._store = ObjectStore(to) if to else None
+        except StoreError as error:
+            raise WeightFileError(str(error)) from error
+
+    def _open(self, name: str) -> BufferedReader:
+        if self._store is not None:
+            return self._store.open(stored_path(self._key[0], name))
+        return (self._root / self._key[0] / name).open("rb")
+
     def _read_deltas(self, files: WeightFiles, start: int) -> int:
         versions = files.versions[files.versions.index(start) :]
         pairs = itertools.pairwise(versions)
         return sum(self._read_file(delta_name(version), version, previous) for previous, version in pairs)
 
     def _read_file(self, name: str, version: int, previous: int | None) -> int:
-        path = self._root / self._key[0] / name
+        root = self._root if self._store is None else f"{self._store.to}/{STORED}"
         try:
-            with path.open("rb") as file:
+            with self._open(name) as file:
                 header = read_header(file)
                 expected = (*self._key, version, previous)
                 found = (header.folder, header.layout, header.version, header.previous)
@@ -183,8 +202,8 @@ class WeightReader:
                 self.version = None  # until the last bucket is verified
                 self._read_buckets(file, header)
                 size = file.seek(0, os.SEEK_END)
-        except (OSError, WeightFileError, BucketMismatch) as error:
-            raise WeightFileError(f"{path}: {error}") from error
+        except (OSError, StoreError, WeightFileError, BucketMismatch) as error:
+            raise WeightFileError(f"{root}/{self._key[0]}/{name}: {error}") from error
         self.version = version
         return size
 

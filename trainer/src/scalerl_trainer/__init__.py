@@ -34,7 +34,6 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,
                       ``checkpoint_copies`` the copies in an object store, ``uploader`` sends them
     ``exporter``      exports models of evaluated versions; ``export`` writes them, ``export_targets`` copies them elsewhere
-    ``object_store``  a prefix of a bucket, for both
 
 This package does not choose prompts, grade or decide staleness (the coordinator does), does not sample (the generator
 does), and does not depend on Kubernetes or vLLM.

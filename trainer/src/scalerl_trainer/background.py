@@ -41,14 +41,16 @@ def in_background(name: str, work: Callable[[], T], device: torch.device) -> Fut
 
 
 class LimitedCalls:
-    """Calls of the file system with a limit on the time of each: on a network volume that hangs, none returns.
+    """Calls of a volume or a store with a limit on the time of each: of one that hangs, none returns.
 
     Args:
         seconds: of one call.
         total_seconds: of all calls together.
+        what: is called, in error messages.
     """
 
-    def __init__(self, seconds: float, total_seconds: float = math.inf) -> None:
+    def __init__(self, seconds: float, total_seconds: float = math.inf, what: str = "volume") -> None:
+        self._what = what
         self._limit, self._total, self._left = seconds, total_seconds, total_seconds
         self.hung = False
         """Whether a call has not returned in time. It may still take effect, on what it was given."""
@@ -60,13 +62,13 @@ class LimitedCalls:
             TimeoutError: a limit has passed.
         """
         begin, limit = time.monotonic(), min(self._limit, self._left)
-        result = in_background("volume", call, torch.device("cpu"))
+        result = in_background(self._what, call, torch.device("cpu"))
         self.hung = not wait([result], max(0.0, min(limit, threading.TIMEOUT_MAX))).done
         self._left -= time.monotonic() - begin
         if self.hung:
             if limit < self._limit:
-                raise TimeoutError(f"the volume is slow: {self._total:g} s have passed")
-            raise TimeoutError(f"the volume does not answer: a call has taken {limit:g} s")
+                raise TimeoutError(f"the {self._what} is slow: {self._total:g} s have passed")
+            raise TimeoutError(f"the {self._what} does not answer: a call has taken {limit:g} s")
         return result.result()
 
 

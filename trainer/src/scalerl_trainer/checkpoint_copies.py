@@ -29,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from scalerl_api.attempts import Attempt
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, FileRecord, Manifest, flush
 from scalerl_trainer.errors import AttemptSuperseded, TrainerError
-from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.stored_files import DamagedError, fetch, is_there, upload
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,31 @@ def lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
+def claim_prefix(store: ObjectStore, run: dict[str, object], field: str, allowed: str) -> None:
+    """Take a prefix for a run, whose :func:`identity` is ``run``.
+
+    Args:
+        field: of the spec, which has the prefix.
+        allowed: the condition on which a prefix of another run may be taken, in the error message.
+
+    Raises:
+        PrefixTaken: it belongs to another run.
+    """
+    if store.create(RUN_FILE, json.dumps(run, indent=1).encode()):
+        return
+    content = store.read(RUN_FILE) or b""
+    try:
+        owner = json.loads(content)
+        differences = sorted(k for k in owner.keys() | run.keys() if owner.get(k) != run.get(k))
+    except (ValueError, AttributeError):
+        owner, differences = {}, [f"{RUN_FILE} is not readable"]
+    if differences:
+        raise PrefixTaken(
+            f"{store.to} belongs to the run {owner.get('namespace') or '-'}/{owner.get('name')}; this run differs in "
+            f"{', '.join(differences)}. Give this run a prefix of its own in {field}, or remove {store.to}/{RUN_FILE} if {allowed}"
+        )
+
+
 class CheckpointCopies:
     """The checkpoints of a run in its prefix. Every method raises ``StoreError``.
 
@@ -103,21 +128,7 @@ class CheckpointCopies:
             PrefixTaken: it belongs to another run.
             AttemptSuperseded: a later attempt has claimed it.
         """
-        if not self._store.create(RUN_FILE, json.dumps(self._run, indent=1).encode()):
-            content = self._store.read(RUN_FILE) or b""
-            try:
-                owner = json.loads(content)
-                differences = sorted(
-                    k for k in owner.keys() | self._run.keys() if owner.get(k) != self._run.get(k)
-                )
-            except (ValueError, AttributeError):
-                owner, differences = {}, [f"{RUN_FILE} is not readable"]
-            if differences:
-                raise PrefixTaken(
-                    f"{self.to} belongs to the run {owner.get('namespace') or '-'}/{owner.get('name')}; this run differs in "
-                    f"{', '.join(differences)}. Give this run a prefix of its own in checkpoint.to, or remove "
-                    f"{self.to}/{RUN_FILE} if it is to continue from these checkpoints"
-                )
+        claim_prefix(self._store, self._run, "checkpoint.to", "it is to continue from these checkpoints")
         self._order(self._store.read(WRITER_FILE))
         self._store.put(WRITER_FILE, self._writer)
 

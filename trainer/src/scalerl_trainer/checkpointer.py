@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scalerl_api.object_store import StoreError
 from scalerl_trainer.checkpoint import (
     STAGE,
     CheckpointError,
@@ -27,7 +28,6 @@ from scalerl_trainer.checkpoint import (
 from scalerl_trainer.checkpoint_copies import PrefixTaken, lower_priority, read_with_retries
 from scalerl_trainer.engine import Engine, EngineState
 from scalerl_trainer.errors import AttemptSuperseded, Stopped, TrainerError
-from scalerl_trainer.object_store import StoreError
 from scalerl_trainer.random_state import RandomStateError, load_random_state, random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.uploader import Uploader
@@ -159,7 +159,7 @@ class _Outcome:
     message: str = ""
 
 
-_FAILURES: dict[str, type[TrainerError]] = {
+_FAILURES: dict[str, type[Exception]] = {
     "superseded": AttemptSuperseded,
     "taken": PrefixTaken,
     "disk": CheckpointError,
@@ -511,7 +511,7 @@ class Checkpointer:
             except Exception as error:
                 kinds = (kind for kind, raised in _FAILURES.items() if isinstance(error, raised))
                 failure = next(kinds, "disk" if isinstance(error, OSError) else "store")
-                text = str(error) if isinstance(error, TrainerError | OSError) else repr(error)
+                text = str(error) if isinstance(error, TrainerError | StoreError | OSError) else repr(error)
                 outcome[0] = _Outcome(ended=True, failure=failure, message=text)
 
         thread = threading.Thread(target=guarded, name="read", daemon=True)

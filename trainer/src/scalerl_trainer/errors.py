@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scalerl_api.object_store import first_line as first_line  # of all libraries
+
 
 class TrainerError(Exception):
     """Base of all errors of this package."""
@@ -64,15 +66,3 @@ class Stopped(TrainerError):
 
 class MidTrainingError(TrainerError):
     """The task's solutions cannot be trained on, with any weights."""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a library's error message, or the error's type if the message is empty.
-
-    A line that ends with a colon comes with the next one.
-
-    >>> first_line(ValueError("field 'layers':\\n    expected int"))
-    "field 'layers': expected int"
-    """
-    first, *others = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Protocol
 
 from scalerl_api.exports import EXPORTS_FILE, ExportedModel
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_trainer.errors import TrainerError, first_line
 from scalerl_trainer.export import STAGED, commit_model
-from scalerl_trainer.object_store import ObjectStore, StoreError
 
 Models = Mapping[str, tuple[ExportedModel, Path]]
 """The model and its folder by role, ``best`` and ``last``."""

@@ -47,6 +47,7 @@ import torch
 from scalerl_api.attempts import Attempt
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecError
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
@@ -57,9 +58,9 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_api.spec import RunSpec
+from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
-from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
+from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, claim_prefix, identity
 from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -81,12 +82,12 @@ from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
-from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.publisher import Publisher
-from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt
+from scalerl_trainer.publish.weight_folders import StoredFolder, VolumeFolder, WeightFolder, begin_attempt
+from scalerl_trainer.publish.weight_writer import WeightWriter
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import (
@@ -229,7 +230,7 @@ def run(
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
     exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)
-    publisher = _publisher(spec, paths, fence, environment.trainer_host, device, control)
+    publisher = _publisher(given, environment, fence, device, control)
     leader = Leader(
         worker,
         publisher,
@@ -250,25 +251,31 @@ def run(
 
 
 def _publisher(
-    spec: RunSpec,
-    paths: RunPaths,
+    run: ScaleRLRun,
+    environment: ProcessEnvironment,
     fence: Fence | None,
-    host: str,
     device: torch.device,
     control: ActorControl,
 ) -> Publisher | FilePublisher:
     """The publisher of ``weightSync.backend``."""
+    spec, to = run.spec, run.spec.weight_sync.to
+    assert fence is not None  # it is rank 0's
+    name = fence.folder.name.removeprefix(FOLDER)
+    weights = environment.paths.weights
+    folder: WeightFolder = VolumeFolder(weights / name)
+    begin = begin_attempt(folder, fence)
+    if (spec.weight_backend != "files" or to is not None) and weights.exists():
+        begin()  # deletes those of attempts that published through the volume
     if spec.weight_backend != "files":
-        if fence is not None and paths.weights.exists():
-            begin_attempt(
-                paths.weights / fence.folder.name.removeprefix(FOLDER), fence
-            )()  # of another backend
-        return Publisher(publish_settings(spec, host, device), control)
-    assert fence is not None
-    folder = paths.weights / fence.folder.name.removeprefix(FOLDER)
+        return Publisher(publish_settings(spec, environment.trainer_host, device), control)
+    if to is not None:
+        store = ObjectStore(to)
+        claim = partial(claim_prefix, store, identity(run), "weightSync.to", "no other run uses it")
+        folder = StoredFolder(store, name)
+        begin = begin_attempt(folder, fence, claim, environment.attempt)
     bucket_bytes = quantity_bytes(spec.weight_sync.bucket)
     return FilePublisher(
-        WeightWriter(folder, bucket_bytes, begin_attempt(folder, fence)),
+        WeightWriter(folder, bucket_bytes, begin),
         control,
         bucket_bytes=bucket_bytes,
         timeout_seconds=float(spec.weight_sync.timeout_seconds),

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from scalerl_api.load import SpecError
 from scalerl_api.memory import ModelSize
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import MODEL_CACHE, REPORT_FILE, SOURCE_DIR, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import HubModel, ModelSpec, RunSpec
@@ -49,7 +50,6 @@ from scalerl_trainer.fork import ForkError, take_over
 from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
-from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.stored_files import fetch, of_run, upload
 
 log = logging.getLogger("scalerl_trainer.prepare")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import RunSpec
 from scalerl_tasks.dataset.source import FOLDER as DATA
 from scalerl_trainer.checkpoint import Disk, FileRecord, check_space
-from scalerl_trainer.object_store import ObjectStore, StoreError
 
 MODEL = "model"
 EXPORTS = "hf"

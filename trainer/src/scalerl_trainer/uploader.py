@@ -17,6 +17,7 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
+from scalerl_api.object_store import StoreError
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Manifest
 from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, lower_priority
 from scalerl_trainer.errors import AttemptSuperseded, TrainerError
@@ -184,7 +185,7 @@ class Uploader:
             except (
                 Exception
             ) as error:  # training continues after any failure, also after a bug of the client library
-                text = str(error) if isinstance(error, (TrainerError, OSError)) else repr(error)
+                text = str(error) if isinstance(error, (TrainerError, StoreError, OSError)) else repr(error)
             if upload.cancelled.is_set():
                 return
             pause = self._pauses[min(failures, len(self._pauses) - 1)]

@@ -35,11 +35,13 @@ class WeightFiles(Struct, frozen=True, kw_only=True):
     """Where a version is read from (:mod:`scalerl_api.weight_files`)."""
 
     folder: str
-    """Name of a folder below ``weights`` in the run's directory."""
+    """Name of a folder below ``weights`` in the run's directory, or in ``to``."""
     base: int
     """The version of the base."""
     versions: list[int]
     """Versions that were written, ascending, up to the one to receive: each but the first has a delta from the one before."""
+    to: str = ""
+    """Prefix of a bucket, ``s3://bucket/prefix``, which is read with the generator's own credentials; empty: the run's directory."""
 
 
 class WeightReceive(Struct, frozen=True, kw_only=True):

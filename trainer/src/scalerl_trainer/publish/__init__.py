@@ -3,7 +3,7 @@
     ``publisher``       the protocol: join, receive, retry
     ``rounds``          its state machine
     ``file_publisher``  the protocol with files in the place of a group
-    ``weight_writer``   versions into files: bases and deltas
+    ``weight_writer``   versions into files: bases and deltas; ``weight_folders`` of a volume or an object store
     ``buckets``         tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
     ``sender_group``    the sender's side of a process group besides the default one
     ``actor_control``   concurrent requests to actors, each with a deadline

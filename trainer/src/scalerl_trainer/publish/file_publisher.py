@@ -129,7 +129,13 @@ class FilePublisher:
             if readable and answer.problem == "fetch-failed":
                 self._writer.refuse()
             if not readable:
-                error += f". It could not read {MAX_UNREAD} versions before, either: check the volume of the run where it is mounted"
+                error += f". It could not read {MAX_UNREAD} versions before, either: check "
+                to = self._writer.folder.to
+                error += (
+                    f"its credentials and route to {to}"
+                    if to
+                    else "the volume of the run where it is mounted"
+                )
             if readable and answer.problem in ("fetch-failed", "fetch-stalled", "fetch-continues"):
                 kept[member_id] = error
                 log.warning("%s keeps its weights, version %d is not read: %s", name, version, error)
@@ -147,7 +153,7 @@ class FilePublisher:
                 return self._writer.write(version, weights.manifest, weights.stream, call_seconds, left)
             except OSError as error:
                 late = isinstance(error, TimeoutError)
-                advice = "Check the volume of the run"
+                advice = self._writer.folder.advice
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     advice = "Free space on the volume of the run"
                 elif late:

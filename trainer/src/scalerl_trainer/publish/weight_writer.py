@@ -4,7 +4,7 @@ Each version is a delta from the one before. A base is written beside it (:data:
 it are deleted. So the files take at most three times the bytes of a version, while a base is written, and a generator that was sent no
 version for a while reads the deltas that it lacks, or the base.
 
-What touches the volume has a limit, since a volume that hangs must not stop the trainer for ever: the call is abandoned, and no request
+What touches the volume or the store has a limit, since one that hangs must not stop the trainer for ever: the call is abandoned, and no request
 names its file, which a later write deletes. After a delta that failed, the next write begins with a base; a base that failed beside a delta is put off.
 
 The writer keeps a copy of the last version in host memory. An attempt of the trainer has a folder of its own, with the name of its
@@ -16,14 +16,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedWriter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +30,7 @@ from scalerl_api.weight_files import (
     COUNTS,
     FAR,
     LENGTH,
+    MAX_HEADER_BYTES,
     Header,
     base_name,
     delta_name,
@@ -42,15 +39,15 @@ from scalerl_api.weight_files import (
 )
 from scalerl_api.weight_layout import Bucket, lay_out
 from scalerl_trainer.background import LimitedCalls
-from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish.buckets import NamedTensors, fill
+from scalerl_trainer.publish.weight_folders import NewFile, WeightFolder
 
 log = logging.getLogger(__name__)
 
 BASE_EVERY = 32
 """Deltas from one base to the next. A generator that joins reads the base and these, so they are fewer if they have half its bytes."""
 SYNC_BYTES = 256 << 20
-"""Bytes between two syncs of a file, of whose time each has its own limit: the last one of a large file alone might take minutes."""
+"""Bytes between two syncs of a file on a volume, of whose time each has its own limit: the last one of a large file alone might take minutes."""
 _LEVEL = 1
 """Of zlib: higher ones take longer, and gaps have hardly anything to compress."""
 
@@ -92,7 +89,7 @@ class WeightWriter:
         begin: called before it is made; deletes those of earlier attempts, or raises if a later one has begun.
     """
 
-    def __init__(self, folder: Path, bucket_bytes: int, begin: Callable[[], None]) -> None:
+    def __init__(self, folder: WeightFolder, bucket_bytes: int, begin: Callable[[], None]) -> None:
         self.folder = folder
         self._bucket_bytes = bucket_bytes
         self._begin = begin
@@ -135,7 +132,7 @@ class WeightWriter:
             SourceError: the stream differs from the manifest.
         """
         if self._refused or not self._versions or self._versions[-1] != version:
-            self._volume = LimitedCalls(call_seconds, total_seconds)
+            self._volume = LimitedCalls(call_seconds, total_seconds, self.folder.kind)
             self._volume(self._start)
             tensors = stream()
             try:
@@ -143,21 +140,20 @@ class WeightWriter:
             finally:
                 for _ in tensors:  # the other ranks take part in the collective to its end
                     pass
-        files = wire.WeightFiles(folder=self.folder.name, base=self._base, versions=self._versions)
+        files = wire.WeightFiles(
+            folder=self.folder.name, base=self._base, versions=self._versions, to=self.folder.to
+        )
         return Written(files, self._last_bytes)
 
     def remove(self, limit_seconds: float = math.inf) -> None:
         """Delete the folder, at the end of the run."""
-        with contextlib.suppress(TimeoutError):
-            LimitedCalls(limit_seconds)(self._remove)
-
-    def _remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            LimitedCalls(limit_seconds)(self.folder.remove)
 
     def _start(self) -> None:
-        if not self.folder.is_dir():  # the first version, or it was deleted
+        if not self.folder.exists():  # the first version, or it was deleted
             self._begin()
-            self.folder.mkdir(parents=True)
+            self.folder.make()
             self._versions = []
 
     def _write(self, version: int, manifest: list[wire.TensorSpec], tensors: NamedTensors) -> int:
@@ -198,10 +194,10 @@ class WeightWriter:
         self._volume(partial(self._delete_others, names, self._volume))
 
     def _delete_others(self, names: set[str], calls: LimitedCalls) -> None:
-        for path in self.folder.iterdir():
-            if path.name not in names and not calls.hung:  # else it may be of a later write
+        for name in self.folder.names():
+            if name not in names and not calls.hung:  # else it may be of a later write
                 with contextlib.suppress(OSError):  # another base is due in time
-                    path.unlink()
+                    self.folder.delete(name)
 
     def _filled(self, version: int, tensors: NamedTensors, *, keep: bool) -> _Buckets:
         scratch = self._scratch()
@@ -227,70 +223,35 @@ class WeightWriter:
 
     def _write_file(self, name: str, version: int, previous: int | None, buckets: _Buckets) -> int:
         """Write a file, which has its name once it is complete; returns its size."""
-        staged = self.folder / f".{name}"
+        max_bytes = sum(bucket.total_bytes for bucket in self._buckets) + MAX_HEADER_BYTES
         sizes: list[int] = []
         whole: list[bool] = []
         unsynced = 0
-        file = self._volume(partial(_create, staged))
+        file = self._volume(partial(self.folder.create, name, max_bytes))
         try:
             for bucket, is_whole in buckets:
                 content = bucket if isinstance(bucket, bytes) else bucket.numpy().data
                 self._volume(partial(file.write, content))
                 unsynced += len(content)
                 if unsynced >= SYNC_BYTES:
-                    self._volume(partial(_sync, file))
+                    self._volume(file.sync)
                     unsynced = 0
                 sizes.append(len(content))
                 whole.append(is_whole)
             end = encode_end(Header(self.folder.name, version, previous, self._layout, sizes, whole))
-            return self._volume(partial(_complete, file, end, self.folder / name))
+            return self._volume(partial(_complete, file, end))
         except BaseException:
             if not self._volume.hung:  # else closing the file would wait for the call that hangs
                 with contextlib.suppress(OSError):
-                    self._volume(partial(_discard, file))
+                    self._volume(file.discard)
             raise
 
 
-def _create(path: Path) -> BufferedWriter:
-    return path.open("wb")
-
-
-def _sync(file: BufferedWriter) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _complete(file: BufferedWriter, end: bytes, path: Path) -> int:
-    with file:
-        file.write(end)
-        _sync(file)
-        size = file.tell()
-    Path(file.name).rename(path)
-    return size
-
-
-def _discard(file: BufferedWriter) -> None:
-    with contextlib.suppress(OSError):  # what is buffered may not fit either
-        file.close()
-    Path(file.name).unlink()
+def _complete(file: NewFile, end: bytes) -> int:
+    file.write(end)
+    return file.complete()
 
 
 def _words(payload_u8: torch.Tensor) -> NDArray[np.uint16]:
     words: NDArray[np.uint16] = payload_u8.numpy().view(np.uint16)
     return words
-
-
-def begin_attempt(folder: Path, fence: Fence) -> Callable[[], None]:
-    """What :class:`WeightWriter` calls first: deletes the folders of earlier attempts beside ``folder``.
-
-    They are listed before the check, so none is of a later attempt: that one had begun before it made its folder.
-    """
-
-    def begin() -> None:
-        others = [path for path in folder.parent.glob("*") if path != folder]
-        fence.check()
-        for path in others:
-            log.info("removing the weights that an earlier attempt published: %s", path)
-            shutil.rmtree(path, ignore_errors=True)
-
-    return begin

@@ -1,4 +1,4 @@
-"""A prefix of an S3 bucket: copies of exported models and of checkpoints.
+"""A prefix of an S3 bucket: copies of exported models and of checkpoints, published weights.
 
 The client library reads the credentials: ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``,
 ``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for an endpoint without TLS), or a web identity.
@@ -10,14 +10,14 @@ and only a lifecycle rule of the bucket removes.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-from scalerl_trainer.errors import TrainerError, first_line
 
 _RETRIES: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 """Retries of one request. The library's default, ten, takes minutes without a log; the callers retry the whole operation."""
@@ -27,10 +27,10 @@ _PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000
 """An upload has at most 10,000 parts."""
 _CONCURRENCY = 4
-"""Parts of a file that are sent at a time, and held in memory."""
+"""Parts of a file that are sent or read at a time, and held in memory."""
 
 
-class StoreError(TrainerError):
+class StoreError(Exception):
     """An object store is unreachable, or refuses a request."""
 
 
@@ -51,15 +51,13 @@ class ObjectStore:
             from obstore import exceptions
             from obstore.store import S3Store
         except ImportError as error:
-            raise StoreError(
-                f"{self.to}: obstore is missing; install requirements/s3.txt beside the trainer"
-            ) from error
+            raise StoreError(f"{self.to}: obstore is missing; install requirements/s3.txt") from error
         self._obstore: Any = obstore
         self._errors = (exceptions.BaseError, OSError, ValueError)
         self._exists = exceptions.AlreadyExistsError
         self._absent = (exceptions.NotFoundError, FileNotFoundError)
         bucket, _, prefix = self.to.removeprefix("s3://").partition("/")
-        with self._translated():
+        with self.translated():
             self._store: Any = S3Store(
                 bucket,
                 prefix=prefix or None,
@@ -75,7 +73,7 @@ class ObjectStore:
                 size = os.fstat(file.fileno()).st_size
         else:
             size = len(content)
-        with self._translated():
+        with self.translated():
             self._obstore.put(
                 self._store,
                 path,
@@ -86,7 +84,7 @@ class ObjectStore:
 
     def create(self, path: str, content: bytes) -> bool:
         """Write an object unless it exists; returns whether it did not exist."""
-        with self._translated():
+        with self.translated():
             try:
                 self._obstore.put(self._store, path, content, mode="create", use_multipart=False)
             except self._exists:
@@ -95,7 +93,7 @@ class ObjectStore:
 
     def read(self, path: str) -> bytes | None:
         """The content of a small object; None if it does not exist."""
-        with self._translated():
+        with self.translated():
             try:
                 return bytes(self._obstore.get(self._store, path).bytes())
             except self._absent:
@@ -111,7 +109,7 @@ class ObjectStore:
         with target.open("wb") as file:
             for start in range(0, size, _PART_BYTES):
                 length = min(_PART_BYTES, size - start)
-                with self._translated():
+                with self.translated():
                     try:
                         part = self._obstore.get_range(self._store, path, start=start, length=length)
                     except self._absent:
@@ -120,21 +118,114 @@ class ObjectStore:
                 digest.update(part)
         return digest.hexdigest()
 
+    def new(self, path: str, max_bytes: int) -> NewObject:
+        """Begin to write an object whose content comes piece by piece.
+
+        Args:
+            max_bytes: that it may have at most; from it the size of the parts.
+        """
+        part_bytes = max(_PART_BYTES, -(-max_bytes // _MAX_PARTS))
+        with self.translated():
+            writer = self._obstore.open_writer(
+                self._store, path, buffer_size=part_bytes, max_concurrency=_CONCURRENCY
+            )
+        return NewObject(self, writer)
+
+    def open(self, path: str) -> io.BufferedReader:
+        """Open an object for reading, several parts of it at a time. Reads raise ``StoreError``, too."""
+        with self.translated():
+            size = self._obstore.head(self._store, path)["size"]
+        return io.BufferedReader(_StoredObject(self, path, size), _CONCURRENCY * _PART_BYTES)
+
+    def part(self, path: str, start: int, length: int) -> memoryview:
+        """Bytes of an object from ``start``."""
+        with self.translated():
+            return memoryview(self._obstore.get_range(self._store, path, start=start, length=length))
+
     def sizes(self, folder: str | None = None) -> dict[str, int]:
         """Sizes of all objects below ``folder`` by path."""
-        with self._translated():
+        with self.translated():
             pages = self._obstore.list(self._store, prefix=folder)
             return {entry["path"]: entry["size"] for page in pages for entry in page}
 
     def delete(self, paths: Iterable[str]) -> None:
         """Remove objects; those that do not exist are no error."""
         if paths := list(paths):
-            with self._translated():
+            with self.translated():
                 self._obstore.delete(self._store, paths)
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def translated(self) -> Iterator[None]:
+        """Makes ``StoreError`` of the client library's errors."""
         try:
             yield
         except self._errors as error:
             raise StoreError(f"{self.to}: {type(error).__name__}: {first_line(error)}") from error
+
+
+class NewObject:
+    """An object that is being written. It exists once it is closed; one that is dropped before leaves parts at most."""
+
+    def __init__(self, store: ObjectStore, writer: Any) -> None:
+        self._store, self._writer = store, writer
+        self._bytes = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Add to the object. ``content`` may change afterwards."""
+        with self._store.translated():
+            self._writer.write(bytes(content))  # the library keeps what it gets, without a copy
+        self._bytes += len(content)
+
+    def close(self) -> int:
+        """Make the object exist; returns its size."""
+        with self._store.translated():
+            self._writer.close()
+        return self._bytes
+
+
+class _StoredObject(io.RawIOBase):
+    def __init__(self, store: ObjectStore, path: str, size: int) -> None:
+        self._store, self._path, self._size = store, path, size
+        self._at = 0
+        self._threads = ThreadPoolExecutor(_CONCURRENCY)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        memory, begin = memoryview(buffer).cast("B"), self._at
+        end = min(begin + len(memory), self._size)
+
+        def read(start: int) -> None:
+            part = self._store.part(self._path, start, min(_PART_BYTES, end - start))
+            memory[start - begin : start - begin + len(part)] = part
+
+        list(self._threads.map(read, range(begin, end, _PART_BYTES)))
+        self._at = max(begin, end)
+        return self._at - begin
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        super().close()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's error message, or the error's type if the message is empty.
+
+    A line that ends with a colon comes with the next one.
+
+    >>> first_line(ValueError("field 'layers':\\n    expected int"))
+    "field 'layers': expected int"
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first

@@ -1,0 +1,356 @@
+"""Weights through a prefix of an object store: readers that have nothing but its URL get every version bit by bit, or none."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from s3_server import BUCKET, S3Server
+from test_trainer_weight_files import BUCKET_BYTES, Killed, Training, publisher_of
+
+from scalerl_api import object_store, wire
+from scalerl_api.attempts import Attempt
+from scalerl_api.object_store import NewObject, ObjectStore
+from scalerl_api.weight_files import WeightFileError, base_name, delta_name
+from scalerl_generator.weight_files import WeightFetcher, WeightReader
+from scalerl_trainer.checkpoint import Disk
+from scalerl_trainer.checkpoint_copies import PrefixTaken, claim_prefix
+from scalerl_trainer.errors import AttemptSuperseded
+from scalerl_trainer.fence import Fence
+from scalerl_trainer.publish import weight_writer
+from scalerl_trainer.publish.publisher import Weights
+from scalerl_trainer.publish.weight_folders import StoredFolder, begin_attempt
+from scalerl_trainer.publish.weight_writer import WeightWriter
+
+ELSEWHERE = Path("/nonexistent")
+MEMBER = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in s3_server.environ.items():
+        monkeypatch.setenv(name, value)
+    s3_server.refuse(float("inf"))
+    return s3_server
+
+
+@pytest.fixture
+def to(s3: S3Server, tmp_path: Path) -> str:
+    return f"s3://{BUCKET}/{tmp_path.name}"
+
+
+def make_writer(to: str, name: str = "0.1-a", begin: Callable[[], None] = lambda: None) -> WeightWriter:
+    return WeightWriter(StoredFolder(ObjectStore(to), name), BUCKET_BYTES, begin)
+
+
+def stored(s3: S3Server, to: str) -> dict[str, bytes]:
+    """Objects by their path below ``weights/`` of the prefix."""
+    prefix = f"{to.removeprefix(f's3://{BUCKET}/')}/weights/"
+    return {p.removeprefix(prefix): c for p, c in s3.objects().items() if p.startswith(prefix)}
+
+
+def test_fifty_versions_are_exact_for_readers_that_miss_some(
+    s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 8)
+    training, writer, chance = Training(), make_writer(to), random.Random(0)
+    every, some = WeightReader(ELSEWHERE), WeightReader(ELSEWHERE)
+    sizes = []
+    for version in range(50):
+        training.update(0.005)
+        written = writer.write(version, training.manifest, training.stream)
+        files = msgspec.json.decode(msgspec.json.encode(written.files), type=wire.WeightFiles)
+        assert files.to == to
+        sizes.append(training.read(every, version, files))
+        assert sizes[-1] == written.bytes
+        if chance.random() < 0.3:
+            training.read(some, version, files)
+    assert max(sizes[1:]) < sizes[0] / 4
+    names = {base_name(files.base), *map(delta_name, files.versions[1:])}
+    assert {path.removeprefix("0.1-a/") for path in stored(s3, to)} == names, "and no more"
+    training.read(WeightReader(ELSEWHERE), 49, files)
+    writer.remove()
+    assert stored(s3, to) == {}
+
+
+def test_an_object_of_several_parts_is_read_in_parts(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Content that changes after it was given to the client library is not what is sent."""
+    monkeypatch.setattr(object_store, "_PART_BYTES", 5 << 20)
+    store, content = ObjectStore(to), bytearray(os.urandom(23 << 20))
+    new, sent = store.new("large", 0), bytes(content)
+    for at in range(0, len(content), 2 << 20):
+        new.write(memoryview(content)[at : at + (2 << 20)])
+    content[:] = bytes(len(content))
+    assert new.close() == len(sent)
+    with store.open("large") as file:
+        assert file.seek(-10, os.SEEK_END) == len(sent) - 10
+        assert file.read() == sent[-10:]
+        file.seek(0)
+        assert file.read(7) == sent[:7]
+        rest = bytearray(len(sent))
+        assert file.readinto(rest) == len(sent) - 7
+        assert rest[:-7] == sent[7:]
+        assert file.read() == b""
+
+
+@pytest.mark.parametrize("at", [0.0, 0.4, 0.999])
+def test_a_torn_object_is_refused_and_the_next_one_is_a_base(s3: S3Server, to: str, at: float) -> None:
+    training, writer, reader = Training(), make_writer(to), WeightReader(ELSEWHERE)
+    for version in (0, 1):
+        training.update()
+        files = training.write(writer, version)
+        if version == 0:
+            training.read(reader, version, files)
+    path = f"weights/0.1-a/{delta_name(1)}"
+    content = stored(s3, to)[f"0.1-a/{delta_name(1)}"]
+    ObjectStore(to).put(path, content[: int(at * len(content))])
+    with pytest.raises(WeightFileError) as refused:
+        training.read(reader, 1, files)
+    assert str(refused.value) == f"{to}/{path}: it is cut off, or no file with weights"
+    writer.refuse()
+    training.read(reader, 1, training.write(writer, 1))
+    ObjectStore(to).delete([f"weights/0.1-a/{base_name(1)}"])
+    with pytest.raises(WeightFileError, match=rf"^{to}/weights/0\.1-a/base-00000001: .*404 Not Found"):
+        training.read(WeightReader(ELSEWHERE), 1, training.write(writer, 1))
+
+
+def test_objects_of_another_run_are_refused(s3: S3Server, to: str, tmp_path: Path) -> None:
+    """Its prefix before anything of it is deleted, its files under another run's name by their header."""
+    run = {"namespace": "a", "name": "one", "seed": 0, "model": {}}
+    theirs = Training(seed=1)
+    claim = partial(claim_prefix, ObjectStore(to), run, "weightSync.to", "no other run uses it")
+    theirs.write(make_writer(to, "0.1-b", claim), 0)
+    before = stored(s3, to)
+
+    other = run | {"name": "two", "seed": 1}
+    claim_other = partial(claim_prefix, ObjectStore(to), other, "weightSync.to", "no other run uses it")
+    folder = StoredFolder(ObjectStore(to), "0.1-c")
+    ours = WeightWriter(
+        folder, BUCKET_BYTES, begin_attempt(folder, Fence.begin(tmp_path, None, Disk()), claim_other)
+    )
+    training = Training()
+    with pytest.raises(PrefixTaken) as taken:
+        publisher_of(ours).publish(0, Weights(training.manifest, training.stream), [MEMBER])
+    assert str(taken.value) == (
+        f"{to} belongs to the run a/one; this run differs in name, seed. Give this run a prefix of its own in weightSync.to, or "
+        f"remove {to}/run.json if no other run uses it"
+    )
+    assert stored(s3, to) == before
+    files = training.write(make_writer(to, "0.1-d"), 0)
+    ObjectStore(to).put(f"weights/0.1-d/{base_name(0)}", before[f"0.1-b/{base_name(0)}"])
+    with pytest.raises(WeightFileError, match=r"base-00000000: it has version 0 after None of 0\.1-b"):
+        training.read(WeightReader(ELSEWHERE), 0, files)
+
+
+def test_a_later_attempt_removes_the_objects_of_earlier_ones(s3: S3Server, to: str, tmp_path: Path) -> None:
+    """Also of one that has its directory for itself, so that its fence knows no other."""
+    training = Training()
+
+    def begin(number: int, root: Path) -> WeightWriter:
+        attempt = Attempt(1, number)
+        fence = Fence.begin(root, attempt, Disk())
+        folder = StoredFolder(ObjectStore(to), fence.folder.name.removeprefix(".attempt-"))
+        return WeightWriter(folder, BUCKET_BYTES, begin_attempt(folder, fence, attempt=attempt))
+
+    first = begin(1, tmp_path / "first")
+    training.write(first, 0)
+    second = begin(2, tmp_path / "second")
+    training.write(second, 0)
+    assert {path.split("/")[0] for path in stored(s3, to)} == {second.folder.name}
+    with pytest.raises(AttemptSuperseded, match=r"attempt 1\.2 publishes to .*, and this one is 1\.1\."):
+        training.write(first, 1)
+    assert {path.split("/")[0] for path in stored(s3, to)} == {second.folder.name}
+
+
+def test_killed_at_any_call_leaves_the_version_before(
+    s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta and a base are written, after which objects are deleted."""
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 2)
+    died = 0
+    for call in range(100):
+        training, writer, reader = Training(), make_writer(to, f"0.1-{call}"), WeightReader(ELSEWHERE)
+        for version in (0, 1):
+            training.update()
+            files = training.write(writer, version)
+        before = {n: t.clone() for n, t in training.tensors.items()}
+        training.update()
+        calls = iter(range(call + 1))
+
+        def count(original: Callable[..., Any], calls: Any = calls, call: int = call) -> Callable[..., Any]:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                if next(calls, None) == call:
+                    raise Killed
+                return original(*args, **kwargs)
+
+            return counted
+
+        with monkeypatch.context() as patched:
+            for owner, name in ((ObjectStore, "new"), (NewObject, "close"), (ObjectStore, "delete")):
+                patched.setattr(owner, name, count(getattr(owner, name)))
+            try:
+                training.write(writer, 2)
+            except Killed:
+                died += 1
+            else:
+                break
+        if call < 4:  # until the base is there, after which what came before it is deleted
+            training.tensors = before
+            training.read(reader, 1, files)
+    assert died == 5, "two objects begin and end, and one is deleted"
+
+
+@pytest.mark.full
+def test_killed_processes_leave_whole_objects_alone(
+    s3: S3Server, to: str, processes: Any, tmp_path: Path
+) -> None:
+    """Whatever is in the store after SIGKILL can be read to its end."""
+    chance, found = random.Random(0), 0
+    for number in range(3):
+        begun = tmp_path / f"begun-{number}"
+        process = processes.run(
+            Path(__file__).name, TO=to, FOLDER=f"0.{number}-a", BEGUN=str(begun), ENVIRON=s3.environ
+        )
+        while not begun.exists():
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(chance.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        training, reader = _large(), WeightReader(ELSEWHERE)
+        versions = sorted(int(path[-8:]) for path in stored(s3, to) if path.startswith(f"0.{number}-a/delta"))
+        files = wire.WeightFiles(folder=f"0.{number}-a", base=0, versions=[0, *versions], to=to)
+        reader.read(files.versions[-1], training.manifest, 4 << 20, files)
+        found += len(versions)
+    assert found > 0
+
+
+def _large() -> Training:
+    training = Training()
+    training.tensors = {"w": torch.randn(6 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    training.manifest = [
+        msgspec.structs.replace(training.manifest[0], name="w", dtype="bfloat16", shape=[6 << 20])
+    ]
+    return training
+
+
+def test_a_denied_write_fails_no_member(s3: S3Server, to: str) -> None:
+    """One message; what generators have stays readable, and the next write is a base."""
+    training, writer, reader = Training(), make_writer(to), WeightReader(ELSEWHERE)
+    files = training.write(writer, 0)
+    training.read(reader, 0, files)
+    weights, read = Weights(training.manifest, training.stream), list[bool]()
+    training.update()
+    s3.refuse()
+    outcome = publisher_of(writer).publish(1, weights, [MEMBER], lambda: read.append(True))
+    with pytest.raises(WeightFileError, match=rf"^{to}/weights/0\.1-a/base-00000000: {to}: .*403"):
+        training.read(WeightReader(ELSEWHERE), 0, files)
+    s3.refuse(float("inf"))
+    assert (outcome.updated, outcome.failed, read) == ([], [], [True])
+    assert outcome.error.startswith(f"version 1 cannot be written to {to}/weights/0.1-a: ")
+    assert "403 Forbidden" in outcome.error
+    assert "\n" not in outcome.error
+    assert outcome.error.endswith(
+        "Check the object store, its quota and the trainer's credentials; generators keep their weights meanwhile"
+    )
+    files = training.write(writer, 2)
+    training.read(reader, 2, files)
+
+
+class Full(BaseHTTPRequestHandler):
+    """Lists nothing, and has no room."""
+
+    def do_GET(self) -> None:
+        self._answer(200, b'<?xml version="1.0"?><ListBucketResult><Name>b</Name></ListBucketResult>')
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(507, b"<Error><Code>InsufficientStorage</Code><Message>no room</Message></Error>")
+
+    do_POST = do_PUT
+
+    def _answer(self, code: int, content: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_full_store_fails_no_member(s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_RETRIES", {"max_retries": 0})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Full)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    training = Training()
+    outcome = publisher_of(make_writer(to)).publish(0, Weights(training.manifest, training.stream), [MEMBER])
+    server.shutdown()
+    server.server_close()
+    assert (outcome.updated, outcome.failed) == ([], [])
+    assert "507 Insufficient Storage" in outcome.error
+    assert "its quota" in outcome.error
+
+
+def test_a_store_that_hangs_is_given_up(s3: S3Server, to: str) -> None:
+    """By the writer after three timeouts; a reader reports that it reads nothing. Both go on once it answers."""
+    training, writer = Training(), make_writer(to)
+    files = training.write(writer, 0)
+    weights, fetcher = Weights(training.manifest, training.stream), WeightFetcher(ELSEWHERE)
+    request = wire.WeightReceive(
+        epoch=0,
+        version=0,
+        tensors=training.manifest,
+        bucket_bytes=BUCKET_BYTES,
+        timeout_seconds=1.0,
+        files=files,
+    )
+    os.kill(s3._process.pid, signal.SIGSTOP)
+    try:
+        fetcher.start(request)
+        started = time.monotonic()
+        outcome = publisher_of(writer, timeout_seconds=0.2).publish(1, weights, [MEMBER])
+        assert time.monotonic() - started < 3
+        report = fetcher.report(0)
+    finally:
+        os.kill(s3._process.pid, signal.SIGCONT)
+    assert (report.problem, report.bytes) == (None, 0)
+    assert (outcome.updated, outcome.failed, outcome.kept) == ([], [], [])
+    assert "the object store does not answer: a call has taken 0.6 s" in outcome.error
+    assert "raise weightSync.timeoutSeconds" in outcome.error
+    while fetcher.report(0).problem is None:
+        time.sleep(0.01)
+    assert fetcher.report(0).problem == ""
+    training.assert_copied(fetcher.reader)
+    training.read(WeightReader(ELSEWHERE), 2, training.write(writer, 2))
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRON)  # type: ignore[name-defined]  # noqa: F821
+    training = _large()
+    writer = WeightWriter(StoredFolder(ObjectStore(TO), FOLDER), 4 << 20, lambda: None)  # type: ignore[name-defined]  # noqa: F821
+    for version in range(1000):
+        training.write(writer, version)
+        training.tensors["w"][version::97] += 1
+        Path(BEGUN).touch()  # type: ignore[name-defined]  # noqa: F821
