@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.fitting import MAX_A_WIDTH, MIN_POINTS
 from scalerl_curvefit.sampling import interval
+
+ComputeT = TypeVar("ComputeT", Estimate, ComputeToTarget)
 
 HEALTHY_TRUNCATED: Final = 0.05
 """An alarm of truncation ends below this fraction of the completions, as for the autoscaler [P]."""
@@ -155,6 +157,11 @@ class Analysis:
         """Compute at which this recipe has had twice as much as now."""
         return 2.0 * self.fitted.now + self.start
 
+    def on_axis(self, compute: ComputeT) -> ComputeT:
+        """A compute of this recipe with its interval, on the axis of the file."""
+        ends = {name: end + self.start for name, end in interval_json(compute).items()}
+        return replace(compute, **ends)
+
     def ahead(self, at: Sequence[float], option: str) -> list[Forecast]:
         """Forecasts at compute on the file's axis.
 
@@ -212,12 +219,7 @@ class Analysis:
             raise CurveProblem(
                 f"--target: {target:g} is not between {low:g} and {high:g}, the lowest and the highest reward"
             ) from error
-        return replace(
-            found,
-            median=found.median + self.start,
-            low=found.low + self.start,
-            high=found.high + self.start,
-        )
+        return self.on_axis(found)
 
     def as_json(self, target: float | None = None, budget: float | None = None) -> dict[str, Any]:
         """The object of ``--json``; intervals are 90 %.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -76,14 +75,10 @@ def read_curve(path: Path, columns: Columns | None = None) -> CurveFile:
     if pass_at and samples is not None and not columns.samples:
         samples = samples // int(pass_at[1])  # the number of tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
-
-    def head(n: int) -> Curve:
-        kept = {name: None if label is None else label[:n] for name, label in labels.items()}
-        return Curve(
-            compute[:n], reward[:n], None if samples is None else samples[:n], scale=columns.scale, **kept
-        )
-
-    curve = _checked(table, head, chosen.y, reward, columns.scale)
+    try:
+        curve = Curve(compute, reward, samples, scale=columns.scale, **labels)
+    except InputError as error:
+        raise _explained(error, table, chosen.y, reward, columns.scale) from error
     segments = curve.segments()
     last = segments[-1]
     device_hours = (
@@ -211,41 +206,19 @@ def _rates(table: Table, name: str) -> FloatArray | None:
     return rates
 
 
-def _checked(
-    table: Table,
-    head: Callable[[int], Curve],
-    y: str,
-    reward: FloatArray,
-    scale: tuple[float, float],
-) -> Curve:
-    """The curve of all points; if ``Curve`` refuses them, the error names the first line with a bad point.
-
-    Bisection over prefixes: all checks are of a point or of neighbours, so a prefix is refused if and only if it contains the
-    first bad point.
-    """
-    try:
-        return head(len(reward))
-    except InputError:
-        good, bad = 0, len(reward)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        try:
-            head(middle)
-            good = middle
-        except InputError:
-            bad = middle
-    where = table.where(bad - 1)
-    try:
-        return head(bad)
-    except RewardRangeError:
+def _explained(
+    error: InputError, table: Table, y: str, reward: FloatArray, scale: tuple[float, float]
+) -> CurveProblem:
+    """The error with the line of the bad point, and what to do in terms of the command."""
+    point = error.point or 0
+    where = table.where(point)
+    if isinstance(error, RewardRangeError):
         low, high = scale
         percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
         hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
-        raise CurveProblem(
-            f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards have another "
+        return CurveProblem(
+            f"{where}, column {y}: {reward[point]:g} is outside [{low:g}, {high:g}]; if rewards have another "
             f"range, give it with --scale=LOW,HIGH ({hint})"
-        ) from None
-    except UnsortedComputeError as error:
-        raise CurveProblem(f"{where}: {error}, or give --resumed KeepLast") from error
-    except InputError as error:
-        raise CurveProblem(f"{where}: {error}") from error
+        )
+    return_to = ", or give --resumed KeepLast" if isinstance(error, UnsortedComputeError) else ""
+    return CurveProblem(f"{where}: {error}{return_to}")
