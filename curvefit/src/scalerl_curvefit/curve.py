@@ -174,8 +174,7 @@ def _column(name: str, values: ArrayLike) -> FloatArray:
     if not finite.all():
         bad = np.flatnonzero(~finite)
         raise NonFiniteError(
-            f"{name}[{bad[0]}] is {column[bad[0]]} ({bad.size} such); drop the point or repeat its evaluation",
-            int(bad[0]),
+            f"{name}[{bad[0]}] is {column[bad[0]]} ({bad.size} such); drop the point or repeat its evaluation"
         )
     return column
 
@@ -191,18 +190,17 @@ def _check_compute(compute: FloatArray) -> None:
         return
     if compute[compute < 0].size:
         i = int(np.argmax(compute < 0))
-        raise NegativeComputeError(f"compute[{i}] is {compute[i]:g}; compute is work done and starts at 0", i)
+        raise NegativeComputeError(f"compute[{i}] is {compute[i]:g}; compute is work done and starts at 0")
     if np.any(step < 0):
         i = int(np.argmax(step < 0)) + 1
         raise UnsortedComputeError(
             f"compute goes back at point {i}: {compute[i - 1]:g} → {compute[i]:g}; "
-            "sort the points, or, after a restart from a checkpoint, drop those after the checkpoint",
-            i,
+            "sort the points, or, after a restart from a checkpoint, drop those after the checkpoint"
         )
     if np.any(step == 0):
         i = int(np.argmax(step == 0)) + 1
         raise DuplicateComputeError(
-            f"points {i - 1} and {i} have the same compute {compute[i]:g}; keep one, or their mean", i
+            f"points {i - 1} and {i} have the same compute {compute[i]:g}; keep one, or their mean"
         )
 
 
@@ -214,7 +212,7 @@ def _to_unit(reward: FloatArray, scale: tuple[float, float]) -> FloatArray:
         outside = (reward < low) | (reward > high)
         i = int(np.argmax(outside))
         hint = "pass scale=(lowest, highest), for ±1 rewards scale=SIGNED_SCALE"
-        raise RewardRangeError(f"reward[{i}] is {reward[i]:g}, outside [{low:g}, {high:g}]; {hint}", i)
+        raise RewardRangeError(f"reward[{i}] is {reward[i]:g}, outside [{low:g}, {high:g}]; {hint}")
     if (low, high) == UNIT_SCALE:
         return reward
     return np.clip((reward - low) / (high - low), 0.0, 1.0)
@@ -233,7 +231,7 @@ def _check_samples(samples: ArrayLike | None, n: int) -> FloatArray | None:
         )
     if np.any(counts <= 0):
         i = int(np.argmax(counts <= 0))
-        raise SamplesError(f"samples[{i}] is {counts[i]:g}; an evaluation has at least one sample", i)
+        raise SamplesError(f"samples[{i}] is {counts[i]:g}; an evaluation has at least one sample")
     return _frozen(counts)
 
 

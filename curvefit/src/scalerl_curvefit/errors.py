@@ -11,11 +11,7 @@ class CurveError(ValueError):
 
 
 class InputError(CurveError):
-    """The points cannot be fitted. point: index of the first bad one; None if it is not of one point."""
-
-    def __init__(self, message: str, point: int | None = None) -> None:
-        super().__init__(message)
-        self.point = point
+    """The points cannot be fitted."""
 
 
 class ShapeError(InputError):

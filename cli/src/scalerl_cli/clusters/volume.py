@@ -18,7 +18,7 @@ from scalerl_cli.clusters.runs import Run, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble
 from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
 from scalerl_cli.output import say
-from scalerl_operator.build.pods import USER_ID
+from scalerl_operator.build.pods import POD_SECURITY, RESTRICTED
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import RUN_DIR
@@ -257,14 +257,7 @@ def reader_pod(run: Run, name: str, image: str) -> Object:
             "imagePullSecrets": list(template.get("imagePullSecrets") or ()),
             "nodeSelector": dict(template.get("nodeSelector") or {}),
             "tolerations": list(template.get("tolerations") or ()),
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER_ID,
-                "runAsGroup": USER_ID,
-                "fsGroup": USER_ID,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": POD_SECURITY,
             "containers": [
                 {
                     "name": "fetch",
@@ -274,11 +267,7 @@ def reader_pod(run: Run, name: str, image: str) -> Object:
                         "requests": {"cpu": "100m", "memory": "64Mi"},
                         "limits": {"cpu": "1", "memory": "256Mi"},
                     },
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "readOnlyRootFilesystem": True,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
+                    "securityContext": RESTRICTED,
                     "volumeMounts": [
                         {"name": "run", "mountPath": RUN_DIR, "subPath": run.name, "readOnly": True}
                     ],

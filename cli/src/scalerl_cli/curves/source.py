@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from scalerl_cli.curves.columns import Chosen, Columns, choose
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.tables import Table, is_number, number, read_table
+from scalerl_cli.curves.tables import FileTable, is_number, number, read_table
 from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment, UnsortedComputeError
 from scalerl_curvefit.curve import FloatArray
 
@@ -75,10 +76,14 @@ def read_curve(path: Path, columns: Columns | None = None) -> CurveFile:
     if pass_at and samples is not None and not columns.samples:
         samples = samples // int(pass_at[1])  # the number of tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
-    try:
-        curve = Curve(compute, reward, samples, scale=columns.scale, **labels)
-    except InputError as error:
-        raise _explained(error, table, chosen.y, reward, columns.scale) from error
+
+    def head(n: int) -> Curve:
+        kept = {name: None if label is None else label[:n] for name, label in labels.items()}
+        return Curve(
+            compute[:n], reward[:n], None if samples is None else samples[:n], scale=columns.scale, **kept
+        )
+
+    curve = _checked(table, head, chosen.y, reward, columns.scale)
     segments = curve.segments()
     last = segments[-1]
     device_hours = (
@@ -109,7 +114,7 @@ def _unit(x: str) -> str:
     return "" if x.lower() == "compute" else "steps" if STEPS.search(x) else x
 
 
-def numbers(table: Table, name: str) -> FloatArray:
+def numbers(table: FileTable, name: str) -> FloatArray:
     """A column as (n,) numbers. NaN and infinity are accepted here; ``Curve`` refuses them.
 
     Raises:
@@ -137,7 +142,7 @@ def _correction(cell: str) -> str:
     return "correct the cell or remove the row"
 
 
-def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
+def _so_far(table: FileTable, name: str, per_hour: float = 1.0) -> FloatArray:
     """(n,) hours from a cumulative column, which must be finite, not negative and never decrease.
 
     per_hour: units of the column in an hour.
@@ -152,19 +157,19 @@ def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
     return hours / per_hour
 
 
-def _refuse(table: Table, name: str, values: FloatArray, bad: NDArray[np.bool_], what: str) -> None:
+def _refuse(table: FileTable, name: str, values: FloatArray, bad: NDArray[np.bool_], what: str) -> None:
     """Raise CurveProblem with the first bad value (n,) of a column, if there is one."""
     if bad.any():
         row = int(np.argmax(bad))
         raise CurveProblem(f"{table.where(row)}, column {name}: {values[row]:g}{what}")
 
 
-def _seconds(table: Table, name: str) -> FloatArray | None:
+def _seconds(table: FileTable, name: str) -> FloatArray | None:
     """(n,) hours from a column of cumulative seconds; None without the column."""
     return _so_far(table, name, SECONDS_PER_HOUR) if table.names(name) else None
 
 
-def _whole(table: Table) -> tuple[Table, int]:
+def _whole(table: FileTable) -> tuple[FileTable, int]:
     """The rows whose evaluation has a single weight version, and the number of others."""
     cells = table.cells("mixed_versions")
     if cells is None:
@@ -183,7 +188,7 @@ def _whole(table: Table) -> tuple[Table, int]:
     return table.take(kept), len(cells) - len(kept)
 
 
-def _samples(table: Table, wanted: str | None) -> FloatArray | None:
+def _samples(table: FileTable, wanted: str | None) -> FloatArray | None:
     """(n,) samples per point, from the column, or one number for all; None if neither is given."""
     name = wanted or "samples"
     if not table.names(name):
@@ -197,7 +202,7 @@ def _samples(table: Table, wanted: str | None) -> FloatArray | None:
     return counts
 
 
-def _rates(table: Table, name: str) -> FloatArray | None:
+def _rates(table: FileTable, name: str) -> FloatArray | None:
     if not table.names(name):
         return None
     rates = numbers(table, name)
@@ -206,19 +211,41 @@ def _rates(table: Table, name: str) -> FloatArray | None:
     return rates
 
 
-def _explained(
-    error: InputError, table: Table, y: str, reward: FloatArray, scale: tuple[float, float]
-) -> CurveProblem:
-    """The error with the line of the bad point, and what to do in terms of the command."""
-    point = error.point or 0
-    where = table.where(point)
-    if isinstance(error, RewardRangeError):
+def _checked(
+    table: FileTable,
+    head: Callable[[int], Curve],
+    y: str,
+    reward: FloatArray,
+    scale: tuple[float, float],
+) -> Curve:
+    """The curve of all points; if ``Curve`` refuses them, the error names the first line with a bad point.
+
+    Bisection over prefixes: all checks are of a point or of neighbours, so a prefix is refused if and only if it contains the
+    first bad point.
+    """
+    try:
+        return head(len(reward))
+    except InputError:
+        good, bad = 0, len(reward)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        try:
+            head(middle)
+            good = middle
+        except InputError:
+            bad = middle
+    where = table.where(bad - 1)
+    try:
+        return head(bad)
+    except RewardRangeError:
         low, high = scale
         percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
         hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
-        return CurveProblem(
-            f"{where}, column {y}: {reward[point]:g} is outside [{low:g}, {high:g}]; if rewards have another "
+        raise CurveProblem(
+            f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards have another "
             f"range, give it with --scale=LOW,HIGH ({hint})"
-        )
-    return_to = ", or give --resumed KeepLast" if isinstance(error, UnsortedComputeError) else ""
-    return CurveProblem(f"{where}: {error}{return_to}")
+        ) from None
+    except UnsortedComputeError as error:
+        raise CurveProblem(f"{where}: {error}, or give --resumed KeepLast") from error
+    except InputError as error:
+        raise CurveProblem(f"{where}: {error}") from error
