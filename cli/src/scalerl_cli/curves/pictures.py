@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -199,7 +199,7 @@ def _draw_recipe(axes: Any, recipe: Recipe, table: Comparison, colour: str, mark
     return shown
 
 
-def draw_labels(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_labels(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the newest rewards, the first ones and pass@k of the largest k, a panel per evaluation set and label.
 
     Raises:
@@ -220,7 +220,7 @@ def draw_labels(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_visible(axes.has_data())
 
 
-def _draw_label(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+def _draw_label(axes: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     values = list(dict.fromkeys(row["value"] for row in rows))
     axes.set_xticks(range(len(values)), values, rotation=30 if max(map(len, values)) > 6 else 0)
     passed = max(

@@ -26,6 +26,8 @@ from scalerl_cli.table import Column, Table
 _ENDS: Final = 10
 """The first and the last rewards are over the first and the last 1/``_ENDS`` of the steps."""
 
+Rows = Sequence[dict[str, float]]
+"""Figures of each step."""
 Steps = Sequence[dict[str, dict[str, float]]]
 """Figures of each step by task."""
 
@@ -49,7 +51,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from scalerl_cli.curves.pictures import draw_labels
 
     runs = named_runs(arguments.runs)
-    steps = [(name, [by_task(row) or {MAIN_TASK: row} for row in _rows(at)]) for name, at in runs]
+    steps = [(name, _rows(directory)) for name, directory in runs]
     tables = {"tasks": task_table(steps), "turns": turn_table(steps), "history": epoch_table(runs)}
     parts = [Part(f"report-{name}", table) for name, table in tables.items() if table.rows]
     # These are reported even if the prompts have no labels.
@@ -92,7 +94,7 @@ def _rows(directory: Path) -> list[dict[str, float]]:
     return [series.row(at) for at in range(series.rows)]
 
 
-def task_table(runs: Sequence[tuple[str, Steps]]) -> Table:
+def task_table(runs: Sequence[tuple[str, Rows]]) -> Table:
     """A row for each run and task of a mix, over all steps."""
     percent = "{:.1%}".format
     columns = [
@@ -107,13 +109,11 @@ def task_table(runs: Sequence[tuple[str, Steps]]) -> Table:
         Column("mean_tokens", "tokens", "{:.1f}".format),
         Column("truncated_fraction", "truncated", percent),
     ]
-    return Table(columns, [row for name, steps in runs for row in _task_rows(name, steps)])
+    return Table(columns, [row for name, rows in runs for row in _task_rows(name, [*map(by_task, rows)])])
 
 
 def _task_rows(run: str, steps: Steps) -> list[dict[str, Any]]:
     tasks = list(dict.fromkeys(task for step in steps for task in step))
-    if tasks == [MAIN_TASK]:
-        return []
     tenth = max(1, len(steps) // _ENDS)
     every = sum(_sum(steps, task, "groups") for task in tasks)
     return [
@@ -133,7 +133,7 @@ def _task_rows(run: str, steps: Steps) -> list[dict[str, Any]]:
     ]
 
 
-def turn_table(runs: Sequence[tuple[str, Steps]]) -> Table:
+def turn_table(runs: Sequence[tuple[str, Rows]]) -> Table:
     """Two rows for each run and task with an environment: its episodes in the first and the last tenth of the steps."""
     turns = range(1, SOLVED_AT_TURNS + 1)
     figures = {
@@ -154,17 +154,18 @@ def turn_table(runs: Sequence[tuple[str, Steps]]) -> Table:
         Column("steps", "steps", "{} tenth".format),
         *(Column(name, heading, formatting.known) for name, heading in zip(figures, headings, strict=True)),
     ]
-    rows = []
-    for run, steps in runs:
+    found = []
+    for run, rows in runs:
+        steps = [by_task(row) or {MAIN_TASK: row} for row in rows]
         tenth = max(1, len(steps) // _ENDS)
         tasks = dict.fromkeys(task for step in steps for task, of in step.items() if "episode_turns" in of)
-        rows += [
+        found += [
             {"run": run, "task": task, "steps": which}
             | {name: _mean(part, task, figure) for name, figure in figures.items()}
             for task in tasks
             for which, part in (("first", steps[:tenth]), ("last", steps[-tenth:]))
         ]
-    return Table(columns, rows)
+    return Table(columns, found)
 
 
 def _sum(steps: Steps, task: str, figure: str) -> int:
