@@ -99,9 +99,6 @@ def _add_data(commands: Commands) -> None:
         metavar="DIR",
         help="folder with the tokenizer (default: model.path of the run file)",
     )
-    data.add_argument(
-        "--sample", type=int, metavar="N", help="check the answers of N evenly spaced prompts (default: all)"
-    )
 
 
 def _add_rollouts(commands: Commands) -> None:
