@@ -69,10 +69,7 @@ class Table:
 
     def objects(self) -> list[dict[str, Any]]:
         """A JSON object for each row; an interval is one with ``median``, ``low`` and ``high``."""
-        return [
-            {column.name: _jsonable(self._exported(row, column)) for column in self.columns}
-            for row in self.rows
-        ]
+        return [{column.name: self._json(row, column) for column in self.columns} for row in self.rows]
 
     def csv(self) -> str:
         """CSV with all digits and all columns."""
@@ -92,16 +89,19 @@ class Table:
             writer.writerow(cells)
         return text.getvalue()
 
+    def _json(self, row: Mapping[str, Any], column: Column) -> Any:
+        value = self._exported(row, column)
+        return interval_json(value) if hasattr(value, "median") else value
+
     @staticmethod
     def _exported(row: Mapping[str, Any], column: Column) -> Any:
         value = row[column.name]
         return None if value is None else column.exported(value)
 
 
-def _jsonable(value: Any) -> Any:
-    """Median and bounds of an interval; other values as they are."""
-    ends = ("median", "low", "high")
-    return {end: getattr(value, end) for end in ends} if hasattr(value, "median") else value
+def interval_json(interval: Any) -> dict[str, float]:
+    """Median and bounds of an interval."""
+    return {end: getattr(interval, end) for end in ("median", "low", "high")}
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:

@@ -15,6 +15,7 @@ from scalerl_cli.curves.prior import Prior, none_counts
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
+from scalerl_cli.table import interval_json
 from scalerl_curvefit import (
     BY_RISES,
     CollapseCheck,
@@ -331,8 +332,3 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
         f"{100 * now:.1f} % of the completions are cut off at the length limit, after {100 * most:.1f} %: "
         f"healthy is below {100 * HEALTHY_TRUNCATED:.0f} %",
     )
-
-
-def interval_json(estimate: Estimate | Forecast | ComputeToTarget) -> dict[str, float]:
-    """Median and bounds of the 90 % interval."""
-    return {"median": estimate.median, "low": estimate.low, "high": estimate.high}
