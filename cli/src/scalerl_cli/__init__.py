@@ -6,13 +6,13 @@
                                ├ read_curve()   tables.* rows ▶ columns.* the columns to use ▶ checked points
                                ├ read_prior()   earlier runs, or why one is not used
                                └ analyse()      the fit, the check for collapse, the forecasts: one Analysis
-                                   ├ report.*   text      ├ JSON      └ fit_picture.* PNG
+                                   ├ report.*   text      ├ JSON      └ pictures.* PNG
 
 ``scalerl compare`` runs the missing runs with the code of ``scalerl run``, and compares (``curves.recipes``)::
 
     arguments ▶ main.main() ▶ run_compare() ▶ read_spec(), planned()   each variant and seed, and its directory
                                ├ run_spec()   the unfinished runs, one after the other
-                               └ Table   Recipe: its runs' fits ▶ the rule of curvefit ▶ Markdown, CSV, PNG
+                               └ Comparison   Recipe: its runs' fits ▶ the rule of curvefit ▶ table.Table: text, Markdown, CSV; PNG
 
 ``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and prints its reports (``progress``). ``scalerl view`` serves a page (``page``).
 

@@ -98,10 +98,13 @@ def interval(text: str) -> tuple[float, float]:
     ((3.0, 3.0), (0.5, 1.0), (-inf, 0.0))
     """
     low, colon, high = text.partition(":")
-    first = float(low) if low else -math.inf
-    last = (float(high) if high else math.inf) if colon else first
+    try:
+        first = float(low) if low else -math.inf
+        last = (float(high) if high else math.inf) if colon else first
+    except ValueError:
+        first, last = math.inf, -math.inf
     if not (low or colon) or not first <= last:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no range: write N, N:M, N: or :M")
     return first, last
 
 

@@ -99,9 +99,6 @@ def _add_data(commands: Commands) -> None:
         metavar="DIR",
         help="folder with the tokenizer (default: model.path of the run file)",
     )
-    data.add_argument(
-        "--sample", type=int, metavar="N", help="check the answers of N evenly spaced prompts (default: all)"
-    )
 
 
 def _add_rollouts(commands: Commands) -> None:
@@ -112,6 +109,15 @@ def _add_rollouts(commands: Commands) -> None:
         ":M, with both ends. All conditions must hold.",
     )
     rollouts.add_argument("dir", type=Path, metavar="DIR")
+    add_rollout_conditions(rollouts)
+    rollouts.add_argument(
+        "--full", action="store_true", help="show long texts whole; with --json also the columns of tokens"
+    )
+    rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
+
+
+def add_rollout_conditions(rollouts: argparse.ArgumentParser) -> None:
+    """The conditions and the order of a search of rollouts, also for the requests of the page."""
     rollouts.add_argument(
         "--step", type=step_interval, metavar="RANGE|last", help="steps; of evaluations, versions"
     )
@@ -151,10 +157,6 @@ def _add_rollouts(commands: Commands) -> None:
     rollouts.add_argument(
         "--limit", type=whole, default=100, metavar="N", help="number of rollouts (default: 100; 0: all)"
     )
-    rollouts.add_argument(
-        "--full", action="store_true", help="show long texts whole; with --json also the columns of tokens"
-    )
-    rollouts.add_argument("--json", action="store_true", help="print JSON objects, one a line")
 
 
 def _add_view(commands: Commands) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +16,6 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN, INTERRUPTED
 from scalerl_cli import exits
-from scalerl_cli.curves import formatting
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import replace_text, say
 from scalerl_cli.run import read_spec, run_spec
@@ -228,29 +227,27 @@ def _failure(directory: Path) -> str:
 
 
 def _report(members: Sequence[Member], directories: dict[str, Path], arguments: argparse.Namespace) -> int:
-    from scalerl_cli.curves.recipes import Table
-    from scalerl_cli.curves.recipes_picture import draw_recipes
+    from scalerl_cli.curves.pictures import draw_recipes
+    from scalerl_cli.curves.recipes import Comparison
     from scalerl_cli.curves.scale import RewardScale
 
     recipes = tuple(_recipe(member, directories, arguments) for member in members)
     files = [file for recipe in recipes for file in recipe.files]
     units = {file.unit for file in files}
-    table = Table(recipes, RewardScale(*arguments.scale), units.pop() if len(units) == 1 else "")
+    compared = Comparison(recipes, RewardScale(*arguments.scale), units.pop() if len(units) == 1 else "")
     parent: Path = arguments.dir
     parent.mkdir(parents=True, exist_ok=True)
     written = [parent / f"comparison.{suffix}" for suffix in ("md", "csv", "png")]
-    rows, findings, notes = table.rows(), list(table.findings()), list(table.notes())
-    if units:
-        findings.append(
-            "compute is in different units: B, Cmid and the reward at equal compute are not comparable"
-        )
-    replace_text(written[0], "\n".join(_markdown(rows, findings, notes)) + "\n")
-    replace_text(written[1], formatting.as_csv(list(table.csv_rows())))
+    table, findings, notes = compared.table(), list(compared.findings()), list(compared.notes())
+    items = [f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in findings]
+    lines = [*table.markdown(), "", *items, "", *(f"- {note}" for note in notes)]
+    replace_text(written[0], "\n".join(lines) + "\n")
+    replace_text(written[1], table.csv())
     say()
-    for line in (*formatting.table(rows, indent=""), "", *findings, "", *notes):
+    for line in (*table.lines(), "", *findings, "", *notes):
         say(line)
     if any(file.curve.compute[-1] > 0 for file in files):
-        draw_recipes(table, written[2])
+        draw_recipes(compared, written[2])
     else:
         written.pop()
     say(f"written: {', '.join(map(str, written))}")
@@ -280,10 +277,3 @@ def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Na
         except CurveProblem as problem:
             problems.append(str(problem))
     return Recipe(member.label, tuple(files), tuple(made), tuple(problems), tuple(failures))
-
-
-def _markdown(rows: list[list[str]], findings: list[str], notes: list[str]) -> Iterator[str]:
-    yield from formatting.markdown(rows)
-    for lines in (findings, notes):
-        yield ""
-        yield from (f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in lines)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +25,6 @@ _SHOWN = 3
 _MAX_SHOWN_CHARACTERS = 2000
 _MEASURED = 20_000
 """Prompts whose lengths are measured."""
-_BINS = 10
-_BAR = 40
 _GUESSED = 200
 """Answers from which the verifier of data files is chosen."""
 
@@ -167,25 +163,6 @@ def _show_lengths(source: PromptSource, prompt: PromptSpec, tokenizer: ModelToke
     say(
         f"  length in {unit}{of}: median {at[0.5]:,}, 90 % {at[0.9]:,}, 99 % {at[0.99]:,}, longest {lengths[-1]:,}"
     )
-    for line in _histogram(lengths):
-        say(f"  {line}")
-
-
-def _histogram(lengths: Sequence[int]) -> list[str]:
-    """One line a bin, with a bar.
-
-    >>> _histogram([1, 1, 2])[0]
-    '         1 to 1          ████████████████████████████████████████ 2'
-    """
-    low, high = lengths[0], lengths[-1]
-    width = max(1, -(-(high + 1 - low) // _BINS))
-    edges = list(range(low, high + 1 + width, width))
-    counts = [sum(start <= n < end for n in lengths) for start, end in pairwise(edges)]
-    most = max(counts)
-    return [
-        f"{start:>10,} to {end - 1:<10,} {'█' * (-(-_BAR * n // most))} {n:,}"
-        for (start, end), n in zip(pairwise(edges), counts, strict=True)
-    ]
 
 
 def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Namespace) -> bool:
@@ -214,8 +191,7 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         name = "number" if numbers >= 0.95 * len(first) else "math-verify"
         verifier = VerifierSpec.model_validate({"name": name})
         section = section.model_copy(update={"verifier": verifier})
-    count = len(source) if arguments.sample is None else min(arguments.sample, len(source))
-    rejected = tasks.Rejected()
+    count, rejected = len(source), tasks.Rejected()
     try:
         tasks.check_answers(
             source, section, count, progress=lambda text: say(f"  {text}", error=True), rejected=rejected

@@ -28,17 +28,20 @@ def model_size(spec: RunSpec) -> ModelSize | None:
     """Size of the model; None if it has to be downloaded first, or ``config.json`` does not give the size."""
     if spec.model.scratch is not None:
         return ModelSize.of_scratch(spec.model.scratch)
-    if spec.model.path is None:
-        return None
+    # model_problems() reports a folder without a readable model.
+    return None if spec.model.path is None else folder_size(Path(spec.model.path))
+
+
+def folder_size(folder: Path) -> ModelSize | None:
+    """Size of the model in a folder; None if it cannot be read."""
     from scalerl_trainer.errors import ModelError
     from scalerl_trainer.models.files import read_json, stored_tensors
 
-    folder = Path(spec.model.path)
     try:
         config = read_json(folder / "config.json")
         elements = sum(tensor.elements for tensor in stored_tensors(folder).values())
     except (OSError, ModelError):
-        return None  # model_problems() reports a folder without a readable model
+        return None
     return ModelSize.of_config(config, elements)
 
 

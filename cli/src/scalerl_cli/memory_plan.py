@@ -17,7 +17,7 @@ from scalerl_api.memory import (
     trainer_advice,
 )
 from scalerl_api.spec import HubModel, RunSpec
-from scalerl_cli.machine import available_bytes, model_size
+from scalerl_cli.machine import available_bytes, folder_size, model_size
 
 _UNITS: Final = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 _GIB = _UNITS[0][0]
@@ -106,14 +106,8 @@ def _cached_size(hub: HubModel) -> ModelSize | None:
     """Size of a model in the cache of the hub's client."""
     import huggingface_hub
 
-    from scalerl_trainer.errors import ModelError
-    from scalerl_trainer.models.files import read_json, stored_tensors
-
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(hub.name, revision=hub.revision, local_files_only=True)
-        )
-        tensors = stored_tensors(folder).values()
-        return ModelSize.of_config(read_json(folder / "config.json"), sum(one.elements for one in tensors))
-    except (OSError, ValueError, ModelError):
+        folder = huggingface_hub.snapshot_download(hub.name, revision=hub.revision, local_files_only=True)
+    except (OSError, ValueError):
         return None
+    return folder_size(Path(folder))

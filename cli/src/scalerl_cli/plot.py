@@ -33,7 +33,7 @@ def draw_run(paths: RunPaths, run: ScaleRLRun) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise CurveProblem(f"{paths.curve_picture}: {NO_MATPLOTLIB}")
     from scalerl_cli.curves.analysis import analyse
-    from scalerl_cli.curves.fit_picture import draw_fit, draw_unfitted
+    from scalerl_cli.curves.pictures import draw_fit, draw_unfitted
     from scalerl_cli.curves.source import read_curve
 
     file = read_curve(paths.curve)

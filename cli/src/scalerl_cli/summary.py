@@ -13,8 +13,8 @@ from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli import labels
-from scalerl_cli.curves import formatting
 from scalerl_cli.output import replace_text
+from scalerl_cli.table import aligned
 from scalerl_operator.run_view import RunResult
 
 
@@ -167,4 +167,4 @@ def _reward(summary: dict[str, Any], which: str) -> str:
 
 def table(summary: dict[str, Any]) -> str:
     """The table for standard output."""
-    return "\n".join([summary["run"], *formatting.table(rows(summary))])
+    return "\n".join([summary["run"], *aligned(rows(summary))])

@@ -6,13 +6,14 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from scalerl_api.edits import flat
 from scalerl_api.recipe.presets import ONE_OF
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.local.run_directory import DirectoryProblem, stored_manifest
@@ -161,17 +162,9 @@ def _deciding(manifest: Mapping[str, Any]) -> dict[str, str]:
     """Values of the spec that decide the result, by path."""
     return {
         path: json.dumps(value)
-        for path, value in _leaves(manifest["spec"], "spec")
+        for path, value in flat(manifest["spec"], "spec")
         if not any(path == left or path.startswith(f"{left}.") for left in NOT_OF_THE_RESULT)
     }
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}")
-    else:
-        yield path, value
 
 
 def _data(run: ScaleRLRun) -> dict[str, Any]:

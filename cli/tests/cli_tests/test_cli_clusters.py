@@ -599,3 +599,31 @@ def test_mistyped_path_of_compare_is_no_run_of_the_cluster(
         )
         assert main(["compare", "resluts", "--kubeconfig", str(path)]) == 2
     assert "reset" in capsys.readouterr().err
+
+
+def test_lines_of_a_followed_log_come_as_they_are_written(tmp_path: Path) -> None:
+    """The server writes the rest once the first line has been read."""
+    was_read = threading.Event()
+
+    class Log(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for part in (b"one\nt", b"wo\n\nthree", b""):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                assert was_read.wait(20)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Log) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        path = kubeconfig(tmp_path / "config", "one", f"http://127.0.0.1:{server.server_port}")
+        read = open_session(arguments(kubeconfig=str(path))).log("team", "pod", {}, follow=True)
+        assert next(read) == b"one"
+        was_read.set()
+        assert list(read) == [b"two", b"", b"three"]
+        server.shutdown()

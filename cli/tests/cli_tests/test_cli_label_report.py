@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from scalerl_cli.curves.label_report import report_rows
 from scalerl_cli.main import main
 
 HEAD = "set,version,compute,label,value,reward,prompts,pass_at_2,pass_at_2_low,pass_at_2_high\n"
@@ -58,8 +57,11 @@ def test_runs_of_one_name_are_averaged(tmp_path: Path):
 def test_tables_without_pass_at_k_are_read(tmp_path: Path):
     head = "set,version,compute,label,value,reward,prompts\n"
     run = run_directory(tmp_path / "a", "held-out,0,0,context,zoo,0.25,8", head=head)
-    (row,) = report_rows([("a", run)])
-    assert (row.cell.last, row.cell.pass_at) == (0.25, {})
+    assert main(["report", str(run)]) == 0
+    with (run / "report.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["last_reward"] == "0.25"
+    assert not any(name.startswith("pass_at") for name in row)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +104,12 @@ def test_report_of_a_mix_has_its_tasks_without_labels(tmp_path: Path, capsys: py
         "truncated_fraction": 0,
     }
     lines = [
-        {f"{k}_task_a": v for k, v in row.items()} | {f"{k}_task_b": v for k, v in other.items()}
-        for row in rows
+        {"step": step}
+        | {f"{k}_task_a": v for k, v in row.items()}
+        | {f"{k}_task_b": v for k, v in other.items()}
+        for step, row in enumerate(rows)
     ]
+    lines.insert(1, lines[1] | {"reward_task_a": 0.0})  # trained again after a return to a checkpoint
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["report", str(tmp_path)]) == 0
     with (tmp_path / "report-tasks.csv").open() as file:
@@ -143,7 +148,8 @@ def test_report_of_episodes_has_their_turns(tmp_path: Path, capsys: pytest.Captu
             "a",
         ),
     ):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        numbered = (json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines))
+        (tmp_path / "metrics.jsonl").write_text("".join(numbered))
         assert main(["report", str(tmp_path)]) == 0
         with (tmp_path / "report-turns.csv").open() as file:
             begins, ends = csv.DictReader(file)

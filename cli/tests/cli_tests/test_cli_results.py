@@ -205,11 +205,10 @@ def test_plot_shows_error_bars_units_fit_and_budget(tmp_path: Path, monkeypatch:
     [figure] = figures
     axes = figure.axes[0]
     labels = " | ".join(text.get_text() for text in figure.legends[0].get_texts())
-    texts = " | ".join(text.get_text() for text in axes.texts)
     assert "90 % binomial bars" in labels
     assert "fitted curve" in labels
     assert "90 % interval" in labels
-    assert "budget 10,000" in texts
+    assert "budget 10,000" in labels
     assert "completion tokens" in axes.get_xlabel()
     assert axes.get_title(loc="left").startswith(RUN.metadata.name)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from scalerl_cli.clusters.runs import Run, find, plain, records
 from scalerl_cli.clusters.session import Session
-from scalerl_cli.curves import formatting
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
+from scalerl_cli.table import aligned
 from scalerl_operator.kube.kinds import RUN
 
 
@@ -69,4 +69,4 @@ def _table(runs: Sequence[Run], *, ended: bool, namespaces: bool) -> list[str]:
         cells += [str(run.status.get("reward") or "")]
         cells += [f"{run.age} ago"] if ended else [run.eta, str(run.status.get("forecast") or ""), run.age]
         rows.append([plain(cell) or "-" for cell in cells])
-    return formatting.table(rows, indent="")
+    return aligned(rows, indent="")

@@ -91,19 +91,12 @@ class Run:
     @property
     def steps(self) -> str:
         """Steps trained, of those of the budget, like ``50/160``."""
-        if self.status.get("progress"):
-            return str(self.status["progress"])
-        step, limit = self.status.get("step"), (self.spec.get("budget") or {}).get("maxSteps")
-        return "" if step is None else f"{step}/{limit}" if limit else str(step)
+        return str(self.status.get("progress") or "")
 
     @property
     def eta(self) -> str:
-        """Time until the budget is used, as the operator estimates it; else by ``maxSteps`` at the mean speed so far."""
-        if self.status.get("eta") or self.phase != Phase.RUNNING:
-            return str(self.status.get("eta") or "")
-        step, limit = self.status.get("step"), (self.spec.get("budget") or {}).get("maxSteps")
-        used = float((self.status.get("usage") or {}).get("seconds") or 0)
-        return duration((limit - step) * used / step) if step and limit and used and limit >= step else ""
+        """Time until the budget is used, as the operator estimates it."""
+        return str(self.status.get("eta") or "")
 
     @property
     def events(self) -> list[Object]:

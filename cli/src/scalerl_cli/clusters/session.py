@@ -188,15 +188,10 @@ class Session:
         what = f"get pods/log {namespace}/{pod}"
         path = kind_of("Pod").path(namespace, pod, "log")
         response = self._send("GET", path, what, query, endless=follow)
-        kept = b""
         try:
             with _translated(what):
-                # As it comes: read() would wait for the end of a log that is followed.
-                while chunk := response.read1(1 << 16):
-                    *lines, kept = (kept + chunk).split(b"\n")
-                    yield from lines
-            if kept:
-                yield kept
+                for line in response:  # as they come, also of a log that is followed
+                    yield bytes(line).removesuffix(b"\n")
         finally:
             response.close()
 

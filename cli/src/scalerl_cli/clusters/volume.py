@@ -18,7 +18,7 @@ from scalerl_cli.clusters.runs import Run, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble
 from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
 from scalerl_cli.output import say
-from scalerl_operator.build.pods import OF_POD, RESTRICTED
+from scalerl_operator.build.pods import POD_SECURITY, RESTRICTED
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import RUN_DIR
@@ -257,7 +257,7 @@ def reader_pod(run: Run, name: str, image: str) -> Object:
             "imagePullSecrets": list(template.get("imagePullSecrets") or ()),
             "nodeSelector": dict(template.get("nodeSelector") or {}),
             "tolerations": list(template.get("tolerations") or ()),
-            "securityContext": OF_POD,
+            "securityContext": POD_SECURITY,
             "containers": [
                 {
                     "name": "fetch",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from scalerl_cli.curves.prior import Prior, none_counts
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
+from scalerl_cli.table import interval_json
 from scalerl_curvefit import (
     BY_RISES,
     CollapseCheck,
@@ -41,6 +42,8 @@ from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.fitting import MAX_A_WIDTH, MIN_POINTS
 from scalerl_curvefit.sampling import interval
+
+ComputeT = TypeVar("ComputeT", Estimate, ComputeToTarget)
 
 HEALTHY_TRUNCATED: Final = 0.05
 """An alarm of truncation ends below this fraction of the completions, as for the autoscaler [P]."""
@@ -155,6 +158,11 @@ class Analysis:
         """Compute at which this recipe has had twice as much as now."""
         return 2.0 * self.fitted.now + self.start
 
+    def on_axis(self, compute: ComputeT) -> ComputeT:
+        """A compute of this recipe with its interval, on the axis of the file."""
+        ends = {name: end + self.start for name, end in interval_json(compute).items()}
+        return replace(compute, **ends)
+
     def ahead(self, at: Sequence[float], option: str) -> list[Forecast]:
         """Forecasts at compute on the file's axis.
 
@@ -212,12 +220,7 @@ class Analysis:
             raise CurveProblem(
                 f"--target: {target:g} is not between {low:g} and {high:g}, the lowest and the highest reward"
             ) from error
-        return replace(
-            found,
-            median=found.median + self.start,
-            low=found.low + self.start,
-            high=found.high + self.start,
-        )
+        return self.on_axis(found)
 
     def as_json(self, target: float | None = None, budget: float | None = None) -> dict[str, Any]:
         """The object of ``--json``; intervals are 90 %.
@@ -329,8 +332,3 @@ def _truncated(file: CurveFile) -> tuple[str, ...]:
         f"{100 * now:.1f} % of the completions are cut off at the length limit, after {100 * most:.1f} %: "
         f"healthy is below {100 * HEALTHY_TRUNCATED:.0f} %",
     )
-
-
-def interval_json(estimate: Estimate | Forecast | ComputeToTarget) -> dict[str, float]:
-    """Median and bounds of the 90 % interval."""
-    return {"median": estimate.median, "low": estimate.low, "high": estimate.high}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.tables import Table, is_number, number
+from scalerl_cli.curves.tables import FileTable, is_number, number
 
 COMPANION: Final = re.compile(r"__(MIN|MAX)$")
 """Columns with the band of a series, which a W&B chart exports too."""
@@ -60,7 +60,7 @@ class Columns:
 class Chosen:
     """The selected columns, and the rows with a point of the curve."""
 
-    table: Table
+    table: FileTable
     """The table without the rows that are empty in x or y."""
     x: str
     """Name of the compute column."""
@@ -74,7 +74,7 @@ class Chosen:
     """Number of rows left out because a resumed run passed their compute again."""
 
 
-def choose(table: Table, wanted: Columns) -> Chosen:
+def choose(table: FileTable, wanted: Columns) -> Chosen:
     """Select the columns of the curve, and the rows that have both.
 
     Raises:
@@ -108,7 +108,7 @@ def _last_pass(rows: list[int], cells: list[str]) -> list[int]:
     return kept
 
 
-def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
+def _pair(table: FileTable, wanted: Columns) -> tuple[str, str]:
     """Names of the columns x and y."""
     x = None if wanted.x is None else _named(table, wanted.x, "--x")
     y = None if wanted.y is None else _named(table, wanted.y, "--y")
@@ -130,7 +130,7 @@ def _pair(table: Table, wanted: Columns) -> tuple[str, str]:
     raise CurveProblem(f"{message}{_named_by(table.header)}")
 
 
-def _export(table: Table) -> tuple[str | None, list[str]]:
+def _export(table: FileTable) -> tuple[str | None, list[str]]:
     """Axis and series of a TensorBoard download or a W&B chart; (None, []) for any other table."""
     if [name.lower() for name in table.header] == TENSORBOARD:
         return table.header[1], [table.header[2]]
@@ -141,7 +141,7 @@ def _export(table: Table) -> tuple[str | None, list[str]]:
     return table.header[0], [name for name in series if not name.endswith(f"{OF_RUN}_step")]
 
 
-def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
+def _one_series(table: FileTable, wanted: Columns) -> tuple[FileTable, Columns]:
     """Reduce a tall table (one value per row) to the rows of one metric, with a column of its name; return others unchanged.
 
     With several runs, a metric is named ``run - metric``, as in a W&B chart.
@@ -164,11 +164,11 @@ def _one_series(table: Table, wanted: Columns) -> tuple[Table, Columns]:
         raise CurveProblem(f"{table.path}: {len(series)} metrics in one column{_named_by(list(series))}")
     taken = table.take(rows[name])
     columns = [*taken.columns, series[name]]
-    one = Table(table.path, [*table.header, name], columns, taken.lines, table.head_line, table.counted)
+    one = FileTable(table.path, [*table.header, name], columns, taken.lines, table.head_line, table.counted)
     return one, replace(wanted, x=wanted.x or one.names("step")[0], y=name)
 
 
-def _named(table: Table, wanted: str, option: str) -> str:
+def _named(table: FileTable, wanted: str, option: str) -> str:
     found = table.name(wanted)
     if found is not None:
         return found

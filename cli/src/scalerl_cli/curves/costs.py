@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_cli.curves import formatting
@@ -65,10 +65,8 @@ class Growth:
     """Number of all devices."""
     speed: float
     """Compute per hour, as a multiple of the present one."""
-    spent: tuple[tuple[float, float], ...]
-    """Device-hours and wall-clock hours of each option."""
-    worth: tuple[tuple[float | None, float | None], ...]
-    """Cost, and value − cost, of each option; None where unknown."""
+    options: tuple[Option, ...]
+    """With their hours and costs."""
 
 
 def options(made: Analysis, pace: Pace, prices: Prices, budgets: Sequence[float]) -> list[Option]:
@@ -145,13 +143,13 @@ def growths(
                 f"the first number is the present one, with {formatting.significant(devices_per_generator)} devices each"
             )
         speed = (devices / pace.devices) ** given
-        wall = [option.more / (pace.rate * pace.devices * speed) for option in choices]
-        worth = [
-            prices.worth(option.mean_gain, hours * devices)
-            for option, hours in zip(choices, wall, strict=True)
-        ]
-        spent = tuple((hours * devices, hours) for hours in wall)
-        made.append(Growth(count, devices, speed, spent, tuple(worth)))
+        changed = []
+        for option in choices:
+            wall = option.more / (pace.rate * pace.devices * speed)
+            cost, net = prices.worth(option.mean_gain, wall * devices)
+            hours = {"device_hours": wall * devices, "wall_hours": wall}
+            changed.append(replace(option, **hours, cost=cost, net=net))
+        made.append(Growth(count, devices, speed, tuple(changed)))
     return made
 
 

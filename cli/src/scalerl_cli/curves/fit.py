@@ -35,7 +35,7 @@ def _written(arguments: argparse.Namespace, made: Analysis) -> str:
     pace = pace_of(made.file, arguments.rate)
     lines = report(made, pace, arguments.target, arguments.budget)
     if arguments.plot:
-        from scalerl_cli.curves.fit_picture import draw_fit
+        from scalerl_cli.curves.pictures import draw_fit
 
         draw_fit(
             made,

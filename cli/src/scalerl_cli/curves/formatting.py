@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Final, Protocol, TypeVar
-
-Row = TypeVar("Row")
+from typing import Final, Protocol
 
 
 class Interval(Protocol):
@@ -146,37 +141,3 @@ def date(now: datetime, hours_ahead: float) -> str:
         return (now + timedelta(hours=hours_ahead)).strftime("%Y-%m-%d %H:%M")
     except OverflowError:
         return "beyond 9999"
-
-
-Column = tuple[str, Callable[[Row], str]]
-"""Heading, and the text of a row in this column."""
-
-
-def tabulated(rows: Sequence[Row], columns: Iterable[Column[Row] | None]) -> list[list[str]]:
-    """The header and a line per row; columns that are None are left out."""
-    shown = [column for column in columns if column is not None]
-    return [[heading for heading, _ in shown], *([cell(row) for _, cell in shown] for row in rows)]
-
-
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Lines with aligned columns; the first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in Markdown; the first row is the header."""
-    head, *body = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
-
-
-def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
-    """The rows, one or more, as CSV with all digits."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

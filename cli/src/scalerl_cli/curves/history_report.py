@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -20,6 +18,7 @@ from scalerl_api.history import HistoryLine
 from scalerl_api.paths import RunPaths
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.problem import CurveProblem
+from scalerl_cli.table import Column, Table
 
 POSITIONS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Positions in a draft for which the table has the acceptance."""
@@ -27,64 +26,46 @@ MOVED: Final = 0.1
 """Change of rank, as a share of all ranks, above which RhymeRL calls it material."""
 
 
-@dataclass(frozen=True)
-class EpochRow:
-    """The prompts of a run that were sampled for the n-th time (n ≥ 2), or those with one value of the difficulty.
+def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
+    """A row for each epoch n ≥ 2 of each run with a history, and one for each difficulty if there are at least two.
 
-    difficulty: empty in the row of all prompts.
-    reuse: share of the tokens in sequences of eight or more that also occur in a response of the previous epoch; None if none
-        were compared.
-    mean_tokens, previous_tokens: mean tokens of a response in this and in the previous epoch.
-    rank_correlation: Spearman's, between the prompts' mean lengths in the two epochs; None if all lengths are equal.
-    moved: share of the prompts whose rank by length changed by more than ``MOVED`` of the ranks.
-    accepted: share of the drafted tokens that were accepted; None if none were drafted.
-    acceptance_length: tokens that a decoding step yields for a response; None without reported drafts.
-    draft_length: tokens that are drafted for a response in a decoding step; None without reported drafts.
-    drafted_by_position, accepted_by_position: tokens at each position in a draft.
-    """
-
-    run: str
-    epoch: int
-    difficulty: str
-    prompts: int
-    reuse: float | None
-    mean_tokens: float
-    previous_tokens: float
-    rank_correlation: float | None
-    moved: float
-    accepted: float | None
-    acceptance_length: float | None
-    draft_length: float | None
-    drafted_by_position: tuple[int, ...]
-    accepted_by_position: tuple[int, ...]
-
-    @property
-    def accepted_at(self) -> list[float]:
-        """Share of the drafted tokens at each position that were accepted, together with all before them in their draft."""
-        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
-        return [accepted / drafted for accepted, drafted in pairs if drafted]
-
-
-def epoch_rows(runs: Sequence[tuple[str, Path]]) -> list[EpochRow]:
-    """The rows of each run with a history, by run and epoch: one for all prompts, then one per difficulty if there are at
-    least two.
+    Columns of drafts are shown if there were any; the CSV has all columns.
 
     Raises:
         CurveProblem: a ``history.jsonl`` cannot be read.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, directory in runs:
         by_visit = _by_visit(RunPaths(directory).history_lines)
         value_of = _difficulties([line for lines in by_visit.values() for line in lines])
         for visit, lines in sorted(by_visit.items()):
-            rows.append(_row(name, visit + 1, "", lines))
-            parts: dict[str, list[HistoryLine]] = {value: [] for value in value_of.values()}
+            parts: dict[str, list[HistoryLine]] = {"": lines} | {value: [] for value in value_of.values()}
             for line in lines:
                 if line.difficulty is not None:
                     parts[value_of[line.difficulty]].append(line)
-            if len(parts) > 1:
-                rows += [_row(name, visit + 1, value, own) for value, own in parts.items() if own]
-    return rows
+            shown = parts if len(parts) > 2 else {"": lines}
+            common = {"run": name, "epoch": visit + 1}
+            rows += [common | {"difficulty": value} | _figures(own) for value, own in shown.items() if own]
+    drafts = any(row["acceptance_length"] is not None for row in rows)
+    positions = [at for at in POSITIONS if any(row[f"accepted_at_{at}"] is not None for row in rows)]
+    columns = [
+        Column("run", "run", varied=True),
+        Column("epoch", "epoch"),
+        Column("difficulty", "difficulty", varied=True),
+        Column("prompts", "prompts"),
+        Column("reuse", "tokens reused", _percent),
+        Column("mean_tokens", "mean length", "{:.1f}".format),
+        Column("previous_tokens", "before", "{:.1f}".format),
+        Column("rank_correlation", "rank correlation", formatting.known),
+        Column("moved", f"moved > {MOVED:.0%}", _percent),
+        Column("acceptance_length", "acceptance length" if drafts else None, "{:.2f}".format),
+        Column("draft_length", "draft length" if drafts else None, "{:.2f}".format),
+        Column("accepted", "drafts accepted" if drafts else None, _percent),
+        Column("drafted_by_position"),
+        Column("accepted_by_position"),
+        *(Column(f"accepted_at_{at}", f"at {at}", _percent) for at in positions),
+    ]
+    return Table(columns, rows)
 
 
 def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
@@ -115,7 +96,19 @@ def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
     return {visit: list(lines.values()) for visit, lines in found.items()}
 
 
-def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> EpochRow:
+def _figures(lines: list[HistoryLine]) -> dict[str, Any]:
+    """Figures of the prompts of an epoch; None where there is nothing that they are of.
+
+    reuse: share of the tokens in sequences of eight or more that also occur in a response of the previous epoch.
+    mean_tokens, previous_tokens: mean tokens of a response in this and in the previous epoch.
+    rank_correlation: Spearman's, between the prompts' mean lengths in the two epochs.
+    moved: share of the prompts whose rank by length changed by more than ``MOVED`` of the ranks.
+    accepted: share of the drafted tokens that were accepted.
+    acceptance_length: tokens that a decoding step yields for a response.
+    draft_length: tokens that are drafted for a response in a decoding step.
+    drafted_by_position, accepted_by_position: tokens at each position in a draft.
+    accepted_at_N: share of the drafted tokens at position N that were accepted, together with all before them in their draft.
+    """
     compared = sum(line.compared_tokens for line in lines)
     drafts = [line for line in lines if line.drafted_tokens is not None]
     drafted = sum(line.drafted_tokens or 0 for line in drafts)
@@ -124,27 +117,37 @@ def _row(run: str, epoch: int, difficulty: str, lines: list[HistoryLine]) -> Epo
     new = _ranks([line.tokens / line.responses for line in lines])
     old = _ranks([line.previous_tokens / line.previous_responses for line in lines])
     varies = new.std() > 0 and old.std() > 0
-    return EpochRow(
-        run=run,
-        epoch=epoch,
-        difficulty=difficulty,
-        prompts=len(lines),
-        reuse=sum(line.reused_tokens for line in lines) / compared if compared else None,
-        mean_tokens=sum(line.tokens for line in lines) / sum(line.responses for line in lines),
-        previous_tokens=sum(line.previous_tokens for line in lines)
-        / sum(line.previous_responses for line in lines),
-        rank_correlation=float(np.corrcoef(new, old)[0, 1]) if varies else None,
-        moved=float(np.mean(np.abs(new - old) > MOVED * len(lines))),
-        accepted=accepted / drafted if drafted else None,
-        acceptance_length=(steps + accepted) / steps if steps > 0 else None,
-        draft_length=drafted / steps if steps > 0 else None,
-        drafted_by_position=_sums(line.drafted_by_position for line in lines),
-        accepted_by_position=_sums(line.accepted_by_position for line in lines),
-    )
+    of_drafts = _sums(line.drafted_by_position for line in lines)
+    of_accepted = _sums(line.accepted_by_position for line in lines)
+    return {
+        "prompts": len(lines),
+        "reuse": _share(sum(line.reused_tokens for line in lines), compared),
+        "mean_tokens": _share(sum(line.tokens for line in lines), sum(line.responses for line in lines)),
+        "previous_tokens": _share(
+            sum(line.previous_tokens for line in lines), sum(line.previous_responses for line in lines)
+        ),
+        "rank_correlation": float(np.corrcoef(new, old)[0, 1]) if varies else None,
+        "moved": float(np.mean(np.abs(new - old) > MOVED * len(lines))),
+        "accepted": _share(accepted, drafted),
+        "acceptance_length": _share(steps + accepted, steps),
+        "draft_length": _share(drafted, steps),
+        "drafted_by_position": " ".join(map(str, of_drafts)),
+        "accepted_by_position": " ".join(map(str, of_accepted)),
+        **{
+            f"accepted_at_{at}": _share(of_accepted[at - 1], of_drafts[at - 1])
+            if at <= min(len(of_drafts), len(of_accepted))
+            else None
+            for at in POSITIONS
+        },
+    }
 
 
-def _sums(columns: Iterable[list[int]]) -> tuple[int, ...]:
-    return tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _sums(columns: Iterable[list[int]]) -> list[int]:
+    return [*map(sum, itertools.zip_longest(*columns, fillvalue=0))]
 
 
 def _ranks(values: list[float]) -> np.ndarray:
@@ -155,45 +158,5 @@ def _ranks(values: list[float]) -> np.ndarray:
     return ranks
 
 
-def epoch_table(rows: Sequence[EpochRow]) -> list[list[str]]:
-    """The header and a line per row, without columns that were not measured, and without the run if there is only one."""
-    drafts = any(row.acceptance_length is not None for row in rows)
-    positions = [at for at in POSITIONS if any(len(row.accepted_at) >= at for row in rows)]
-    return formatting.tabulated(
-        rows,
-        [
-            ("run", lambda row: row.run) if len({row.run for row in rows}) > 1 else None,
-            ("epoch", lambda row: str(row.epoch)),
-            ("difficulty", lambda row: row.difficulty) if any(row.difficulty for row in rows) else None,
-            ("prompts", lambda row: str(row.prompts)),
-            ("tokens reused", lambda row: _percent(row.reuse)),
-            ("mean length", lambda row: f"{row.mean_tokens:.1f}"),
-            ("before", lambda row: f"{row.previous_tokens:.1f}"),
-            ("rank correlation", lambda row: formatting.known(row.rank_correlation)),
-            (f"moved > {MOVED:.0%}", lambda row: _percent(row.moved)),
-            ("acceptance length", lambda row: _decimals(row.acceptance_length)) if drafts else None,
-            ("draft length", lambda row: _decimals(row.draft_length)) if drafts else None,
-            ("drafts accepted", lambda row: _percent(row.accepted)) if drafts else None,
-            *((f"at {at}", partial(_accepted_at, at)) for at in positions),
-        ],
-    )
-
-
-def _accepted_at(at: int, row: EpochRow) -> str:
-    return _percent(row.accepted_at[at - 1] if len(row.accepted_at) >= at else None)
-
-
-def _decimals(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def epoch_csv(row: EpochRow) -> dict[str, object]:
-    """A row by column; counts by position are separated by spaces."""
-    return {
-        name: " ".join(map(str, value)) if isinstance(value, tuple) else value
-        for name, value in vars(row).items()
-    }
+def _percent(share: float) -> str:
+    return f"{share:.1%}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 from scalerl_cli.curves import formatting
-from scalerl_cli.curves.analysis import Analysis, State, interval_json
+from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.costs import Growth, Option, Prices, growths, options, paying_block
 from scalerl_cli.curves.fit import analysed
 from scalerl_cli.curves.pace import Pace, pace_of
@@ -19,6 +19,7 @@ from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out, prior
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import say
+from scalerl_cli.table import Column, Table
 from scalerl_curvefit import Block
 
 
@@ -44,7 +45,7 @@ def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int
     outlook = _outlook(arguments, when or datetime.now().astimezone())
     lines = list(plan_report(outlook))
     if arguments.plot:
-        from scalerl_cli.curves.plan_picture import draw_plan
+        from scalerl_cli.curves.pictures import draw_plan
 
         draw_plan(outlook, arguments.plot)
         lines.append(f"picture: {arguments.plot}")
@@ -85,7 +86,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
         yield f"no plan: {made.why_broken} (BROKEN)"
         yield from (f"  {reason}" for reason in made.guarded.reasons)
         return
-    yield from formatting.table(_rows(outlook))
+    yield from _table(outlook).lines("  ")
     if made.start:
         yield "  2× and 4× are multiples of the compute of this recipe so far"
     if outlook.block is not None:
@@ -102,44 +103,40 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
     yield "what the numbers mean: docs/forecast.md"
 
 
-def _rows(outlook: Outlook) -> list[list[str]]:
-    """Rows of the table of options, without columns whose values are unknown."""
-    choices, made = outlook.options, outlook.made
-    rows = [["", "total compute", "reward (90 %)", "gain (90 %)"]]
-    rows += [
-        [
-            o.name,
-            formatting.amount(o.compute),
-            made.scale.rewards(o.forecast),
-            "–" if o.gain is None else made.scale.gains(o.gain),
-        ]
-        for o in choices
+def _table(outlook: Outlook) -> Table:
+    """The options. Columns whose values are unknown are not shown."""
+    scale = outlook.made.scale
+    hours, cost, net, wall, date = _spent_columns()
+    columns = [
+        Column("option", ""),
+        Column("compute", "total compute", formatting.amount),
+        Column("reward", "reward (90 %)", scale.rewards, scale.levels),
+        Column("gain", "gain (90 %)", scale.gains, scale.changes),
+        *(hours, cost, Column("mean_gain", "mean gain", scale.difference, scale.change), net, wall, date),
     ]
-    columns: list[tuple[str, list[str | None]]] = [
-        (
-            "device-hours",
-            [None if o.device_hours is None else formatting.amount(o.device_hours) for o in choices],
-        ),
-        ("cost", [None if o.cost is None else formatting.amount(o.cost) for o in choices]),
-        ("mean gain", [*(made.scale.difference(o.mean_gain) for o in choices)]),
-        ("value − cost", [None if o.net is None else formatting.amount(o.net) for o in choices]),
-        (
-            "done by",
-            [
-                None
-                if o.wall_hours is None
-                else formatting.date(outlook.when, o.wall_hours)
-                if o.more
-                else "now"
-                for o in choices
-            ],
-        ),
+    return Table(columns, [_row(outlook, option) for option in outlook.options], unknown="–")
+
+
+def _spent_columns() -> list[Column]:
+    """Columns of what an option takes and costs."""
+    return [
+        Column("device_hours", "device-hours", formatting.amount, complete=True),
+        Column("cost", "cost", formatting.amount, complete=True),
+        Column("net", "value − cost", formatting.amount, complete=True),
+        Column("wall_hours"),
+        Column("date", "done by", complete=True),
     ]
-    for name, cells in columns:
-        if None not in cells:
-            for row, cell in zip(rows, [name, *cells], strict=True):
-                row.append(str(cell))
-    return rows
+
+
+def _row(outlook: Outlook, option: Option) -> dict[str, Any]:
+    wall = option.wall_hours
+    return {
+        **asdict(option),
+        "option": option.name,
+        "reward": option.forecast,
+        "gain": option.gain,
+        "date": None if wall is None else formatting.date(outlook.when, wall),
+    }
 
 
 def _block(outlook: Outlook) -> str:
@@ -159,24 +156,19 @@ def _grown(outlook: Outlook) -> Iterator[str]:
         f"with other numbers of generators (elasticity {formatting.significant(outlook.elasticity or 0.0, 2)}, {how}); "
         "the rewards stay the same: the number of generators changes the speed, not the curve"
     )
-    head = [""]
-    for grown in outlook.growths:
-        head += [f"{grown.generators} gen., {formatting.significant(grown.speed)}× speed", "done by"]
-        head += [
-            name
-            for name, known in zip(("cost", "value − cost"), grown.worth[0], strict=True)
-            if known is not None
-        ]
-    rows = [head]
-    for i, option in enumerate(outlook.options):
-        if option.more > 0:
-            row = [option.name]
-            for grown in outlook.growths:
-                used, wall = grown.spent[i]
-                row += [f"{formatting.amount(used)} device-hours", formatting.date(outlook.when, wall)]
-                row += [formatting.amount(known) for known in grown.worth[i] if known is not None]
-            rows.append(row)
-    yield from formatting.table(rows)
+    columns = [
+        Column("generators", "generators"),
+        Column("speed", "speed", lambda speed: f"{formatting.significant(speed)}×"),
+        Column("option", ""),
+        *_spent_columns(),
+    ]
+    rows = [
+        {"generators": grown.generators, "speed": grown.speed} | _row(outlook, option)
+        for grown in outlook.growths
+        for option in grown.options
+        if option.more > 0
+    ]
+    yield from Table(columns, rows).lines("  ")
 
 
 def as_json(outlook: Outlook) -> dict[str, Any]:
@@ -189,21 +181,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
         "compute_per_device_hour": pace.rate,
         "devices": pace.devices,
         "elasticity": outlook.elasticity,
-        "options": [
-            {
-                "option": o.name,
-                "compute": o.compute,
-                "reward": interval_json(made.scale.levels(o.forecast)),
-                "gain": None if o.gain is None else interval_json(made.scale.changes(o.gain)),
-                "mean_gain": made.scale.change(o.mean_gain),
-                "device_hours": o.device_hours,
-                "cost": o.cost,
-                "net": o.net,
-                "wall_hours": o.wall_hours,
-                "date": None if o.wall_hours is None else formatting.date(outlook.when, o.wall_hours),
-            }
-            for o in outlook.options
-        ],
+        "options": _table(outlook).objects(),
         **({"skipped": made.file.chosen.skipped} if made.file.chosen.skipped else {}),
         **({"prior": made.prior_json} if made.earlier else {}),
         "generators": [
@@ -211,10 +189,9 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
                 "generators": g.generators,
                 "devices": g.devices,
                 "speed": g.speed,
-                "options": [
-                    {"option": o.name, "device_hours": used, "cost": cost, "net": net, "wall_hours": wall}
-                    for o, (used, wall), (cost, net) in zip(outlook.options, g.spent, g.worth, strict=True)
-                ],
+                "options": Table(
+                    [Column("option"), *_spent_columns()], [_row(outlook, option) for option in g.options]
+                ).objects(),
             }
             for g in outlook.growths
         ],

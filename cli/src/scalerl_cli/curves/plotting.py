@@ -1,4 +1,4 @@
-"""Common parts of the pictures: style, colours, points, bands, legend, and atomic saving; ``axis`` has the axes."""
+"""Common parts of the pictures: style, colours, axes, points, bands, legend, and atomic saving."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ GRID: Final = 300
 MOST_BARS: Final = 400
 """More points than this are drawn as small dots without error bars."""
 Z90: Final = 1.645
+UNIT: Final = RewardScale(0.0, 1.0)
+_DASHED: Final = (0, (4, 3))
+_DOTTED: Final = (0, (1, 2))
 
 _STYLE: Final = {
     "font.size": 10.0,
@@ -89,8 +92,8 @@ def style() -> AbstractContextManager[None]:
 @contextmanager
 def picture(
     path: Path, size: tuple[float, float] = COLUMN, panels: tuple[int, int] = (1, 1), **options: Any
-) -> Iterator[tuple[Any, Any]]:
-    """A figure and the array of its panels; at the end, the legend of the first panel is drawn, and the figure is saved.
+) -> Iterator[Any]:
+    """The array of the panels of a figure; at the end, the legend of the first one is drawn, and the figure is saved.
 
     Raises:
         CurveProblem: it cannot be written, or matplotlib is not installed.
@@ -101,7 +104,7 @@ def picture(
 
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(*panels, squeeze=False, **options)
-        yield figure, grid
+        yield grid
         # Below the whole figure, where it does not cover anything.
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2, columnspacing=1.6)
@@ -132,6 +135,60 @@ def save(figure: Any, path: Path) -> None:
         raise CurveProblem(f"--plot {path}: {error.strerror}") from error
     finally:
         staging.unlink(missing_ok=True)
+
+
+def compute_axis(axes: Any, unit: str, low: float, high: float, *, log: bool = False) -> None:
+    """Set scale, limits, tick labels and label of the compute axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_formatter(lambda value, _: formatting.amount(float(value)))
+    of = ", ".join(filter(None, (unit, "logarithmic" if log else "")))
+    axes.set_xlabel(f"compute ({of})" if of else "compute")
+
+
+def reward_axis(axes: Any, values: Sequence[float], scale: RewardScale = UNIT) -> None:
+    """Set limits around ``values`` within the scale, tick labels with enough digits to differ, and the label of the axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = min(values), max(values)
+    pad, rim = 0.06 * max(high - low, 0.05 * scale.size), 0.005 * scale.size
+    axes.set_ylim(max(low - pad, scale.low - rim), min(high + pad, scale.high + rim))
+    locator = MaxNLocator(nbins=7, steps=[1, 2, 5, 10])
+    step = float(np.diff(locator.tick_values(*axes.get_ylim()))[0])
+    digits = max(scale.digits(2), int(np.ceil(-np.log10(step) - 1e-9)))
+    axes.yaxis.set_major_locator(locator)
+    axes.yaxis.set_major_formatter(lambda value, _: formatting.reward(float(value), digits))
+    axes.set_ylabel(f"mean evaluation reward ({scale.low:g} to {scale.high:g})")
+
+
+def mark_compute(axes: Any, compute: float, colour: str, label: str) -> None:
+    """Draw a vertical line that the legend names."""
+    axes.axvline(compute, color=colour, lw=0.9, ls=_DASHED, zorder=1, label=label)
+
+
+def mark_reward(axes: Any, reward: float, colour: str, label: str) -> None:
+    """Draw a horizontal line that the legend names."""
+    axes.axhline(reward, color=colour, lw=0.9, ls=_DOTTED, zorder=1, label=label)
+
+
+def edge_bar(axes: Any, shown: formatting.Interval, colour: str, *, upper: bool, at: float = 1.008) -> None:
+    """Draw an interval as a bar on the ``upper`` edge, or beside the right one, as far as it lies within the axes."""
+    limits = axes.get_xlim() if upper else axes.get_ylim()
+    ends, place = np.clip([shown.low, shown.high], *limits), [at, at]
+    axes.plot(
+        *((ends, place) if upper else (place, ends)),
+        transform=axes.get_xaxis_transform() if upper else axes.get_yaxis_transform(),
+        color=colour,
+        lw=3.0,
+        clip_on=False,
+        solid_capstyle="butt",
+        zorder=2.5,
+    )
 
 
 def wilson(reward: FloatArray, samples: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -225,8 +282,10 @@ def draw_analysis(axes: Any, made: Analysis, grid: FloatArray) -> list[float]:
     return [*scale.level(made.file.curve.reward), *extent(curve, scale), *bands.ravel()]
 
 
-def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate], label: str) -> None:
-    """Draw forecasts of an evaluation, including its noise, as they are printed."""
+def draw_forecasts(
+    axes: Any, compute: Sequence[float], drawn: Sequence[Estimate], label: str, marker: str = "D"
+) -> list[float]:
+    """Draw forecasts of an evaluation, including its noise, as they are printed; returns rewards for the limits of the axis."""
     median = np.array([point.median for point in drawn])
     below = median - np.array([point.low for point in drawn])
     above = np.array([point.high for point in drawn]) - median
@@ -234,7 +293,7 @@ def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate
         compute,
         median,
         yerr=np.stack([below, above]),
-        fmt="D",
+        fmt=marker,
         ms=5,
         color=VERMILLION,
         mfc="white",
@@ -244,6 +303,7 @@ def draw_forecasts(axes: Any, compute: Sequence[float], drawn: Sequence[Estimate
         zorder=4,
         label=label,
     )
+    return [end for point in drawn for end in (point.low, point.high)]
 
 
 def samples_text(curve: Curve) -> str:
@@ -265,13 +325,22 @@ def extent(curve: Curve, scale: RewardScale) -> list[float]:
 
 
 def draw_bands(
-    axes: Any, compute: FloatArray, bands: FloatArray, colour: str, median: str | None = None
+    axes: Any,
+    compute: FloatArray,
+    bands: FloatArray,
+    colour: str,
+    median: str | None = None,
+    *,
+    inner: bool = True,
 ) -> None:
-    """Draw median, 50 % and 90 % bands; they are in the legend only if ``median`` names them."""
-    names = ("90 % interval of the curve", "50 % interval") if median is not None else (None, None)
-    for low, high, alpha, name, order in ((0, 4, 0.15, names[0], 1.5), (1, 3, 0.28, names[1], 1.6)):
+    """Draw median, 90 % band and, if ``inner``, the 50 % band; they are in the legend only if ``median`` names them."""
+    named = median is not None
+    drawn = [(0, 4, 0.15 if inner else 0.1, "90 % interval of the curve")]
+    drawn += [(1, 3, 0.28, "50 % interval")] if inner else []
+    for low, high, alpha, name in drawn:
+        label = name if named else None
         axes.fill_between(
-            compute, bands[low], bands[high], color=colour, alpha=alpha, lw=0, label=name, zorder=order
+            compute, bands[low], bands[high], color=colour, alpha=alpha, lw=0, label=label, zorder=1.5
         )
     axes.plot(compute, bands[2], color=colour, lw=1.6, label=median, zorder=2)
 

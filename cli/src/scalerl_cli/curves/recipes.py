@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -17,6 +17,7 @@ from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out
 from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.curves.source import CurveFile
+from scalerl_cli.table import Column, Table
 from scalerl_curvefit import Better, CurveError, Estimate, SeedComparison, compare_seeds, draws
 from scalerl_curvefit.compare import A_MARGIN
 from scalerl_curvefit.sampling import interval
@@ -140,84 +141,96 @@ def _interpolated(file: CurveFile, compute: float) -> tuple[float, float] | None
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
-    """The paper's rule for two recipes that have fits."""
-
-    recipes: tuple[Recipe, Recipe]
-    ruled: SeedComparison
-    """Its result, also for runs that are BROKEN."""
-
-    @classmethod
-    def of(cls, first: Recipe, second: Recipe) -> Rule:
-        """Raises CurveProblem: the refit at the common asymptote is not possible."""
-        curves, others = ([made.fitted.curve for made in side.made] for side in (first, second))
-        try:
-            return cls((first, second), compare_seeds(curves, others))
-        except CurveError as error:
-            raise CurveProblem(f"{first.label} against {second.label}: {error}") from error
-
-    @property
-    def studies(self) -> tuple[Analysis, ...]:
-        """The fits of both."""
-        return (*self.recipes[0].made, *self.recipes[1].made)
-
-    @property
-    def better(self) -> Better:
-        """The better recipe; UNDECIDED if a run is BROKEN, because its curve has ended."""
-        broken = any(made.state is State.BROKEN for made in self.studies)
-        return Better.UNDECIDED if broken else self.ruled.better
-
-    @property
-    def why_undecided(self) -> str:
-        return "a run is below its own midpoint" if self.better is self.ruled.better else "a run is BROKEN"
-
-    @property
-    def probability(self) -> float | None:
-        """Probability that a run of the better recipe has the larger A or B; None if undecided."""
-        return None if self.better is Better.UNDECIDED else self.ruled.probability
-
-    @property
-    def separates(self) -> bool:
-        """Whether it decides with a probability of at least ``SETTLED``, and the fits of both have no doubts."""
-        decided = self.better in (Better.FIRST, Better.SECOND)
-        doubted = any(made.doubts for made in self.studies)
-        return decided and self.ruled.probability >= SETTLED and not doubted
-
-    @property
-    def values(self) -> tuple[float, float]:
-        """The compared least-squares A or B of both, each a mean over its runs."""
-        one, two = (
-            float(np.mean([getattr(fitted.point, self.ruled.by) for fitted in fits]))
-            for fits in (self.ruled.first, self.ruled.second)
-        )
-        return one, two
-
-
-@dataclass(frozen=True, eq=False)
 class Against:
-    """Comparison of a recipe with the first one."""
+    """A recipe against the first one: by the paper's rule, and by the reward at equal compute."""
 
     base: Recipe
     """The first recipe."""
     recipe: Recipe
-    rule: Rule | None
-    """None if either recipe has no fit."""
+    ruled: SeedComparison | None
+    """Result of the rule, also for runs that are BROKEN; None if either recipe has no fit."""
     apart: Estimate | None
     """Difference of the rewards at equal compute; None if unknown."""
 
     @property
-    def beyond_noise(self) -> bool:
+    def is_broken(self) -> bool:
+        """Whether a run is BROKEN, so that its curve has ended."""
+        return any(made.state is State.BROKEN for made in (*self.base.made, *self.recipe.made))
+
+    @property
+    def better(self) -> Better:
+        """The better recipe by the rule; UNDECIDED without a fit and if a run is BROKEN."""
+        return Better.UNDECIDED if self.ruled is None or self.is_broken else self.ruled.better
+
+    @property
+    def separates(self) -> bool:
+        """Whether the rule decides with a probability of at least ``SETTLED``, and the fits of both have no doubts."""
+        if self.ruled is None or self.better not in (Better.FIRST, Better.SECOND):
+            return False
+        doubted = any(made.doubts for made in (*self.base.made, *self.recipe.made))
+        return self.ruled.probability >= SETTLED and not doubted
+
+    @property
+    def is_beyond_noise(self) -> bool:
         """Whether the 90 % interval of the difference at equal compute excludes 0."""
         return self.apart is not None and not self.apart.low <= 0.0 <= self.apart.high
 
     @property
     def separates_at_equal_compute(self) -> bool:
         """Whether the difference is beyond noise and each side has at least two runs, which show the spread between seeds."""
-        return self.beyond_noise and min(len(self.base.files), len(self.recipe.files)) > 1
+        return self.is_beyond_noise and min(len(self.base.files), len(self.recipe.files)) > 1
+
+    def findings(self, scale: RewardScale) -> Iterator[str]:
+        """The results as lines."""
+        yield f"{self.recipe.label} against {self.base.label}: {self._by_rule(scale)}"
+        if self.apart is not None:
+            how = "separates" if self.separates_at_equal_compute else "does not separate"
+            if self.is_beyond_noise and not self.separates_at_equal_compute:
+                how = "more than the samples explain, but one run does not show the spread between seeds"
+            yield f"  reward at equal compute: {scale.gains(self.apart)}: {how}"
+
+    def _by_rule(self, scale: RewardScale) -> str:
+        """Result of the paper's rule as text."""
+        ruled = self.ruled
+        if ruled is None:
+            return "nothing to fit on one side"
+        one, two = (
+            float(np.mean([getattr(fitted.point, ruled.by) for fitted in fits]))
+            for fits in (ruled.first, ruled.second)
+        )
+        if ruled.shared_a is None:
+            what = f"A {scale.reward(two, 3)} against {scale.reward(one, 3)}"
+        else:
+            what = f"B {formatting.significant(two)} against {formatting.significant(one)} at A = {scale.reward(ruled.shared_a, 3)}"
+        if self.better is Better.UNDECIDED:
+            why = "a run is BROKEN" if self.is_broken else "a run is below its own midpoint"
+            return f"undecided, {why} ({what})"
+        if self.better is Better.TIE:
+            return f"no difference ({what})"
+        word = "better" if self.better is Better.SECOND else "worse"
+        probability = formatting.probability(ruled.probability)
+        if self.separates:
+            return f"separates: {word}, {what}, with probability {probability}"
+        why = "the fits are in doubt" if ruled.probability >= SETTLED else "not settled"
+        return f"does not separate, {why} ({word}, {what}, with probability {probability})"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The values of ``comparison.csv``."""
+        names = {Better.FIRST: "base", Better.SECOND: "this"}
+        ruled = self.ruled
+        return {
+            "difference": self.apart,
+            "by": None if ruled is None else ruled.by,
+            "better": names.get(self.better, str(self.better)),
+            "probability": None if ruled is None else ruled.probability,
+            "separates": self.separates,
+            "separates_at_equal_compute": self.separates_at_equal_compute,
+        }
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Comparison:
     """Recipes in the order given; the others are compared with the first one."""
 
     recipes: tuple[Recipe, ...]
@@ -229,88 +242,82 @@ class Table:
     def compute(self) -> float | None:
         """Largest compute that all fitted curves reach, in the unit of the files; None without a fit."""
         fitted = [made.fitted.curve for recipe in self.recipes for made in recipe.made]
-        ends = [float(curve.compute[-1]) for curve in fitted]
-        return min(ends, default=None)
+        return min((float(curve.compute[-1]) for curve in fitted), default=None)
 
     @cached_property
     def against(self) -> tuple[Against, ...]:
-        """The comparison of each other recipe with the first one."""
-        base = self.recipes[0]
-        return tuple(self._against(base, recipe) for recipe in self.recipes[1:])
+        """The comparison of each other recipe with the first one.
+
+        Raises:
+            CurveProblem: the refit at the common asymptote is not possible.
+        """
+        return tuple(self._against(self.recipes[0], recipe) for recipe in self.recipes[1:])
 
     def _against(self, base: Recipe, recipe: Recipe) -> Against:
-        rule = Rule.of(base, recipe) if base.made and recipe.made else None
+        curves, others = ([made.fitted.curve for made in side.made] for side in (base, recipe))
+        try:
+            ruled = compare_seeds(curves, others) if curves and others else None
+        except CurveError as error:
+            raise CurveProblem(f"{base.label} against {recipe.label}: {error}") from error
         one, two = self.reward(base), self.reward(recipe)
-        return Against(base, recipe, rule, two.minus(one) if one and two else None)
+        return Against(base, recipe, ruled, two.minus(one) if one and two else None)
 
     def reward(self, recipe: Recipe) -> EqualCompute | None:
         """Mean reward of a recipe at the common compute."""
         return None if self.compute is None else recipe.reward_at(self.compute)
 
-    def rows(self) -> list[list[str]]:
-        """Rows of the printed table; the first one is the header."""
+    def table(self) -> Table:
+        """A row for each recipe; its comparison with the first one is in the CSV alone."""
+        scale = self.scale
         at = "–" if self.compute is None else formatting.amount(self.compute)
-        rows = [["recipe", "runs", "A", "B", "Cmid", f"reward at {at}", "state"]]
-        for recipe in self.recipes:
-            reached = self.reward(recipe)
-            rows.append(
-                [
-                    recipe.label,
-                    str(len(recipe.files)),
-                    _cell(recipe.parameter("A"), self.scale.rewards),
-                    _cell(recipe.parameter("B"), formatting.amounts),
-                    _cell(recipe.parameter("Cmid"), formatting.amounts),
-                    self._reached(reached),
-                    recipe.state or "no run",
-                ]
-            )
-        return rows
 
-    def _reached(self, reached: EqualCompute | None) -> str:
-        if reached is None or reached.interval is None:
-            return "–" if reached is None else self.scale.reward(reached.mean, 3)
-        return self.scale.rewards(reached.interval)
+        def reached(found: EqualCompute) -> str:
+            return scale.reward(found.mean, 3) if found.interval is None else scale.rewards(found.interval)
+
+        def level(found: EqualCompute) -> Estimate | float:
+            return scale.level(found.mean) if found.interval is None else scale.levels(found.interval)
+
+        columns = [
+            Column("recipe", "recipe"),
+            Column("runs", "runs"),
+            Column("A", "A", scale.rewards, scale.levels, interval=True),
+            Column("B", "B", formatting.amounts, interval=True),
+            Column("Cmid", "Cmid", formatting.amounts, interval=True),
+            Column("reward", f"reward at {at}", reached, level, interval=True),
+            Column("state", "state"),
+            Column("failed"),
+            Column("R0", exported=scale.levels, interval=True),
+            Column("compute"),
+            Column("difference", exported=scale.changes, interval=True),
+            *map(Column, ("by", "better", "probability", "separates", "separates_at_equal_compute")),
+        ]
+        nothing = dict.fromkeys(column.name for column in columns)
+        rows = [
+            nothing
+            | {
+                "recipe": recipe.label,
+                "runs": len(recipe.files),
+                **{name: recipe.parameter(name) for name in ("A", "B", "Cmid", "R0")},
+                "reward": self.reward(recipe),
+                "state": recipe.state or "no run",
+                "failed": len(recipe.failures),
+                "compute": self.compute,
+            }
+            | (both.row if both else {})
+            for recipe, both in zip(self.recipes, (None, *self.against), strict=True)
+        ]
+        return Table(columns, rows, unknown="–")
 
     def findings(self) -> Iterator[str]:
         """Result of each comparison, then failures, problems and doubts of each recipe, as lines."""
         for both in self.against:
-            yield f"{both.recipe.label} against {both.base.label}: {self._rule(both.rule)}"
-            if both.apart is not None:
-                seeds = both.beyond_noise and not both.separates_at_equal_compute
-                how = (
-                    "more than the samples explain, but one run does not show the spread between seeds"
-                    if seeds
-                    else "separates"
-                    if both.separates_at_equal_compute
-                    else "does not separate"
-                )
-                yield f"  reward at equal compute: {self.scale.gains(both.apart)}: {how}"
+            yield from both.findings(self.scale)
         for recipe in self.recipes:
             yield from (
                 f"{recipe.label}: {why}" for why in (*recipe.failures, *recipe.problems, *recipe.doubts)
             )
-
-    def _rule(self, rule: Rule | None) -> str:
-        """Result of the paper's rule as text."""
-        if rule is None:
-            return "nothing to fit on one side"
-        ruled = rule.ruled
-        if ruled.shared_a is None:
-            one, two = (self.scale.reward(v, 3) for v in rule.values)
-            what = f"A {two} against {one}"
-        else:
-            one, two = (formatting.significant(v) for v in rule.values)
-            what = f"B {two} against {one} at A = {self.scale.reward(ruled.shared_a, 3)}"
-        if rule.better is Better.UNDECIDED:
-            return f"undecided, {rule.why_undecided} ({what})"
-        if rule.better is Better.TIE:
-            return f"no difference ({what})"
-        word = "better" if rule.better is Better.SECOND else "worse"
-        probability = formatting.probability(ruled.probability)
-        if rule.separates:
-            return f"separates: {word}, {what}, with probability {probability}"
-        why = "the fits are in doubt" if ruled.probability >= SETTLED else "not settled"
-        return f"does not separate, {why} ({word}, {what}, with probability {probability})"
+        if len({file.unit for recipe in self.recipes for file in recipe.files}) > 1:
+            yield "compute is in different units: B, Cmid and the reward at equal compute are not comparable"
 
     def notes(self) -> Iterator[str]:
         """Explanations of the numbers, for below the table."""
@@ -334,45 +341,3 @@ class Table:
         for recipe in self.recipes:
             lines = (line.strip() for made in recipe.made for line in left_out(made))
             yield from dict.fromkeys(f"{recipe.label}: {line}." for line in lines)
-
-    def csv_rows(self) -> Iterator[dict[str, Any]]:
-        """Rows of ``comparison.csv``, one per recipe, with all digits."""
-        against = {id(both.recipe): both for both in self.against}
-        for recipe in self.recipes:
-            row: dict[str, Any] = {"recipe": recipe.label, "runs": len(recipe.files), "state": recipe.state}
-            row |= {"failed": len(recipe.failures)}
-            for name in ("A", "B", "Cmid", "R0"):
-                found = recipe.parameter(name)
-                if found is not None and name in ("A", "R0"):
-                    found = self.scale.levels(found)
-                row |= _columns(name, found)
-            reached = self.reward(recipe)
-            row |= {"compute": self.compute}
-            ends = None if reached is None else reached.interval
-            row |= _columns("reward", ends and self.scale.levels(ends))
-            row["reward"] = None if reached is None else self.scale.level(reached.mean)
-            both = against.get(id(recipe))
-            row |= _columns("difference", both.apart and self.scale.changes(both.apart) if both else None)
-            rule = None if both is None else both.rule
-            better = (
-                {Better.FIRST: "base", Better.SECOND: "this"}.get(rule.better, str(rule.better))
-                if rule
-                else None
-            )
-            row |= {
-                "by": rule and rule.ruled.by,
-                "better": better if rule or both is None else str(Better.UNDECIDED),
-                "probability": rule and rule.ruled.probability,
-                "separates": both and bool(rule and rule.separates),
-                "separates_at_equal_compute": both and both.separates_at_equal_compute,
-            }
-            yield row
-
-
-def _cell(found: Estimate | None, shown: Callable[[Estimate], str]) -> str:
-    return "–" if found is None else shown(found)
-
-
-def _columns(name: str, found: Estimate | None) -> dict[str, float | None]:
-    ends = (None, None, None) if found is None else (found.median, found.low, found.high)
-    return dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from scalerl_cli.curves import formatting
 from scalerl_cli.curves.analysis import Analysis, State
 from scalerl_cli.curves.pace import Pace
+from scalerl_cli.table import aligned
 from scalerl_curvefit import Estimate, gain, marginal_gain
 
 MEANINGS = {
@@ -109,7 +110,7 @@ def parameters(made: Analysis) -> list[str]:
         ["Cmid", formatting.amounts(fitted.Cmid), MEANINGS["Cmid"]],
         ["R0", made.scale.rewards(fitted.R0), MEANINGS["R0"]],
     ]
-    return ["R(C) = R0 + (A − R0) / (1 + (Cmid/C)^B), median (90 % interval)", *formatting.table(rows)]
+    return ["R(C) = R0 + (A − R0) / (1 + (Cmid/C)^B), median (90 % interval)", *aligned(rows)]
 
 
 def _verdict(made: Analysis) -> Iterator[str]:
@@ -147,7 +148,7 @@ def _ahead(made: Analysis, pace: Pace, target: float | None, budget: float | Non
     per = made.scale.changes(Estimate(margin.median * rate, margin.low * rate, margin.high * rate))
     rows.append([f"at the margin, per {unit}", f"+{formatting.amounts(per)}"])
     yield "still to be gained"
-    yield from formatting.table(rows)
+    yield from aligned(rows)
     if pace.rate is not None:
         shown = f"{formatting.amount(pace.rate)} {made.file.unit}".rstrip()
         yield f"  compute per device-hour: {shown} ({pace.how})"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from scalerl_cli.curves.columns import Chosen, Columns, choose
 from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.tables import Table, is_number, number, read_table
+from scalerl_cli.curves.tables import FileTable, is_number, number, read_table
 from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment, UnsortedComputeError
 from scalerl_curvefit.curve import FloatArray
 
@@ -114,7 +114,7 @@ def _unit(x: str) -> str:
     return "" if x.lower() == "compute" else "steps" if STEPS.search(x) else x
 
 
-def numbers(table: Table, name: str) -> FloatArray:
+def numbers(table: FileTable, name: str) -> FloatArray:
     """A column as (n,) numbers. NaN and infinity are accepted here; ``Curve`` refuses them.
 
     Raises:
@@ -142,7 +142,7 @@ def _correction(cell: str) -> str:
     return "correct the cell or remove the row"
 
 
-def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
+def _so_far(table: FileTable, name: str, per_hour: float = 1.0) -> FloatArray:
     """(n,) hours from a cumulative column, which must be finite, not negative and never decrease.
 
     per_hour: units of the column in an hour.
@@ -157,19 +157,19 @@ def _so_far(table: Table, name: str, per_hour: float = 1.0) -> FloatArray:
     return hours / per_hour
 
 
-def _refuse(table: Table, name: str, values: FloatArray, bad: NDArray[np.bool_], what: str) -> None:
+def _refuse(table: FileTable, name: str, values: FloatArray, bad: NDArray[np.bool_], what: str) -> None:
     """Raise CurveProblem with the first bad value (n,) of a column, if there is one."""
     if bad.any():
         row = int(np.argmax(bad))
         raise CurveProblem(f"{table.where(row)}, column {name}: {values[row]:g}{what}")
 
 
-def _seconds(table: Table, name: str) -> FloatArray | None:
+def _seconds(table: FileTable, name: str) -> FloatArray | None:
     """(n,) hours from a column of cumulative seconds; None without the column."""
     return _so_far(table, name, SECONDS_PER_HOUR) if table.names(name) else None
 
 
-def _whole(table: Table) -> tuple[Table, int]:
+def _whole(table: FileTable) -> tuple[FileTable, int]:
     """The rows whose evaluation has a single weight version, and the number of others."""
     cells = table.cells("mixed_versions")
     if cells is None:
@@ -188,7 +188,7 @@ def _whole(table: Table) -> tuple[Table, int]:
     return table.take(kept), len(cells) - len(kept)
 
 
-def _samples(table: Table, wanted: str | None) -> FloatArray | None:
+def _samples(table: FileTable, wanted: str | None) -> FloatArray | None:
     """(n,) samples per point, from the column, or one number for all; None if neither is given."""
     name = wanted or "samples"
     if not table.names(name):
@@ -202,7 +202,7 @@ def _samples(table: Table, wanted: str | None) -> FloatArray | None:
     return counts
 
 
-def _rates(table: Table, name: str) -> FloatArray | None:
+def _rates(table: FileTable, name: str) -> FloatArray | None:
     if not table.names(name):
         return None
     rates = numbers(table, name)
@@ -212,7 +212,7 @@ def _rates(table: Table, name: str) -> FloatArray | None:
 
 
 def _checked(
-    table: Table,
+    table: FileTable,
     head: Callable[[int], Curve],
     y: str,
     reward: FloatArray,

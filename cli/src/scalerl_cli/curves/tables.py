@@ -26,7 +26,7 @@ _NUMPY: Final = re.compile(r"^np\.\w+\((.*)\)$")
 
 
 @dataclass(frozen=True)
-class Table:
+class FileTable:
     """Cells by column; a cell is empty where a row has no value."""
 
     path: Path
@@ -71,14 +71,14 @@ class Table:
         found = self.name(wanted)
         return None if found is None else self.columns[self.header.index(found)]
 
-    def take(self, rows: list[int]) -> Table:
+    def take(self, rows: list[int]) -> FileTable:
         """The table with these rows only."""
         columns = [[column[i] for i in rows] for column in self.columns]
         lines = [self.lines[i] for i in rows]
-        return Table(self.path, self.header, columns, lines, self.head_line, self.counted)
+        return FileTable(self.path, self.header, columns, lines, self.head_line, self.counted)
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> FileTable:
     """Read a file in any of the formats of this module.
 
     Raises:
@@ -117,7 +117,7 @@ def _encoding(raw: bytes) -> str:
     return "save it as CSV"
 
 
-def _from_json(path: Path, text: str) -> Table | None:
+def _from_json(path: Path, text: str) -> FileTable | None:
     """``trainer_state.json``, a list of its entries, or one object per line; None if the text is not JSON."""
     try:
         whole = json.loads(text)
@@ -140,7 +140,7 @@ def _of_columns(whole: dict[str, Any]) -> list[Any]:
     return [dict(zip(whole, row, strict=True)) for row in zip(*every, strict=True)] if lists else [whole]
 
 
-def _from_json_lines(path: Path, text: str) -> Table | None:
+def _from_json_lines(path: Path, text: str) -> FileTable | None:
     rows: list[tuple[int, dict[str, str]]] = []
     # Not splitlines: JSON strings may contain other line separators, and progress bars write a carriage return alone.
     every = text.split("\n")
@@ -193,7 +193,7 @@ def _console(text: str) -> Iterator[tuple[int, dict[str, str]]]:
             yield number, row
 
 
-def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: str = "line") -> Table:
+def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: str = "line") -> FileTable:
     """The table with a column for each name that occurs."""
     columns: dict[str, list[str]] = {}
     lines: list[int] = []
@@ -206,10 +206,10 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: 
     if not lines:
         raise CurveProblem(f"{path}: no log entry in it; wait for the first evaluations")
     header = [name.replace("\n", " ") for name in columns]
-    return Table(path, header, list(columns.values()), lines, counted=counted)
+    return FileTable(path, header, list(columns.values()), lines, counted=counted)
 
 
-def _from_csv(path: Path, text: str) -> Table:
+def _from_csv(path: Path, text: str) -> FileTable:
     lines: list[int] = []
     rows: list[list[str]] = []
     csv.field_size_limit(_MOST_CHARACTERS)  # of the process; a reader of data sets sets another
@@ -233,7 +233,7 @@ def _from_csv(path: Path, text: str) -> Table:
                 "separate cells by commas, and write numbers without thousands separators"
             )
     columns = [list(column) for column in zip(*rows[1:], strict=True)] or [[] for _ in header]
-    return Table(path, header, columns, lines[1:], head_line=lines[0])
+    return FileTable(path, header, columns, lines[1:], head_line=lines[0])
 
 
 def _delimiter(text: str) -> str:

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves.analysis import Analysis, State, analyse, interval_json
+from scalerl_cli.curves.analysis import Analysis, State, analyse
 from scalerl_cli.curves.pace import pace_of
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import report
 from scalerl_cli.curves.source import CurveFile, read_curve
+from scalerl_cli.table import interval_json
 from scalerl_curvefit import draws
 
 _GRID: Final = 120

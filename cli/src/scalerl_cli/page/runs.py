@@ -17,6 +17,7 @@ from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli import argument_types, rollout_search
+from scalerl_cli.arguments import add_rollout_conditions
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.appended import Appended
@@ -32,6 +33,21 @@ _HEAD, _TAIL = 400, 120
 """Characters of a completion in a list."""
 _PROMPT_COLUMNS: Final = ("step", "split", "task", "sample", "reward", "tokens")
 _MAX_PROMPT_ROWS: Final = 20_000
+_FLAGS: Final = ("truncated", "descending")
+_CONDITIONS: Final = (
+    "step",
+    "split",
+    "task",
+    "prompt",
+    "sample",
+    "label",
+    "reward",
+    "excluded",
+    "contains",
+    "sort",
+    "limit",
+    "offset",
+)
 
 
 class NotARun(Refused):
@@ -161,11 +177,11 @@ class Run:
         """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollout_search.Problem``."""
         notes: list[str] = []
         arguments, full = self._arguments(query), query.get("full") == "1"
-        arguments.limit = min(arguments.limit, _MAX_FULL_ROWS if full else MAX_ROWS)
-        offset = _parsed("offset", argument_types.whole, query) or 0
-        rows, matching, total = _select(arguments, offset=offset, tokens=full, report=notes.append)
-        shown = [_shown(row, full) for row in rows]
-        return {"rows": shown, "matching": matching, "total": total, "offset": offset, "notes": notes}
+        most = _MAX_FULL_ROWS if full else MAX_ROWS
+        arguments.limit = min(arguments.limit or most, most)
+        rows, matching, total = _select(arguments, offset=arguments.offset, tokens=full, report=notes.append)
+        found = {"matching": matching, "total": total, "offset": arguments.offset, "notes": notes}
+        return {"rows": [_shown(row, full) for row in rows]} | found
 
     def prompt(self, query: Mapping[str, str]) -> dict[str, Any]:
         """The steps with recorded completions of one prompt, each with their number and mean reward."""
@@ -185,33 +201,20 @@ class Run:
         return {"steps": found}
 
     def _arguments(self, query: Mapping[str, str]) -> argparse.Namespace:
-        def choice(name: str, known: Any, default: str | None = None) -> str | None:
-            value = query.get(name) or default
-            if value is not None and value not in known:
-                raise Query(f"{name}: {value!r} is none of {', '.join(known)}")
-            return value
-
-        def texts(name: str) -> list[str]:
-            value = _parsed(name, argument_types.text_argument, query)
-            return [] if value is None else [value]
-
-        limit = _parsed("limit", argument_types.whole, query)
-        return argparse.Namespace(
-            dir=self.directory,
-            step=_parsed("step", argument_types.step_interval, query),
-            split=choice("split", ("train", "held-out")),
-            task=_parsed("task", argument_types.text_argument, query),
-            prompt=_parsed("prompt", argument_types.text_argument, query),
-            sample=_parsed("sample", argument_types.whole, query),
-            label=texts("label"),
-            reward=_parsed("reward", argument_types.interval, query),
-            truncated=query.get("truncated") == "1",
-            excluded=_parsed("excluded", argument_types.text_argument, query),
-            contains=texts("contains"),
-            sort=choice("sort", argument_types.SORTS, "step"),
-            descending=query.get("descending") == "1",
-            limit=limit or MAX_ROWS,
-        )
+        """The conditions of a request, by the parser of ``scalerl rollouts``."""
+        words = [
+            f"--{name}" if name in _FLAGS else f"--{name}={value}"
+            for name, value in query.items()
+            if (name in _FLAGS and value == "1") or (name in _CONDITIONS and value.strip())
+        ]
+        parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
+        add_rollout_conditions(parser)
+        parser.add_argument("--offset", type=argument_types.whole, default=0)
+        parser.set_defaults(limit=MAX_ROWS, dir=self.directory)
+        try:
+            return parser.parse_args(words)
+        except argparse.ArgumentError as error:
+            raise Query(str(error)[:200]) from None
 
 
 def _select(arguments: argparse.Namespace, **options: Any) -> tuple[list[dict[str, Any]], int, int]:
@@ -239,18 +242,6 @@ def _decision(line: bytes) -> dict[str, Any] | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _parsed(name: str, parse: Any, query: Mapping[str, str]) -> Any:
-    """A condition of a request; None if it is not there or empty."""
-    text = query.get(name, "").strip() if name != "contains" else query.get(name, "")
-    if not text:
-        return None
-    try:
-        return parse(text)
-    except ValueError:
-        form = {"step": "N, N:M, N:, :M or last", "reward": "N, N:M, N: or :M"}.get(name, "a number")
-        raise Query(f"{name}: {text[:40]!r} is not understood; write {form}") from None
 
 
 def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:

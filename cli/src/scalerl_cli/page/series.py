@@ -67,7 +67,7 @@ class Series:
         return {name: column[at] for name, column in self.columns.items() if math.isfinite(column[at])}
 
     def steps(self) -> Steps:
-        """What the run's health is judged by, as by :func:`scalerl_cli.health.run_status`, which reads the last rows alone."""
+        """What the run's health is judged by."""
         first = range(LAST if self.rows >= 3 * LAST else 0)
         last = range(max(0, self.rows - LAST), self.rows)
         failing = self.column("step")[self.column("grading_errors") > 0]

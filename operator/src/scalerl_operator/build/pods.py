@@ -55,7 +55,13 @@ NEVER_EVICT: Final = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
-OF_POD: Final[Object] = {
+RESTRICTED: Final[Object] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+"""The security context of every container."""
+POD_SECURITY: Final[Object] = {
     "runAsNonRoot": True,
     "runAsUser": USER_ID,
     "runAsGroup": USER_ID,
@@ -65,12 +71,6 @@ OF_POD: Final[Object] = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 """The security context of every pod."""
-RESTRICTED: Final[Object] = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
-"""The security context of every container."""
 
 
 def pod_template(scope: Scope, settings: PodSettings) -> Object:
@@ -95,7 +95,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         **({"initContainers": first} if first else {}),
         "containers": [_container(scope, settings, given, one, main=one is main) for one in containers],
         "volumes": [*volumes_of(scope, given, scope.workload(role)), *given.volumes],
-        "securityContext": OF_POD,
+        "securityContext": POD_SECURITY,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.grace_seconds,
