@@ -128,6 +128,8 @@ def test_distillation_lowers_the_students_kl_to_its_teacher(teaching: Teaching, 
     assert after < 0.8 * before, (before, after, kl)
 
 
+# In `make test`: test_generator_teacher.py has evaluations and the end of an actor while groups wait for the teacher.
+@pytest.mark.full
 def test_run_ends_at_its_budget_while_the_teacher_is_away(teaching: Teaching, tmp_path: Path) -> None:
     run = small_spec(
         model={"path": str(teaching.student), "dtype": "float32", "contextTokens": CONTEXT},
