@@ -27,7 +27,7 @@ NODE = (
 )
 LONG = ("test_interrupted.py",)
 """One test of five minutes: begun last, it would run alone."""
-SLOW_SECONDS = {"local": 60.0, "vllm": 10.0, "slow": 5.0, "cluster": 1.0}
+SLOW_SECONDS = {"local": 60.0, "vllm": 10.0, "slow": 5.0, "cluster": 4.0}
 """What a test counts by the first of these marks that it has, where no run has measured its file."""
 SECONDS = "scalerl/seconds"
 """Where pytest's cache keeps the seconds of each scope."""
