@@ -165,8 +165,7 @@ def check_journal(
 
 def test_run_survives_kill_9_of_every_role(tmp_path: Path) -> None:
     """Each role once, in random order, at random moments (some fall inside a publish: updates take most of a step)."""
-    # An epoch is 34 steps: each of the prompts without room is drawn.
-    run_with_faults(tmp_path, Counter([*ROLES, VERIFIER]), steps=36, steps_between=5, seconds=800)
+    run_with_faults(tmp_path, Counter([*ROLES, VERIFIER]), steps=50, steps_between=5, seconds=800)
 
 
 @pytest.mark.full
