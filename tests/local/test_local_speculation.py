@@ -41,7 +41,6 @@ def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> No
         generator__adaptiveConcurrency=True,
         generator__speculation={"history": {}},
         schedule={"byLength": {}},
-        trainer__replicas=1,
         trace=True,
         budget__maxSteps=STEPS,
     )
