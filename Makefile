@@ -26,7 +26,9 @@ FULL ?=
 AND_NOT_FULL = $(if $(FULL),,and not full)
 DURATIONS := --durations=20
 # What shares a worker, and what comes first: conftest.py. Three at a time on two cores: tests wait for processes, servers, leases and pods.
-BY_FILE := --dist loadfile --no-loadscope-reorder -n 3
+BY_FILE = --dist loadfile --no-loadscope-reorder -n $(WORKERS)
+WORKERS := 3
+UNIT := $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
 AUTOSTOP := tests/cluster/test_runs.py::test_run_is_stopped_by_its_forecast
 KUEUE := tests/cluster/test_kueue.py
 ALONE := tests/cluster/test_event_loop.py
@@ -62,7 +64,7 @@ run-autostop: setup ## a run that its own forecast stops
 # What a cluster is made of is built meanwhile, where it never was. What goes wrong there goes wrong again in test-cluster.
 test: setup ## everything CI runs
 	@$(if $(KUBECONFIG),,nice $(BIN)/python tests/cluster/cluster.py prepare > $(VENV)/prepare.log 2>&1 & trap "kill $$! 2> /dev/null || :" EXIT;) \
-	  $(MAKE) --no-print-directory -j 2 -O lint doctests && $(MAKE) --no-print-directory test-unit test-local test-cluster
+	  $(MAKE) --no-print-directory -j 2 -O lint doctests && $(MAKE) --no-print-directory test-tiers
 
 test-full: export FULL := 1
 test-full: test ## those and the ones marked `full`, then the short form of every benchmark: before a release
@@ -72,18 +74,30 @@ doctests: setup ## the examples in the members' docstrings
 	@# Not by path, as tests are: the folder `operator` would become a module before the standard library's.
 	$(PYTEST) -q --import-mode=prepend --doctest-modules $(MEMBERS:%=%/src)
 
+# One worker more: that of the node's cluster waits for pods. Where no cluster can be made, its tests say why they are skipped.
+test-tiers: WORKERS := 4
+test-tiers: setup ## the three tiers below at once: tests of clusters wait three quarters of their time
+	-$(MAKE) --no-print-directory cluster-tools
+	$(PYTEST) $(DURATIONS) $(BY_FILE) $(if $(FULL),,-m 'not full') $(UNIT) tests/local tests/cluster $(ALONE:%=--ignore=%)
+	$(MAKE) --no-print-directory test-alone
+
+# It measures callbacks by the wall.
+test-alone: setup
+	$(PYTEST) -m 'cluster $(AND_NOT_FULL)' $(ALONE)
+
+cluster-tools: setup
+	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
+	$(if $(FULL),$(BIN)/python tests/cluster/cluster.py tool kueue)
+
 test-unit: setup ## members' tests, a few with a real vLLM server
-	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'not cluster $(AND_NOT_FULL)' $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
+	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'not cluster $(AND_NOT_FULL)' $(UNIT)
 
 test-local: setup ## whole runs on this machine, with faults
 	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'local $(AND_NOT_FULL)' tests/local
 
-test-cluster: setup ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
-	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
-	$(if $(FULL),$(BIN)/python tests/cluster/cluster.py tool kueue)
+test-cluster: setup cluster-tools ## the operator and the chart on a real Kubernetes, made here unless KUBECONFIG names one
 	$(PYTEST) $(DURATIONS) $(BY_FILE) -m 'cluster $(AND_NOT_FULL)' tests/chart tests/cluster $(ALONE:%=--ignore=%)
-	@# It measures callbacks by the wall.
-	$(PYTEST) -m 'cluster $(AND_NOT_FULL)' $(ALONE)
+	$(MAKE) --no-print-directory test-alone
 
 test-autostop: setup ## a run on that Kubernetes that its own forecast stops: ten minutes
 	$(if $(KUBECONFIG),,$(BIN)/python tests/cluster/cluster.py prepare)
@@ -161,4 +175,4 @@ lock: $(BIN)/uv ## write requirements/*.txt again from the members' pyproject fi
 clean: ## remove the environment and all runs
 	rm -rf $(VENV) runs
 
-.PHONY: help setup run run-autostop test test-full doctests test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down release release-check images lint format bench bench-trl bench-rollout gpu-check crds dashboards docs lock clean
+.PHONY: help setup run run-autostop test test-full doctests test-tiers test-alone cluster-tools test-unit test-local test-cluster test-autostop test-kueue test-runs cluster cluster-down release release-check images lint format bench bench-trl bench-rollout gpu-check crds dashboards docs lock clean

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -28,9 +27,8 @@ NODE = (
 )
 LONG = ("test_interrupted.py",)
 """One test of five minutes: begun last, it would run alone."""
-SLOW = ("slow", "vllm", "local")
-SLOW_SECONDS = 5.0
-"""What a test with one of these marks counts, where no run has measured its file."""
+SLOW_SECONDS = {"local": 60.0, "vllm": 10.0, "slow": 5.0, "cluster": 4.0}
+"""What a test counts by the first of these marks that it has, where no run has measured its file."""
 SECONDS = "scalerl/seconds"
 """Where pytest's cache keeps the seconds of each scope."""
 LISTED = 20
@@ -68,11 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return
     seconds: dict[str, float] = config.workerinput["seconds"]
-    slow = Counter(scope(i.nodeid) for i in items if any(i.get_closest_marker(m) for m in SLOW))
+    slow: dict[str, float] = {}
+    for item in items:
+        counts = next((s for mark, s in SLOW_SECONDS.items() if item.get_closest_marker(mark)), 0.0)
+        slow[scope(item.nodeid)] = slow.get(scope(item.nodeid), 0.0) + counts
 
     def order(item: pytest.Item) -> tuple[bool, bool, float]:
         of = scope(item.nodeid)
-        return of != "node", not of.endswith(LONG), -seconds.get(of, slow[of] * SLOW_SECONDS)
+        return of != "node", not of.endswith(LONG), -seconds.get(of, slow[of])
 
     items.sort(key=order)
 

@@ -168,9 +168,11 @@ def test_drafter_random_walk(seed: int) -> None:
     walk(seed, 300)
 
 
-def test_drafter_stays_within_its_arrays(tmp_path: Path) -> None:
+def test_drafter_stays_within_its_arrays(pytestconfig: pytest.Config) -> None:
     """The random walk, compiled with checked indices: otherwise it would read and write elsewhere."""
-    environ = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    # Kept from run to run, apart from what is compiled without checks: numba would take the one for the other.
+    compiled = pytestconfig.rootpath / ".pytest_cache" / "numba-checked"
+    environ = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(compiled)}
     code = "from drafter_walk import walk\nfor seed in range(20): walk(seed, 300)"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -17,7 +17,8 @@ from runs import START_SECONDS, LocalRun, assert_nothing_left, small_spec
 STEPS = 10
 RUN = small_spec(evaluation__everySteps=2, budget__maxSteps=STEPS)
 
-pytestmark = pytest.mark.timeout(1800)
+# Its sibling on small processes: test_compare_of_real_processes_resumes_after_sigterm.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 def start(tmp: Path) -> LocalRun:

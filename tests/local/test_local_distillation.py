@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -76,26 +78,46 @@ def first_token_kl(student: Path, teacher: Path) -> float:
     return float((own.exp() * (own - taught)).sum(-1).mean())
 
 
-def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> None:
-    student, teacher = tmp_path / "student", tmp_path / "teacher"
+@dataclass(frozen=True)
+class Teaching:
+    """Both models, and the server of one."""
+
+    student: Path
+    teacher: Path
+    url: str
+    stop: Callable[[], None]
+
+
+@pytest.fixture(scope="module")
+def teaching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teaching]:
+    """Of all tests, of which the last one stops the server."""
+    tmp = tmp_path_factory.mktemp("teaching")
+    student, teacher = tmp / "student", tmp / "teacher"
     write_models(student, teacher)
-    with plain_server(teacher, context_tokens=CONTEXT + 1, key=KEY, log=tmp_path / "teacher.log") as url:
-        run = small_spec(
-            model={"path": str(student), "dtype": "float32", "contextTokens": CONTEXT},
-            recipe__distillation={"teacher": {"url": url}},
-            recipe__optimizer={"learningRate": "3e-3", "warmupSteps": 0},
-            recipe__completionsPerPrompt=8,
-            trainer__replicas=1,
-            evaluation__everySteps=100,
-            budget__maxSteps=STEPS,
-        )
-        del run["spec"]["warmStart"]
-        with start_run(tmp_path, run, environment={"TEACHER_API_KEY": KEY}) as started:
-            assert started.finish(START_SECONDS + 300) == 0, started.tail()
-            rows = started.metrics()
-            summary = started.summary()
-            final = started.directory / f"checkpoints/hf/step-{STEPS:08d}"
-            before, after = first_token_kl(student, teacher), first_token_kl(final, teacher)
+    with ExitStack() as lives:
+        log = tmp / "teacher.log"
+        url = lives.enter_context(plain_server(teacher, context_tokens=CONTEXT + 1, key=KEY, log=log))
+        yield Teaching(student, teacher, url, lives.close)
+
+
+def test_distillation_lowers_the_students_kl_to_its_teacher(teaching: Teaching, tmp_path: Path) -> None:
+    student, teacher = teaching.student, teaching.teacher
+    run = small_spec(
+        model={"path": str(student), "dtype": "float32", "contextTokens": CONTEXT},
+        recipe__distillation={"teacher": {"url": teaching.url}},
+        recipe__optimizer={"learningRate": "3e-3", "warmupSteps": 0},
+        recipe__completionsPerPrompt=8,
+        trainer__replicas=1,
+        evaluation__everySteps=100,
+        budget__maxSteps=STEPS,
+    )
+    del run["spec"]["warmStart"]
+    with start_run(tmp_path, run, environment={"TEACHER_API_KEY": KEY}) as started:
+        assert started.finish(START_SECONDS + 300) == 0, started.tail()
+        rows = started.metrics()
+        summary = started.summary()
+        final = started.directory / f"checkpoints/hf/step-{STEPS:08d}"
+        before, after = first_token_kl(student, teacher), first_token_kl(final, teacher)
     kl = [row["teacher_kl"] for row in rows]
     assert len(kl) == STEPS
     # An untrained student's completions all score 0, and none is filtered for that.
@@ -106,25 +128,22 @@ def test_distillation_lowers_the_students_kl_to_its_teacher(tmp_path: Path) -> N
     assert after < 0.8 * before, (before, after, kl)
 
 
-def test_run_ends_at_its_budget_while_the_teacher_is_away(tmp_path: Path) -> None:
-    student, teacher = tmp_path / "student", tmp_path / "teacher"
-    write_models(student, teacher)
-    log = tmp_path / "teacher.log"
-    with ExitStack() as lives:
-        url = lives.enter_context(plain_server(teacher, context_tokens=CONTEXT + 1, key=KEY, log=log))
-        run = small_spec(
-            model={"path": str(student), "dtype": "float32", "contextTokens": CONTEXT},
-            recipe__distillation={"teacher": {"url": url}},
-            trainer__replicas=1,
-            evaluation__everySteps=1000,
-            budget={"maxSeconds": BUDGET_SECONDS},
-        )
-        del run["spec"]["warmStart"]
-        with start_run(tmp_path, run, environment={"TEACHER_API_KEY": KEY}) as started:
-            started.until(lambda: started.step() >= 1, START_SECONDS, "a step")
-            lives.close()
-            assert started.finish(BUDGET_SECONDS + 200) == 0, started.tail()
-            rows, summary = started.metrics(), started.summary()
+# In `make test`: test_generator_teacher.py has evaluations and the end of an actor while groups wait for the teacher.
+@pytest.mark.full
+def test_run_ends_at_its_budget_while_the_teacher_is_away(teaching: Teaching, tmp_path: Path) -> None:
+    run = small_spec(
+        model={"path": str(teaching.student), "dtype": "float32", "contextTokens": CONTEXT},
+        recipe__distillation={"teacher": {"url": teaching.url}},
+        trainer__replicas=1,
+        evaluation__everySteps=1000,
+        budget={"maxSeconds": BUDGET_SECONDS},
+    )
+    del run["spec"]["warmStart"]
+    with start_run(tmp_path, run, environment={"TEACHER_API_KEY": KEY}) as started:
+        started.until(lambda: started.step() >= 1, START_SECONDS, "a step")
+        teaching.stop()
+        assert started.finish(BUDGET_SECONDS + 200) == 0, started.tail()
+        rows, summary = started.metrics(), started.summary()
     assert "maxSeconds" in summary["stop_reason"], summary
     assert all("teacher_kl" in row for row in rows)
     versions = [int(point["version"]) for point in started.curve()]

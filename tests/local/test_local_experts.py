@@ -13,10 +13,11 @@ STEPS = 6
 EXACT = 1e-5
 """Greatest difference of log-probabilities in float32, in nats."""
 
-pytestmark = pytest.mark.timeout(1800)
+# In `make test`: test_generator_families_vllm.py publishes experts to vLLM, test_trainer_families.py trains them.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_run_of_a_mixture_of_experts(stage: int, tmp_path: Path) -> None:
     spec = small_spec(
         model__scratch__intermediateSize=96,

@@ -15,7 +15,8 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_trainer.prepare import prepare
 
-pytestmark = pytest.mark.timeout(900)
+# In `make test`: test_coordinator_learning.py has when and what is said, test_cli_run.py that it is printed.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 def without_warm_start(**changes: Any) -> dict[str, Any]:
@@ -49,7 +50,6 @@ def test_run_whose_references_cannot_be_met_says_so_with_a_reply(tmp_path: Path)
     assert_nothing_left(tmp_path / "run")
 
 
-@pytest.mark.full
 def test_run_of_a_model_with_a_weight_that_is_no_number_ends(tmp_path: Path) -> None:
     """Its sibling with a fake generator: test_generators_without_finite_logprobs_diverge_at_once. Here, vLLM samples."""
     spec = without_warm_start(budget__maxSteps=6)

@@ -214,7 +214,8 @@ def assert_lengths(found: Audit, least_p: float) -> None:
 
 
 def test_refill_and_ppo_survive_kills(tmp_path: Path) -> None:
-    spec = length_spec(tmp_path, "refill", "ppo", steps=9)
+    """Two batches of the policy."""
+    spec = length_spec(tmp_path, "refill", "ppo", steps=6)
     kills = Counter({"coordinator": 1, "actor": 1, "trainer rank": 1})
     assert_lengths(run_with_kills(tmp_path, spec, kills, resume=False), 1e-6)
 

@@ -53,6 +53,8 @@ SUMMARY_KEYS = {
 STEPS = 20
 # Unfiltered: of an untrained policy's few fresh groups all may score alike, and then no fresh token is measured.
 RUN = small_spec(
+    warmStart__steps=40,
+    trainer__replicas=1,  # two ranks: test_local_faults.py, test_local_lora.py
     recipe__offPolicy__pipeline__maxStalenessSteps=3,
     recipe__zeroVarianceFilter=False,
     budget__maxSteps=STEPS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, get_args
 
 from invalid_runs import Object, merged
@@ -339,13 +340,17 @@ def _edited(path: str, model_field: Any) -> Object:
     raise AssertionError(f"spec.{path}: no other value of it is known; add one to {__name__}.OTHER")
 
 
-def edits(*, refused: bool) -> list[Edited]:
-    """One edit of every field."""
-    found = [
+@cache
+def _one_edit_of_each_field() -> list[Edited]:
+    return [
         Edited(leaf.path, edit_of(leaf.path), _edited(leaf.path, leaf.field), BEFORE.get(leaf.path, BASE))
         for leaf in leaves(RunSpec)
     ]
-    return [edited for edited in found if (edited.edit.effect == "Refused") is refused]
+
+
+def edits(*, refused: bool) -> list[Edited]:
+    """One edit of every field; all callers share them."""
+    return [edited for edited in _one_edit_of_each_field() if (edited.edit.effect == "Refused") is refused]
 
 
 _OF_MIXED_TASK: Final[dict[str, Object]] = {

@@ -1,4 +1,7 @@
-"""A standard vLLM server without this project's plug-in, in its own process group, with an API key."""
+"""A standard vLLM server without this project's plug-in, in its own process group, with an API key.
+
+Run as a program it is vLLM's own, but that the engine is forked, as on GPUs: on CPUs it would import vLLM again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ START_SECONDS = 360.0
 def plain_server(model: Path, *, context_tokens: int, key: str, log: Path) -> Iterator[str]:
     """Serve ``model`` as ``teacher`` in float32; yields the URL once the server is healthy."""
     port = free_port()
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    argv = [sys.executable, __file__, "--model", str(model)]
     argv += ["--served-model-name", "teacher", "--host", "127.0.0.1", "--port", str(port), "--api-key", key]
     argv += ["--dtype", "float32", "--max-model-len", str(context_tokens), "--enforce-eager"]
     argv += ["--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"]
@@ -60,3 +63,13 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+if __name__ == "__main__":
+    import multiprocessing
+
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    entry.main()

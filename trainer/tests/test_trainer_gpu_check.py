@@ -53,6 +53,7 @@ def test_gpu_check_runs_on_cpu(checks: tuple[str, ...], tmp_path: Path) -> None:
     assert report["checks"]["positions"]["llama3 bfloat16 head"]["0-256"] < 0.02
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_gpu_check_without_deepspeed_trains_with_fsdp2(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
