@@ -130,7 +130,7 @@ def token_by_token(
         for s, p in zip(sequences, places, strict=True)
     ]
     width = max(sum(lengths[index] for index in row) for row in rows)
-    found: dict[str, list[Any]] = {name: [] for name in MicroBatch.__slots__}
+    found: dict[str, list[Any]] = {name: [] for name in MicroBatch.__slots__ if "prompt" not in name}
     for number, row in enumerate(rows):
         ids: list[int] = []
         positions: list[int] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ def pack_shard(
     *,
     micro_batch_tokens: int,
     shared_rows: bool,
+    shared_prompts: bool,
     vocabulary: int,
     pinned: bool,
 ) -> PackedShard:
@@ -50,7 +52,7 @@ def pack_shard(
     error: BadBatchError | None = None
     packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
     try:
-        packed = pack(sequences, micro_batch_tokens, shared_rows=shared_rows)
+        packed = pack(sequences, micro_batch_tokens, shared_rows=shared_rows, shared_prompts=shared_prompts)
         _check_tokens(packed, vocabulary)
         if batch is not None:
             _check_batch(batch, packed)
@@ -62,7 +64,8 @@ def pack_shard(
 
 
 def _pinned(micro: MicroBatch) -> MicroBatch:
-    return MicroBatch(*(getattr(micro, field.name).pin_memory() for field in fields(micro)))
+    tensors: list[Any] = [getattr(micro, field.name) for field in fields(micro)]
+    return MicroBatch(*[tensor if tensor is None else tensor.pin_memory() for tensor in tensors])
 
 
 def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
@@ -101,7 +104,11 @@ def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
 def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
     """Check that all token ids are in the vocabulary: otherwise this rank would fail while the others are in a collective."""
     for micro in packed.micro_batches:
-        for ids in (micro.input_ids_bt, micro.target_m):
+        for ids in (
+            micro.input_ids_bt,
+            micro.target_m,
+            *(() if micro.prompts_gp is None else (micro.prompts_gp,)),
+        ):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= vocabulary:
                 raise BadBatchError(
