@@ -149,6 +149,7 @@ bench: setup ## every benchmark but bench-trl and bench-rollout; QUICK=1 for a m
 bench-trl: setup ## the comparison with TRL, which it installs beside
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/bench.txt
 	$(BIN)/python benchmarks/against_trl.py $(if $(QUICK),--quick)
+	$(BIN)/python benchmarks/train_step.py --trl $(if $(QUICK),--quick,--rounds 1)
 
 bench-rollout: setup ## drafts from past responses beside vLLM's suffix decoding, of which it builds a part (C++ compiler)
 	benchmarks/support/build_suffix.sh $(VENV) $(VENV)/suffix

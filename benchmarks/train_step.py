@@ -1,13 +1,15 @@
-"""A training step beside one of plain Hugging Face code: tokens a second, and memory.
+"""A training step beside one of plain Hugging Face code, and beside TRL's: tokens a second, processor time, and memory.
 
-    python benchmarks/train_step.py [--quick] [--rounds N] [--dtype bfloat16] [--engine FSDP2]
+    python benchmarks/train_step.py [--quick] [--rounds N] [--dtype bfloat16] [--engine FSDP2] [--trl]
 
-Both train the same Llama with the same sequences on two gloo ranks of one thread each: CISPO on token log-probabilities, AdamW, clipped
+All train the same Llama with the same sequences on two gloo ranks of one thread each: CISPO on token log-probabilities, AdamW, clipped
 gradients. *Plain* is what a script without an engine does: ``DistributedDataParallel``, ``torch.optim.AdamW``, micro-batches padded to
-their longest sequence, ``log_softmax`` of all logits in float32; in bfloat16, float32 weights under autocast. *Ours* is the engine at
-ZeRO 1, the default, or with FSDP2, with its FP32 head and its guards. Lengths are uniform between a half and the whole of the case's; a micro-batch has two
-sequences of the longest. Tokens a second count tokens of sequences, not padding. Peak memory is resident memory beyond that of the same process after
-steps of a tiny model. Runs alternate; medians over rounds of the second of two steps. The last line is one JSON object.
+their longest sequence, ``log_softmax`` of all logits in float32; in bfloat16, float32 weights under autocast. *TRL* is its GRPO trainer under
+accelerate, which is given the sequences in place of generating them; it comes from requirements/bench.txt. *Ours* is the engine at
+ZeRO 1, the default, or with FSDP2, with its FP32 head and its guards. Activations are kept by all. Lengths are uniform between a half and the whole of the
+case's; a micro-batch has two sequences of the longest, or one. Tokens a second count tokens of sequences, not padding. Peak memory is resident memory
+beyond that of the same process after steps of a tiny model. Each run is two processes of its own, and measures the second of two steps: the first has
+the beginnings of the sequences. Runs alternate; medians over rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -60,15 +62,17 @@ MODELS = {
     },
 }
 CASES = {
-    "30 M, 1k": ("30 M", 1024, 8),
-    "30 M, 4k": ("30 M", 4096, 4),
-    "135 M, 1k": ("135 M", 1024, 4),
-    "135 M, 4k": ("135 M", 4096, 2),
+    "30 M, 1k": ("30 M", 1024, 4),
+    "30 M, 4k": ("30 M", 4096, 2),
+    "135 M, 1k": ("135 M", 1024, 2),
+    "135 M, 4k": ("135 M", 4096, 1),
 }
-"""Model, longest sequence in tokens, and sequences a rank and step."""
+"""Model, longest sequence in tokens, and sequences a rank and step, which fit a case into four minutes and 24 GiB."""
 QUICK = ["30 M, 1k"]
 PROMPT_TOKENS = 64
-LIMIT_SECONDS = 1800.0
+LIMIT_SECONDS = 600.0
+
+Measure = Callable[[], None]
 
 
 def sequences(rank: int, longest: int, count: int, vocabulary: int) -> list[list[int]]:
@@ -142,36 +146,81 @@ def plain(
     return step
 
 
+def in_turn(
+    make: Callable[..., Callable[[list[list[int]]], None]],
+    sizes: dict[str, Any],
+    longest: int,
+    dtype: str,
+    batches: list[list[list[int]]],
+    begins: Measure,
+    ends: Measure,
+) -> None:
+    """Steps of :func:`ours` or :func:`plain`."""
+    step = make(sizes, longest, dtype, torch.device("cpu"))
+    for batch in batches:
+        begins()
+        step(batch)
+        ends()
+
+
+def trl(
+    sizes: dict[str, Any],
+    longest: int,
+    dtype: str,
+    batches: list[list[list[int]]],
+    begins: Measure,
+    ends: Measure,
+) -> None:
+    sys.path.append(
+        sys.path.pop(0)
+    )  # this folder has a datasets.py, which is not the package that TRL imports
+    from support import trl_step
+
+    sys.path.insert(0, sys.path.pop())
+
+    trl_step.train(
+        model(sizes),
+        batches,
+        prompt_tokens=PROMPT_TOKENS,
+        micro_batch=min(2, len(batches[0])),
+        dtype=dtype,
+        on_batch=begins,
+        on_step=ends,
+    )
+
+
 def worker(case: dict[str, Any]) -> None:
     rank = Rank.from_environment(os.environ)
     torch.set_num_threads(1)
-    device = init_process_group(rank, device="cpu", timeout_seconds=LIMIT_SECONDS)
+    init_process_group(rank, device="cpu", timeout_seconds=LIMIT_SECONDS)
     fsdp = {"engine": "FSDP2", "zero_stage": 3} if case["engine"] == "FSDP2" else {}
-    make = {"ours": partial(ours, **fsdp), "plain": plain}[case["side"]]
-    small = make(case["sizes"] | SMALL | {"num_attention_heads": 2}, 128, case["dtype"], device)
-    for _ in range(2):
-        small(sequences(rank.rank, 128, 2, SMALL["vocab_size"]))
-    del small
+    steps = {"ours": partial(in_turn, partial(ours, **fsdp)), "plain": partial(in_turn, plain), "trl": trl}
+    run, dtype, times = steps[case["side"]], case["dtype"], list[tuple[float, float]]()
+
+    def now() -> None:
+        torch.distributed.barrier()
+        times.append((time.perf_counter(), time.process_time()))
+
+    few = sequences(rank.rank, 128, case["count"], SMALL["vocab_size"])
+    run(case["sizes"] | SMALL | {"num_attention_heads": 2}, 128, dtype, [few, few], now, now)
     gc.collect()
     base = resident(reset=True)[0]
-    step = make(case["sizes"], case["longest"], case["dtype"], device)
     rows = sequences(rank.rank, case["longest"], case["count"], case["sizes"]["vocab_size"])
-    for _ in range(2):
-        torch.distributed.barrier()
-        begin = time.perf_counter()
-        step(rows)
-        torch.distributed.barrier()
-        seconds = time.perf_counter() - begin
-    print(
-        "RESULT "
-        + json.dumps({"seconds": seconds, "tokens": sum(map(len, rows)), "peak": resident()[1] - base}),
-        flush=True,
-    )
+    beginnings = [row[: PROMPT_TOKENS + 64] for row in rows]
+    run(case["sizes"], case["longest"], dtype, [beginnings, rows], now, now)
+    seconds, processor = (end - begin for begin, end in zip(*times[-2:], strict=True))
+    found = {
+        "seconds": seconds,
+        "processor": processor,
+        "tokens": sum(map(len, rows)),
+        "peak": resident()[1] - base,
+    }
+    print("RESULT " + json.dumps(found), flush=True)
     destroy_process_group()
 
 
-def measure(side: str, name: str, dtype: str, engine: str) -> tuple[float, float]:
-    """Tokens a second of all ranks, and the larger peak in bytes."""
+def measure(side: str, name: str, dtype: str, engine: str) -> tuple[float, float, float]:
+    """Tokens a second of all ranks, tokens a second of their processor time, and the larger peak in bytes."""
     sizes, longest, count = CASES[name]
     case = {"side": side, "sizes": MODELS[sizes], "longest": longest, "count": count, "dtype": dtype}
     case["engine"] = engine
@@ -205,7 +254,23 @@ def measure(side: str, name: str, dtype: str, engine: str) -> tuple[float, float
         for process in ranks:
             process.kill()
     seconds = max(one["seconds"] for one in found)
-    return sum(one["tokens"] for one in found) / seconds, max(one["peak"] for one in found)
+    tokens, processor = (sum(one[key] for one in found) for key in ("tokens", "processor"))
+    return tokens / seconds, tokens / processor, max(one["peak"] for one in found)
+
+
+def report(title: str, runs: dict[str, list[tuple[float, float, float]]]) -> dict[str, dict[str, float]]:
+    """Print the medians of each side, and their ratios to others'; returns the medians."""
+    speed, frugality, peak = (
+        {side: statistics.median(one[i] for one in values) for side, values in runs.items()} for i in range(3)
+    )
+    print(f"{title}: {speed['ours']:.0f} tokens/s, peak {peak['ours'] / 2**20:.0f} MiB", flush=True)
+    for side in list(runs)[1:]:
+        print(
+            f"  {side}: {speed[side]:.0f} tokens/s ({speed['ours'] / speed[side]:.2f}× by ours, {frugality['ours'] / frugality[side]:.2f}× "
+            f"by processor time), peak {peak[side] / 2**20:.0f} MiB ({peak['ours'] / peak[side]:.2f}×)",
+            flush=True,
+        )
+    return {"tokens_per_second": speed, "tokens_per_processor_second": frugality, "peak_bytes": peak}
 
 
 def main() -> None:
@@ -217,6 +282,7 @@ def main() -> None:
     parser.add_argument("--only", help="cases, separated by semicolons")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--engine", choices=["DeepSpeed", "FSDP2"], default="DeepSpeed")
+    parser.add_argument("--trl", action="store_true", help="beside TRL too (requirements/bench.txt)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -224,22 +290,17 @@ def main() -> None:
         return
     names = arguments.only.split(";") if arguments.only else QUICK if arguments.quick else list(CASES)
     figures: dict[str, Any] = {}
+    sides = ["ours", "plain", *(["trl"] if arguments.trl else [])]
     for name in names:
-        runs: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
+        runs: dict[str, list[tuple[float, float, float]]] = {side: [] for side in sides}
         for _ in range(1 if arguments.quick else arguments.rounds):
             for side, values in runs.items():
                 values.append(measure(side, name, arguments.dtype, arguments.engine))
-        speed, peak = (
-            {side: statistics.median(one[i] for one in values) for side, values in runs.items()}
-            for i in (0, 1)
-        )
-        figures[name] = {"tokens_per_second": speed, "peak_bytes": peak}
-        print(
-            f"{name} tokens, {arguments.dtype}, {arguments.engine}: {speed['ours']:.0f} tokens/s, plain {speed['plain']:.0f} "
-            f"({speed['ours'] / speed['plain']:.2f}×); peak {peak['ours'] / 2**20:.0f} MiB, plain {peak['plain'] / 2**20:.0f} "
-            f"({peak['ours'] / peak['plain']:.2f}×)",
-            flush=True,
-        )
+                print(
+                    f"  {name}, {side}: {values[-1][0]:.0f} tokens/s, {values[-1][2] / 2**20:.0f} MiB",
+                    flush=True,
+                )
+        figures[name] = report(f"{name} tokens, {arguments.dtype}, {arguments.engine}", runs)
     options = {"dtype": arguments.dtype, "engine": arguments.engine}
     print(json.dumps({"benchmark": "train_step", **options, "figures": figures}))
 

@@ -6,7 +6,8 @@ one row at a time). The packed log-probabilities therefore equal those of each s
 
 The layout depends on the kernel. Variable-length kernels skip pairs of different sequences, so sequences share rows. With
 ``sdpa`` a shared row of T tokens costs T² and a mask, so each sequence gets a separate row, and rows of similar length form a
-micro-batch, with little padding and without a mask.
+micro-batch, with little padding and without a mask. There a prompt can also be computed once for all of its completions, whose rows
+then begin with its last token.
 
 Shapes: ``b`` row of a micro-batch, ``t`` position in the row, ``n`` trainable token in flat order (sequence after
 sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch, ``r`` sequence of a micro-batch in the order
@@ -16,7 +17,7 @@ of its rows. There is no Python loop over tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +27,10 @@ from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 
 Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
 """Of any width."""
+_MICRO_BATCH_POSITIONS = 256
+"""What a micro-batch costs beyond its positions, in positions."""
+_PAYS = 0.9
+"""Prompts are computed apart only where that costs less than this share: rows that attend to them need a mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +95,15 @@ class MicroBatch:
     none."""
     known_x: torch.Tensor | None = None
     """Bool, whether a flattened position has some."""
+    prompts_gp: torch.Tensor | None = None
+    """Prompts without their last tokens, each of which precedes the rows of ``prompt_b``; None if rows have their prompts."""
+    prompt_b: torch.Tensor | None = None
+    """Index of each row's prompt."""
+
+    @property
+    def computed(self) -> int:
+        """Number of computed positions."""
+        return self.input_ids_bt.numel() + (0 if self.prompts_gp is None else self.prompts_gp.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +126,15 @@ class PackedBatch:
         return int(self.trainable_s.sum())
 
 
-def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bool) -> PackedBatch:
+def pack(
+    sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bool, shared_prompts: bool = False
+) -> PackedBatch:
     """Pack sequences into micro-batches of at most ``micro_batch_tokens`` positions. Deterministic; sequences are not split.
 
     With ``shared_rows``, a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row has one
     sequence, and a micro-batch has as many rows as fit when padded to its longest, longest first. Positions after the last
-    prediction are left out: the last token of a sequence, and whole sequences without trainable tokens.
+    prediction are left out: the last token of a sequence, and whole sequences without trainable tokens. With ``shared_prompts``, which
+    is for such rows, equal prompts of a micro-batch are computed once, where that leaves less to compute.
 
     Raises ``SequenceTooLongError``, and ``ValueError`` if the limit is not positive.
 
@@ -142,18 +159,40 @@ def pack(sequences: Items[Sequence], micro_batch_tokens: int, *, shared_rows: bo
         groups = [[row] for row in _first_fit_decreasing(lengths, micro_batch_tokens)]
     else:
         groups = _by_length(lengths, micro_batch_tokens)
-    micro_batches = tuple(_micro_batch(group, tokens, length_s) for group in groups)
-    computed = sum(micro.input_ids_bt.numel() for micro in micro_batches)
+    micro_batches = [_micro_batch(group, tokens, length_s) for group in groups]
+    spared = 0
+    if shared_prompts and not shared_rows:
+        shared = _by_prompt(tokens, length_s, micro_batch_tokens)
+        found = [_after_prompts(rows, tokens, length_s) for rows in shared]
+        if _cost(found) < _PAYS * _cost(micro_batches):
+            micro_batches = found
+            spared = sum(
+                (len(micro.prompt_b) - len(micro.prompts_gp)) * micro.prompts_gp.shape[1]
+                for micro in found
+                if micro.prompts_gp is not None and micro.prompt_b is not None
+            )
+    needed, computed = sum(lengths) - spared, sum(micro.computed for micro in micro_batches)
     routed = sum(int(micro.known_x.sum()) for micro in micro_batches if micro.known_x is not None)
     return PackedBatch(
-        micro_batches, torch.from_numpy(tokens.trainable_s), sum(lengths), computed - sum(lengths), routed
+        tuple(micro_batches), torch.from_numpy(tokens.trainable_s), needed, computed - needed, routed
     )
+
+
+def _cost(micro_batches: list[MicroBatch]) -> int:
+    """Of a forward pass, in positions."""
+    return sum(micro.computed + _MICRO_BATCH_POSITIONS for micro in micro_batches)
 
 
 def one_row(sequences: Items[Sequence]) -> MicroBatch:
     """A micro-batch of one row with these sequences in their order."""
     length_s = np.array([sequence.tokens - 1 for sequence in sequences])
     return _micro_batch([list(range(len(sequences)))], _Tokens.of(sequences), length_s)
+
+
+def after_prompt(sequences: Items[Sequence]) -> MicroBatch:
+    """A micro-batch in which these sequences follow one computation of their prompt, which is that of all."""
+    length_s = np.array([sequence.tokens - 1 for sequence in sequences])
+    return _after_prompts([list(range(len(sequences)))], _Tokens.of(sequences), length_s)
 
 
 def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -188,6 +227,48 @@ def _by_length(lengths: list[int], budget: int) -> list[list[list[int]]]:
             groups.append([[index]])
             longest = lengths[index]
     return groups
+
+
+def _by_prompt(tokens: _Tokens, length_s: Ints, budget: int) -> list[list[list[int]]]:
+    """Micro-batches of prompts of equal length, each prompt with the sequences that have it. Length 0 is left out."""
+    of_prompt: dict[bytes, list[int]] = {}
+    for index in np.flatnonzero(length_s).tolist():
+        start = tokens.start_s[index]
+        of_prompt.setdefault(tokens.ids[start : start + tokens.prompt_s[index]].tobytes(), []).append(index)
+    after_s = length_s - tokens.prompt_s + 1
+    groups = [sorted(group, key=lambda index: -after_s[index]) for group in of_prompt.values()]
+    groups.sort(key=lambda group: (-tokens.prompt_s[group[0]], -after_s[group[0]]))
+    micro_batches: list[list[list[int]]] = []
+    before = width = rows = 0
+    for group in groups:
+        last: list[int] = []
+        for index in group:
+            prefix, after = int(tokens.prompt_s[index]) - 1, int(after_s[index])
+            prompts = len(micro_batches[-1]) + (not last) if micro_batches else 0
+            if (
+                not micro_batches
+                or prefix != before
+                or prompts * prefix + (rows + 1) * max(width, after) > budget
+            ):
+                micro_batches.append([])
+                before, width, rows, last = prefix, 0, 0, []
+            if not last:
+                micro_batches[-1].append(last)
+            last.append(index)
+            width, rows = max(width, after), rows + 1
+    return micro_batches
+
+
+def _after_prompts(groups: list[list[int]], tokens: _Tokens, length_s: Ints) -> MicroBatch:
+    """Rows of what follows prompts of equal length, and these without their last tokens once each."""
+    first_g = tokens.start_s[[group[0] for group in groups]]
+    before = int(tokens.prompt_s[groups[0][0]]) - 1
+    micro = _micro_batch([[index] for group in groups for index in group], tokens, length_s, before)
+    if not before:
+        return micro
+    prompts_gp = torch.from_numpy(tokens.ids[first_g[:, None] + np.arange(before)])
+    prompt_b = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    return replace(micro, prompts_gp=prompts_gp, prompt_b=torch.from_numpy(prompt_b))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +328,11 @@ def _ranges(firsts: Ints, counts: Ints) -> Ints:
     return found
 
 
-def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> MicroBatch:
+def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints, before: int = 0) -> MicroBatch:
+    """Rows of sequences, each without its first ``before`` tokens."""
     sequence_r = np.array([index for row in rows for index in row], dtype=np.int64)
     size_b = np.array([len(row) for row in rows])
-    length_r, trainable_r = length_s[sequence_r], tokens.trainable_s[sequence_r]
+    length_r, trainable_r = length_s[sequence_r] - before, tokens.trainable_s[sequence_r]
     end_r = _starts(length_r)
     before_b = end_r[_starts(size_b)]  # positions of the rows before each
     width = int(np.diff(before_b).max())
@@ -258,7 +340,7 @@ def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> Micr
     start_r = end_r[:-1] + np.repeat(np.arange(len(rows)) * width - before_b[:-1], size_b)
     at = _ranges(start_r, length_r)
     ids = np.zeros(len(rows) * width, np.int64)
-    ids[at] = tokens.ids[_ranges(tokens.start_s[sequence_r], length_r)]
+    ids[at] = tokens.ids[_ranges(tokens.start_s[sequence_r] + before, length_r)]
     # Only rows with one sequence are padded. Attention is causal, so no token attends to the padding. The positions of
     # the padding continue the sequence, so that transformers does not detect packing and the kernel needs no mask.
     positions = np.tile(np.arange(width), len(rows))
@@ -267,11 +349,11 @@ def _micro_batch(rows: list[list[int]], tokens: _Tokens, length_s: Ints) -> Micr
     sequence_m = np.repeat(sequence_r, trainable_r)
     completion_m = tokens.start_s[sequence_m] + tokens.prompt_s[sequence_m]
     place_m = tokens.place_n[flat_m]
-    predict_at_m = np.repeat(start_r + tokens.prompt_s[sequence_r] - 1, trainable_r) + place_m
+    predict_at_m = np.repeat(start_r + tokens.prompt_s[sequence_r] - 1 - before, trainable_r) + place_m
     routed_r = [tokens.routed_s[sequence] for sequence in sequence_r]
     return MicroBatch(
         torch.from_numpy(ids.reshape(len(rows), width)),
-        torch.from_numpy(positions.reshape(len(rows), width)),
+        torch.from_numpy(positions.reshape(len(rows), width) + before),
         torch.from_numpy(predict_at_m),
         torch.from_numpy(tokens.ids[completion_m + place_m]),
         torch.from_numpy(flat_m),

@@ -414,6 +414,7 @@ class Engine:
             kind = "sequences share rows" if shared else "each sequence has a row of its own"
             why = f" (torch's variable-length kernel is not used: {reason})" if reason else ""
             log.info("attention: %s; %s%s", self.config._attn_implementation, kind, why)
+        self._passes.shares_prompts()  # the first call compares, on all ranks
 
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
@@ -458,6 +459,7 @@ class Engine:
             batch,
             micro_batch_tokens=self.settings.micro_batch_tokens,
             shared_rows=self._passes.shares_rows(),
+            shared_prompts=self._passes.shares_prompts(),
             vocabulary=int(self.config.vocab_size),
             pinned=self.device.type == "cuda",
             replay=self._passes.replay,

@@ -32,13 +32,13 @@ from scalerl_trainer.engine.backend import Backend, Frozen
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.stats import TrainBatch
-from scalerl_trainer.errors import EngineError
+from scalerl_trainer.errors import EngineError, first_line
 from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
-from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, after_prompt, one_row
 from scalerl_trainer.ranks import RankLost
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class Passes:
         self._config: Any = policy.causal_lm.config
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._separates: bool | None = None
+        self._follows: bool | None = None
         self.reference: Frozen | None = None
         self.reference_is_base = False
         """Whether the reference is the model without its adapters."""
@@ -152,6 +153,49 @@ class Passes:
             )
         return separates
 
+    def shares_prompts(self) -> bool:
+        """Whether rows with equal prompts can follow one computation of it."""
+        if self._follows is None:
+            self._follows = self._may_share_prompts() and self._check_prompts()
+        return self._follows
+
+    def _may_share_prompts(self) -> bool:
+        """Not under partitioned parameters, whose gathering expects one pass of each layer; checkpointed layers keep no keys and
+        values, and the figures of routers are by position of one pass."""
+        settings = self._settings
+        return (
+            self._policy.takes_positions
+            and not self.shares_rows()
+            and settings.zero_stage < 3
+            and not settings.activation_checkpointing
+            and not self.routing.experts
+        )
+
+    def _check_prompts(self) -> bool:
+        """Compare three completions of a prompt after one computation of it with each alone. A collective."""
+        generator = torch.Generator().manual_seed(1)
+        tokens = min(_CHECKED_TOKENS // 2, self._settings.micro_batch_tokens // 4)
+        good, reason = tokens >= 4, "micro-batches are too short"
+        if good:
+            vocabulary = int(self._config.vocab_size)
+            prompt, *rest = torch.randint(vocabulary, (4, tokens), generator=generator).tolist()
+            sequences = [Sequence(prompt, rest[i][: tokens - i]) for i in range(3)]
+            self._policy.eval()
+            try:
+                with torch.no_grad():
+                    together_n, _ = self.forward(after_prompt(sequences), 1.0)
+                    alone_n = torch.cat([self.forward(one_row([one]), 1.0)[0] for one in sequences])
+            except Exception as error:  # of a family whose layers keep something else
+                good, reason = False, f"{type(error).__name__}: {first_line(error)}"
+            else:
+                difference, spread = float((together_n - alone_n).abs().max()), float(alone_n.std())
+                good = difference < _ROW_TOLERANCE[self._settings.dtype] * spread
+                reason = f"log-probabilities differ by {difference:.2g}"
+        follows = bool(gather_vectors(torch.tensor([int(good)], device=self._device)).all())
+        if not follows:
+            log.info("each completion is computed with its prompt (%s on rank %d)", reason, self._rank)
+        return follows
+
     def _random_pair(self, tokens: int, generator: torch.Generator) -> list[Sequence]:
         """Two sequences of 5/8 and 3/8 of ``tokens``, or of what a micro-batch holds."""
         tokens = min(tokens, self._settings.micro_batch_tokens + 2)
@@ -183,13 +227,20 @@ class Passes:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies ``[M]``, see :meth:`.LogprobHead.forward`."""
         result: tuple[torch.Tensor, torch.Tensor] = self._backend(
-            *self._inputs(micro), temperature or self._settings.temperature, entropy
+            *self._inputs(micro), temperature or self._settings.temperature, entropy, *self._prompts(micro)
         )
         return result
 
     def _inputs(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
         inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
+
+    def _prompts(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+        if micro.prompts_gp is None or micro.prompt_b is None:
+            return ()
+        return tuple(
+            tensor.to(self._device, non_blocking=True) for tensor in (micro.prompts_gp, micro.prompt_b)
+        )
 
     def _frozen_logprobs(self, frozen: Frozen | None, micro: MicroBatch) -> torch.Tensor | None:
         """A frozen policy's log-probability of each token, ``[M]``; None without one.
@@ -199,7 +250,7 @@ class Passes:
         if frozen is None:
             return None
         logprobs_m: torch.Tensor
-        logprobs_m, _ = frozen(*self._inputs(micro), self._settings.temperature, False)
+        logprobs_m, _ = frozen(*self._inputs(micro), self._settings.temperature, False, *self._prompts(micro))
         return logprobs_m
 
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:

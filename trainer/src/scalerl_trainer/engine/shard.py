@@ -39,6 +39,7 @@ def pack_shard(
     *,
     micro_batch_tokens: int,
     shared_rows: bool,
+    shared_prompts: bool,
     vocabulary: int,
     pinned: bool,
     replay: RouterReplay | None = None,
@@ -53,7 +54,7 @@ def pack_shard(
     error: BadBatchError | None = None
     packed = PackedBatch((), torch.zeros(0, dtype=torch.long), 0, 0)
     try:
-        packed = pack(sequences, micro_batch_tokens, shared_rows=shared_rows)
+        packed = pack(sequences, micro_batch_tokens, shared_rows=shared_rows, shared_prompts=shared_prompts)
         _check_tokens(packed, vocabulary)
         if replay is not None:
             for micro in packed.micro_batches:
@@ -111,7 +112,11 @@ def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
 def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
     """Check that all token ids are in the vocabulary: otherwise this rank would fail while the others are in a collective."""
     for micro in packed.micro_batches:
-        for ids in (micro.input_ids_bt, micro.target_m):
+        for ids in (
+            micro.input_ids_bt,
+            micro.target_m,
+            *(() if micro.prompts_gp is None else (micro.prompts_gp,)),
+        ):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= vocabulary:
                 raise BadBatchError(

@@ -39,7 +39,7 @@ class Policy(nn.Module):
         _zero_dropout(causal_lm)
         self.causal_lm = causal_lm
         self.head = LogprobHead(output, fp32=fp32_head, chunk_bytes=chunk_bytes, transform=transform)
-        self._takes_positions = "position_ids" in inspect.signature(causal_lm.base_model.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(causal_lm.base_model.forward).parameters
 
     def train(self, mode: bool = True) -> Policy:
         """Set evaluation mode for both values of ``mode``, except in layers with activation checkpointing.
@@ -60,7 +60,7 @@ class Policy(nn.Module):
 
         That the whole model keeps them apart is for the engine to check.
         """
-        return self._takes_positions and self._attention in ("flash_attention_2", varlen.NAME)
+        return self.takes_positions and self._attention in ("flash_attention_2", varlen.NAME)
 
     @property
     def _attention(self) -> str:
@@ -74,21 +74,39 @@ class Policy(nn.Module):
         target_m: torch.Tensor,
         temperature: float = 1.0,
         entropy: bool = False,
+        prompts_gp: torch.Tensor | None = None,
+        prompt_b: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 
         The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
         of a row. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
         """
-        positions: dict[str, Any] = {"position_ids": position_ids_bt} if self._takes_positions else {}
+        positions: dict[str, Any] = {"position_ids": position_ids_bt} if self.takes_positions else {}
         if self._attention == varlen.NAME:
             positions |= varlen.boundaries(position_ids_bt)
+        if prompts_gp is not None and prompt_b is not None:
+            positions |= {"past_key_values": self._keys_of(prompts_gp, prompt_b)}
         hidden_btd = self.causal_lm.base_model(
-            input_ids=input_ids_bt, use_cache=False, **positions
+            input_ids=input_ids_bt, use_cache=prompts_gp is not None, **positions
         ).last_hidden_state
         hidden_md = hidden_btd.flatten(0, 1).index_select(0, predict_at_m)
         result: tuple[torch.Tensor, torch.Tensor] = self.head(hidden_md, target_m, temperature, entropy)
         return result
+
+    def _keys_of(self, prompts_gp: torch.Tensor, prompt_b: torch.Tensor) -> Any:
+        """Keys and values of the prompts, once for each row that follows one, with their gradient."""
+        positions_gp = torch.arange(prompts_gp.shape[1], device=prompts_gp.device).expand_as(prompts_gp)
+        kept = self.causal_lm.base_model(
+            input_ids=prompts_gp, position_ids=positions_gp, use_cache=True
+        ).past_key_values
+        for layer in kept.layers:
+            # Not `batch_select_indices`: the gradient of its indexing is summed one element at a time.
+            layer.keys, layer.values = (
+                layer.keys.index_select(0, prompt_b),
+                layer.values.index_select(0, prompt_b),
+            )
+        return kept
 
 
 def _zero_dropout(model: nn.Module) -> None:

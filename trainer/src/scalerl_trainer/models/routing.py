@@ -51,6 +51,11 @@ class Routing:
         for layer, (_, router) in enumerate(routers):
             router.register_forward_hook(self._hook(layer))
 
+    @property
+    def experts(self) -> int:
+        """The largest number of experts of a layer; 0 without routers."""
+        return self._experts
+
     def _hook(self, layer: int) -> Any:
         @torch.no_grad()
         def count(_: nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> None:
