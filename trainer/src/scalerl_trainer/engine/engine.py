@@ -28,7 +28,7 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
-from scalerl_trainer.engine.start import StartSample
+from scalerl_trainer.engine.start_kl import StartSample
 from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
 from scalerl_trainer.engine.weights import Weights
@@ -179,7 +179,7 @@ class Engine:
         return FlatLogprobs(logprobs_n, packed.trainable_s)
 
     def keep_start(self, sequences: Items[Sequence]) -> None:
-        """Keep rank 0's ``sequences``, which the current weights sampled, to measure later ones against (:mod:`.start`)."""
+        """Keep rank 0's ``sequences``, which the current weights sampled, to measure later ones against (:mod:`.start_kl`)."""
         logprobs_n = self.logprobs(sequences).logprobs_n
         if self._rank == 0 and len(logprobs_n) and bool(logprobs_n.isfinite().all()):
             self.start = StartSample.of(sequences, logprobs_n, self.settings.temperature)
