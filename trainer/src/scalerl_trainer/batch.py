@@ -19,9 +19,8 @@ from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.algo.advantages import advantages, turn_advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
-from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
-from scalerl_trainer.packing import Sequence
+from scalerl_trainer.packing import Sequence, TrainBatch
 from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS, ProbeSequence
 
 UNUSABLE_FRACTION = 0.5

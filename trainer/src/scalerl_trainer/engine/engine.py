@@ -24,13 +24,12 @@ import torch.distributed as dist
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.algo.mismatch import RatioStatistics
 from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
-from scalerl_trainer.engine.distributed import gather_vectors
+from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
 from scalerl_trainer.engine.start_kl import StartSample
 from scalerl_trainer.engine.state import EngineState
-from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
+from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats
 from scalerl_trainer.engine.weights import Weights
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
@@ -39,7 +38,7 @@ from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.models.weight_stream import WeightStream
-from scalerl_trainer.packing import MicroBatch, Sequence
+from scalerl_trainer.packing import MicroBatch, PackedShard, Sequence, TrainBatch, pack_shard
 from scalerl_trainer.saved_state import (
     HEADER,
     PROXIMAL,

@@ -30,13 +30,12 @@ from scalerl_trainer.algo.mismatch import (
 from scalerl_trainer.engine.backend import Backend, Frozen
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.routing import Routing
-from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, one_row
+from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, TrainBatch, one_row
 from scalerl_trainer.ranks import RankLost
 
 log = logging.getLogger(__name__)
