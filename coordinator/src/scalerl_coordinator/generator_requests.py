@@ -12,7 +12,6 @@ import msgspec
 from scalerl_api import wire
 from scalerl_api.wire import PromptRef, PushResult, ReleaseCause, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
@@ -20,7 +19,7 @@ from scalerl_coordinator.learning import bounded
 from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
-from scalerl_coordinator.rewards import rewards, turn_returns
+from scalerl_coordinator.rewards import rewards, turn_returns, zero_variance
 from scalerl_coordinator.slots import staleness
 from scalerl_coordinator.training_leases import TrainingLeases
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scalerl_api import wire
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.batcher import Item, balance
 from scalerl_coordinator.core import Core, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One sequence to assign to a rank."""
+
+    group: int
+    """Index of its group in the step."""
+    sample: int
+    """Index of its completion in the group."""
+    tokens: int
+    """Length of prompt plus completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,26 @@ def plan_shard(core: Core, request: wire.ShardRequest) -> ShardPlan:
     shard = balance(items, request.world_size)[request.rank]
     lease_ids = [g.lease_id for g in groups]
     return ShardPlan(request.step, metas, lease_ids, shard, ambiguous=request.step <= state.lost)
+
+
+def balance(items: Sequence[Item], ranks: int) -> list[list[Item]]:
+    """Assign sequences to ranks so that the ranks' token counts are nearly equal.
+
+    Longest first, each sequence goes to the rank with the fewest tokens so far (Graham's LPT: the largest load is at most 4/3
+    of the optimum). Ties are broken by index, so the result does not depend on the order of arrival. Each shard is sorted by
+    group and sample.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    shards: list[list[Item]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for item in sorted(items, key=lambda i: (-i.tokens, i.group, i.sample)):
+        load, rank = heapq.heappop(loads)
+        shards[rank].append(item)
+        heapq.heappush(loads, (load + item.tokens, rank))
+    for shard in shards:
+        shard.sort(key=lambda i: (i.group, i.sample))
+    return shards
 
 
 def fill_shard(plan: ShardPlan, groups: Mapping[str, r.StoredGroup]) -> wire.Shard:
