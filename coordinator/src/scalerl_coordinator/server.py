@@ -37,8 +37,7 @@ from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_re
 from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.run_file_writer import RunFileWriter
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.shards import fill_shard
-from scalerl_coordinator.step_groups import StepGroups
+from scalerl_coordinator.shards import StepGroups, fill_shard
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import TrainerRequests
 from scalerl_processes.waiting import cancel
