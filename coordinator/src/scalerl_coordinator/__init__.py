@@ -19,7 +19,8 @@ The way of a rollout, from prompt to trained batch::
       │                        Server._step() ▶ TrainerRequests.step() ▶ Core.commit(StepTrained) ◀─ report │
       │                          RunFiles.write_rows() appends to metrics.jsonl
 
-Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState` and queues the record;
+Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState`, which finds the function of the
+record's type in ``generator_transitions`` or ``trainer_transitions``, and queues the record;
 ``JournaledCore.decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
 
 Members' heartbeats (``membership``) and leases' deadlines (``leases``) are not journaled: a restart may lose them.
