@@ -35,7 +35,6 @@ from scalerl_trainer.leader_checkpoints import POLL_SECONDS, LeaderCheckpoints
 from scalerl_trainer.leader_publishes import LeaderPublishes
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.step_stats import stats_of_step
 from scalerl_trainer.tensor_files import TensorInfo
@@ -60,7 +59,7 @@ class Leader:
     def __init__(
         self,
         worker: Worker,
-        publisher: Publisher | FilePublisher,
+        publisher: Publisher,
         control: ActorControl,
         exporter: Exporter,
         load_run: Callable[[], ScaleRLRun],

@@ -85,6 +85,7 @@ from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.first_probe import first_probes
+from scalerl_trainer.publish.group_publisher import GroupPublisher
 from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt
 from scalerl_trainer.ranks import Ranks
@@ -244,8 +245,7 @@ def run(
     try:
         leader.lead(snapshot, remove_mid_training if trained_supervised else None)
     finally:
-        if isinstance(publisher, FilePublisher):
-            publisher.close()
+        publisher.close()
     volume.close()
 
 
@@ -256,14 +256,14 @@ def _publisher(
     host: str,
     device: torch.device,
     control: ActorControl,
-) -> Publisher | FilePublisher:
+) -> Publisher:
     """The publisher of ``weightSync.backend``."""
     if spec.weight_backend != "files":
         if fence is not None and paths.weights.exists():
             begin_attempt(
                 paths.weights / fence.folder.name.removeprefix(FOLDER), fence
             )()  # of another backend
-        return Publisher(publish_settings(spec, host, device), control)
+        return GroupPublisher(publish_settings(spec, host, device), control)
     assert fence is not None
     folder = paths.weights / fence.folder.name.removeprefix(FOLDER)
     bucket_bytes = quantity_bytes(spec.weight_sync.bucket)

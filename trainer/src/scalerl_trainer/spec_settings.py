@@ -14,7 +14,8 @@ from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.models.lora import Lora
-from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, WRITE_TIMEOUTS, PublishSettings
+from scalerl_trainer.publish.group_publisher import PublishSettings
+from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, WRITE_TIMEOUTS
 
 MIN_COLLECTIVE_SECONDS = 600.0
 
