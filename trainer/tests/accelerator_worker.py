@@ -280,7 +280,7 @@ def publish(made: Engine) -> int:
     """Fill every bucket of a publish; returns their number."""
     tensors = [
         (name, tensor)
-        for bucket in made.gather_parameters(1 << 12)
+        for bucket in made.weights.gather_parameters(1 << 12)
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True)
     ]
     stream = iter(tensors)

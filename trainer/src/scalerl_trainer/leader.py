@@ -271,7 +271,8 @@ class Leader:
     def _export(self) -> None:
         """Export the current weights; the exporter handles failures."""
         worker, adapters = self._worker, exports_adapter(self._worker.spec) is not None
-        shapes = worker.engine.adapter_shapes(PEFT) if adapters else worker.engine.checkpoint_shapes()
+        weights = worker.engine.weights
+        shapes = weights.adapter_shapes(PEFT) if adapters else weights.checkpoint_shapes()
         infos = [TensorInfo(name, getattr(torch, worker.spec.model.dtype), shape) for name, shape in shapes]
         self._export_seconds += self._exporter.write(
             worker.version,

@@ -355,8 +355,8 @@ class LeaderPublishes:
     def _weights(self) -> WeightSource:
         """The current weights, or the adapters, as they are published."""
         worker, lora = self._worker, self._worker.spec.trainer.lora
-        adapters = lora is not None and lora.publish == "Adapter"
-        shapes = worker.engine.adapter_shapes(PUBLISHED) if adapters else worker.engine.checkpoint_shapes()
+        adapters, weights = lora is not None and lora.publish == "Adapter", worker.engine.weights
+        shapes = weights.adapter_shapes(PUBLISHED) if adapters else weights.checkpoint_shapes()
         manifest = [wire.TensorSpec(name, worker.spec.model.dtype, list(shape)) for name, shape in shapes]
         if lora is not None and adapters:
             return WeightSource(manifest, partial(self.adapters, PUBLISHED), lora.alpha / lora.rank)
@@ -375,7 +375,7 @@ class LeaderPublishes:
     def adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:
             self._worker.send(Command.GATHER_ADAPTERS)
-        return self._worker.engine.gather_adapters(names)
+        return self._worker.engine.weights.gather_adapters(names)
 
 
 def _without_numbers(error: str) -> str:

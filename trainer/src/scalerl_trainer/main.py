@@ -161,7 +161,7 @@ def run(
     model, weights = opened()
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
     if spec.trainer.lora is not None and spec.trainer.lora.publish == "Adapter":
-        engine.adapter_shapes(PUBLISHED)  # refuses what cannot be published before anything is trained
+        engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
     if spec.recipe.proximal_updates:
         proximal, base = opened()
         engine.keep_proximal(proximal, None if spec.trainer.lora is None else base)

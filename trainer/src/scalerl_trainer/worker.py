@@ -138,7 +138,7 @@ class Worker:
                     for _ in self.gather():
                         pass
                 case Command.GATHER_ADAPTERS:
-                    for _ in self.engine.gather_adapters(PEFT):
+                    for _ in self.engine.weights.gather_adapters(PEFT):
                         pass
                 case Command.SCORE:
                     self.engine.logprobs([], temperature=1.0)
@@ -233,7 +233,7 @@ class Worker:
 
     def gather(self) -> NamedTensors:
         """Yield whole tensors under the names of checkpoint files on rank 0, nothing on others. A collective under ZeRO-3."""
-        return self.engine.gather_checkpoint(self.bucket_bytes)
+        return self.engine.weights.gather_checkpoint(self.bucket_bytes)
 
     @property
     def reads_beside(self) -> bool:
