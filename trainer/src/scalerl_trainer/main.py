@@ -58,6 +58,7 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_api.spec import RunSpec
+from scalerl_trainer.algo.losses.from_spec import make_loss
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
 from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
 from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
@@ -93,7 +94,6 @@ from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import (
     collective_timeout_seconds,
     engine_settings,
-    make_loss,
     publish_limit_seconds,
     publish_settings,
 )
