@@ -122,7 +122,7 @@ class ScoringSpec(SourcesSpec):
     @property
     def stepping_environment(self) -> EnvironmentSpec | None:
         """The environment, if it makes its steps itself, and not by the task's verifier alone."""
-        return None if self.environment is None or self.environment.name == "retry" else self.environment
+        return self.environment if self.environment is not None and self.environment.makes_steps else None
 
     @property
     def scoring(self) -> Sequence[VerifierSpec]:

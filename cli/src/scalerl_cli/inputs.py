@@ -75,7 +75,7 @@ def _placed(base: Path, section: Section) -> Section:
         elif name == "command" and isinstance(section, EnvironmentServerSpec):
             # Not resolved: the Python of a virtual environment is a link.
             new = [str(base / word) if os.path.isfile(base / word) else word for word in value]
-        elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.name == "tools":
+        elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.has_tools:
             new = _with_paths(base, value)
         elif isinstance(value, BaseModel):
             new = _placed(base, value)

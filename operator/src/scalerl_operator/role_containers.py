@@ -111,7 +111,7 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
         * verifier.workers
         for verifier, _ in graders
     ) + sum(
-        quantity_bytes(own.memory) * own.workers * (2 if own.name == "tools" else 1)  # and that of a program
+        quantity_bytes(own.memory) * own.workers * (2 if own.has_tools else 1)  # and that of a program
         for own, _, _ in environments
     )
 

@@ -91,7 +91,7 @@ def verifier_config(
 
 def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
     parameters = given.parameters or {}
-    if given.name == "tools":
+    if given.has_tools:
         from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
 
         seconds = given.turn_timeout_seconds * SHARE_OF_TIMEOUT
