@@ -14,7 +14,7 @@ import torch
 from test_generator_adapters_vllm import PROBE, SCALE, adapters, merged, publish_adapters
 from vllm_with_updates import TOKEN, Server, TensorSource, connect, receive, score, start_server
 
-from scalerl_api.roles import DEFAULT_PROBE_LIMITS
+from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled, UpdateFailed

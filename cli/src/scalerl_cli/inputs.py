@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from scalerl_api import plugins
 from scalerl_api.environment import EnvironmentSpec
+from scalerl_api.environment_server import EnvironmentServerSpec
 from scalerl_api.load import SpecError, SpecProblem, data_paths, load_run, parse_run, to_yaml
-from scalerl_api.roles import EnvironmentServerSpec
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.roles import PROBE_SEQUENCES
 from scalerl_api.spec import RunSpec
+from scalerl_api.weight_sync import PROBE_SEQUENCES
 from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.background import Prefetch
