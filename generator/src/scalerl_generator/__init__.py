@@ -33,6 +33,8 @@ A weight update (one at a time)::
         │◀─ received ── ServerState.complete_update(), or fail_update()                 │
         │── probe ────▶ WeightControl.probe() ▶ VllmClient.prompt_logprobs() ──────────▶│
 
+``actor_api`` checks the token of these requests and calls ``WeightControl``, which decides; ``ServerWeights`` calls the server.
+
 vLLM is pinned; only modules named ``vllm_*`` depend on its internals. This package does not choose prompts (the
 coordinator does), does not implement verifiers (``scalerl_tasks`` does), and does not import ``scalerl_trainer``.
 """

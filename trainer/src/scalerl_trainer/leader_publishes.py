@@ -1,6 +1,7 @@
 """Rank 0's publishes of weights: from the coordinator's permission to the commit, with the probes, and what ends the run.
 
-A publish, with the generators' part of its probe and its commit, runs on a thread beside the forward and backward of the next step.
+A publish, with the generators' part of its probe and its commit, runs on a thread beside the forward and backward of the next step,
+with a stream of its own on a GPU (:mod:`.background`).
 The next update waits until the publish has read the weights, and the report of the next step until it is committed, so the
 coordinator sees one version after the other.
 

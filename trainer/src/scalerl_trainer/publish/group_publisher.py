@@ -5,7 +5,8 @@ same), sends each member a ``receive`` request, and broadcasts the buckets. Buck
 while bucket n is sent.
 
 A member is the cause of a failed round if it does not answer, reports that its server is gone, or is the first to refuse
-to join. :mod:`.rounds` decides by the answers what the next round does.
+to join. It has failed, and the others retry together. A round without a cause is repeated once; after a second one, each member
+retries in a group by itself (:mod:`.rounds`).
 
 A publish takes at most :attr:`GroupPublisher.max_seconds`.
 """
