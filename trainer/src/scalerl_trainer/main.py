@@ -45,7 +45,6 @@ from functools import partial
 import torch
 
 from scalerl_api.attempts import Attempt
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import (
@@ -57,7 +56,6 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.losses.from_spec import make_loss
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
 from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
@@ -75,7 +73,7 @@ from scalerl_trainer.errors import (
 )
 from scalerl_trainer.export import copy_run_file
 from scalerl_trainer.exporter import Exporter
-from scalerl_trainer.fence import FOLDER, Fence
+from scalerl_trainer.fence import Fence
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
@@ -84,19 +82,11 @@ from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store import ObjectStore, StoreError
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.first_probe import first_probes
-from scalerl_trainer.publish.group_publisher import GroupPublisher
-from scalerl_trainer.publish.publisher import Publisher
-from scalerl_trainer.publish.weight_writer import WeightWriter, begin_attempt
+from scalerl_trainer.publish.from_spec import make_publisher, publish_limit_seconds
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
-from scalerl_trainer.spec_settings import (
-    collective_timeout_seconds,
-    engine_settings,
-    publish_limit_seconds,
-    publish_settings,
-)
+from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
 from scalerl_trainer.stored_files import EXPORTS
 from scalerl_trainer.uploader import Uploader
 from scalerl_trainer.worker import Worker
@@ -230,7 +220,7 @@ def run(
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
     exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)
-    publisher = _publisher(spec, paths, fence, environment.trainer_host, device, control)
+    publisher = make_publisher(spec, paths, fence, environment.trainer_host, device, control)
     leader = Leader(
         worker,
         publisher,
@@ -247,32 +237,6 @@ def run(
     finally:
         publisher.close()
     volume.close()
-
-
-def _publisher(
-    spec: RunSpec,
-    paths: RunPaths,
-    fence: Fence | None,
-    host: str,
-    device: torch.device,
-    control: ActorControl,
-) -> Publisher:
-    """The publisher of ``weightSync.backend``."""
-    if spec.weight_backend != "files":
-        if fence is not None and paths.weights.exists():
-            begin_attempt(
-                paths.weights / fence.folder.name.removeprefix(FOLDER), fence
-            )()  # of another backend
-        return GroupPublisher(publish_settings(spec, host, device), control)
-    assert fence is not None
-    folder = paths.weights / fence.folder.name.removeprefix(FOLDER)
-    bucket_bytes = quantity_bytes(spec.weight_sync.bucket)
-    return FilePublisher(
-        WeightWriter(folder, bucket_bytes, begin_attempt(folder, fence)),
-        control,
-        bucket_bytes=bucket_bytes,
-        timeout_seconds=float(spec.weight_sync.timeout_seconds),
-    )
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

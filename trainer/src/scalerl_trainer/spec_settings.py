@@ -1,15 +1,11 @@
-"""Derives the settings of the trainer's components from the run's spec."""
+"""Settings of the engine, and the timeout of collectives, from the run's spec."""
 
 from __future__ import annotations
 
-import torch
-
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.models.lora import Lora
-from scalerl_trainer.publish.group_publisher import PublishSettings
-from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, WRITE_TIMEOUTS
+from scalerl_trainer.publish.from_spec import publish_limit_seconds
 
 MIN_COLLECTIVE_SECONDS = 600.0
 
@@ -44,24 +40,3 @@ def collective_timeout_seconds(spec: RunSpec) -> float:
     not begin to wait at the same time.
     """
     return max(MIN_COLLECTIVE_SECONDS, publish_limit_seconds(spec) + 60.0)
-
-
-def publish_limit_seconds(spec: RunSpec) -> float:
-    """Bound on the time until a publish no longer reads the weights: a member that is lost late in its last attempt adds one
-    timeout."""
-    timeouts = WRITE_TIMEOUTS if spec.weight_backend == "files" else MAX_TIMEOUTS
-    return (timeouts + 1) * spec.weight_sync.timeout_seconds
-
-
-def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:
-    """Settings of a publisher with a process group. ``host``: address of this process for the actors."""
-    backend = spec.weight_backend
-    assert backend != "files"
-    return PublishSettings(
-        host=host,
-        backend=backend,
-        bucket_bytes=quantity_bytes(spec.weight_sync.bucket),
-        timeout_seconds=float(spec.weight_sync.timeout_seconds),
-        workers_per_member=spec.generator.workers,
-        device=device if backend == "nccl" else torch.device("cpu"),
-    )
