@@ -7,9 +7,9 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
+from scalerl_api.built_in import BUILT_IN_ENVIRONMENTS, DEFAULT_SESSIONS, SERVER, BuiltInEnvironment
 from scalerl_api.fields import GraderQuantity, Matches, Model, exactly_one
 from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName
-from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, DEFAULT_SESSIONS, SERVER, BuiltInEnvironment
 
 
 class PythonEnvironment(Model):

@@ -16,7 +16,9 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+from scalerl_api.built_in import BUILT_IN_ENVIRONMENTS, BUILT_IN_VERIFIERS
 
 
 class Kind(StrEnum):
@@ -33,32 +35,6 @@ class Kind(StrEnum):
     COMMAND = "scalerl.commands"
 
 
-BUILT_IN_VERIFIERS: Final = ("reasoning-gym", "exact", "number", "math-verify")
-"""Names of the verifiers of this project; others are of installed packages."""
-SERVER: Final = "server"
-"""Name of the environment whose servers are those of ``spec.environment``."""
-DEFAULT_SESSIONS: Final = 64
-"""Of a generator at an environment's server."""
-
-
-class BuiltInEnvironment(NamedTuple):
-    """What is done for an environment of this project besides its steps."""
-
-    uses_verifier: bool = False
-    """The task's verifier scores its episodes."""
-    makes_steps: bool = True
-    """It makes its steps itself, not the task's verifier alone."""
-    has_tools: bool = False
-    """Its parameters name tools, with files and a sandbox for programs."""
-
-
-BUILT_IN_ENVIRONMENTS: Final[Mapping[str, BuiltInEnvironment]] = {
-    "retry": BuiltInEnvironment(uses_verifier=True, makes_steps=False),
-    "tools": BuiltInEnvironment(uses_verifier=True, has_tools=True),
-    "nim": BuiltInEnvironment(),
-    SERVER: BuiltInEnvironment(),
-}
-"""Environments of this project, by name; their classes are in ``scalerl_tasks.environments.built_in``."""
 _BUILT_IN: Final = {Kind.VERIFIER: BUILT_IN_VERIFIERS, Kind.ENVIRONMENT: BUILT_IN_ENVIRONMENTS}
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.built_in import SERVER
 from scalerl_api.cluster import ImagesSpec, StorageSpec
 from scalerl_api.coordinator_spec import LEASE_SECONDS, CoordinatorSpec
 from scalerl_api.dataset_source import DatasetSource
@@ -32,7 +33,6 @@ from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
 from scalerl_api.model_source import HubModel, ModelSpec, ScratchModel
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.registry import SERVER
 from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final, TypedDict
 
 from scalerl_api import endpoints
+from scalerl_api.built_in import SERVER
 from scalerl_api.environment import EnvironmentSpec
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
-from scalerl_api.registry import SERVER
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
 from scalerl_operator.workloads import (

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalerl_api.registry import DEFAULT_SESSIONS, Kind
+from scalerl_api.built_in import DEFAULT_SESSIONS
+from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
 from scalerl_tasks.environments.openenv import EnvironmentServer

@@ -1,6 +1,6 @@
 """The environments of this project that make their steps in a process of a generator, by name.
 
-``scalerl_api.registry.BUILT_IN_ENVIRONMENTS`` has all names, with ``retry``, whose steps the task's verifier makes
+``scalerl_api.built_in.BUILT_IN_ENVIRONMENTS`` has all names, with ``retry``, whose steps the task's verifier makes
 (:mod:`.episodes`), and ``server``, whose steps are made elsewhere (:mod:`.server`).
 """
 
