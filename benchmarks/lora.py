@@ -104,8 +104,8 @@ def main() -> None:
             f"{name:9} step {results[name]['step_seconds']:.2f} s, checkpoint {checkpoint_bytes / 1e6:.1f} MB"
         )
     adapters = engines["adapters"]
-    results["publish_bytes"] = size(adapters.checkpoint_shapes())
-    results["adapter_bytes"] = size(adapters.adapter_shapes(PUBLISHED))
+    results["publish_bytes"] = size(adapters.weights.checkpoint_shapes())
+    results["adapter_bytes"] = size(adapters.weights.adapter_shapes(PUBLISHED))
     share = results["adapter_bytes"] / results["publish_bytes"]
     print(f"publish {results['publish_bytes'] / 1e6:.1f} MB; adapters in it {share:.1%}")
     for one in engines.values():

@@ -47,7 +47,8 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.weight_control import WeightControl
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
+from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
+from scalerl_trainer.publish.publisher import WeightSource
 
 SIZES = {
     1: ScratchModel(layers=4, hidden_size=128, attention_heads=4, intermediate_size=384, vocabulary_size=512),
@@ -136,9 +137,9 @@ def make_tensors(model: ScratchModel) -> dict[str, torch.Tensor]:
     return {name: tensor(shape) for name, shape in parameter_shapes(model, model.vocabulary_size)}
 
 
-def as_weights(tensors: dict[str, torch.Tensor]) -> Weights:
+def as_weights(tensors: dict[str, torch.Tensor]) -> WeightSource:
     manifest = [wire.TensorSpec(name, "bfloat16", list(tensor.shape)) for name, tensor in tensors.items()]
-    return Weights(manifest, lambda: iter(tensors.items()))
+    return WeightSource(manifest, lambda: iter(tensors.items()))
 
 
 # --- bare gloo ---------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) ->
         generator.wait()
         bare = bare_gloo(sizes, repeats)
         settings = PublishSettings("127.0.0.1", "gloo", bucket_bytes, TIMEOUT_SECONDS)
-        publisher = Publisher(settings, ActorControl(generator.server.token))
+        publisher = GroupPublisher(settings, ActorControl(generator.server.token))
         outcomes = []
         for version in range(repeats + 1):
             outcome = publisher.publish(version, weights, [generator.member])

@@ -168,13 +168,13 @@ def start_server(model: Path, rival: Rival, arctic: Path | None) -> VllmProcess:
 
 async def counter(client: VllmClient, name: str) -> float:
     """Of vLLM's own metrics; 0 if there is none."""
-    text = (await client._call("GET", "/metrics", None, 30)).decode()
+    text = (await client.call("GET", "/metrics", None, 30)).decode()
     return sum(float(value) for value in re.findall(rf"^vllm:{name}(?:_total)?\{{.*\}} (\S+)$", text, re.M))
 
 
 async def load(client: VllmClient, model: Path) -> None:
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
-    await client._call("POST", "/collective_rpc", body, 120)
+    await client.call("POST", "/collective_rpc", body, 120)
 
 
 async def sample(

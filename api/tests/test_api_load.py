@@ -9,6 +9,7 @@ import yaml
 from annotated_types import Le
 
 from scalerl_api import load
+from scalerl_api.coordinator_spec import LEASE_SECONDS
 from scalerl_api.environment import EnvironmentSpec
 from scalerl_api.load import (
     SpecError,
@@ -19,7 +20,6 @@ from scalerl_api.load import (
     run_from_object,
     to_yaml,
 )
-from scalerl_api.roles import LEASE_SECONDS
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.verifier import VerifierSpec
 

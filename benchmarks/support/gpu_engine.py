@@ -100,10 +100,10 @@ def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str,
         "estimated_bytes": _estimate(shape, parameters, settings, device),
     }
     if settings.lora is None:
-        wrong = {n for bucket in engine.gather_parameters(BUCKET_BYTES) for n in bucket.names} ^ names
+        wrong = {n for bucket in engine.weights.gather_parameters(BUCKET_BYTES) for n in bucket.names} ^ names
     else:
-        expected = {name for name, _ in engine.adapter_shapes(PUBLISHED)}
-        wrong = {name for name, _ in engine.gather_adapters(PUBLISHED)} ^ expected
+        expected = {name for name, _ in engine.weights.adapter_shapes(PUBLISHED)}
+        wrong = {name for name, _ in engine.weights.gather_adapters(PUBLISHED)} ^ expected
         result["adapter_tensors"] = len(expected)
     engine.close()
     destroy_process_group()

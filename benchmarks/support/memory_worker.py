@@ -105,7 +105,7 @@ def main() -> None:
     base = resident()[0]
     engine = make_engine(case["model"], case, device)
     gc.collect()
-    count = sum(math.prod(shape) for _, shape in engine.parameter_shapes())
+    count = sum(math.prod(shape) for _, shape in engine.weights.parameter_shapes())
     two_steps(engine, case, rank.rank)
     gc.collect()
     held, peak = resident()

@@ -14,7 +14,7 @@ from coordinator_client import Client, ErrorAnswer, make_group
 from coordinator_disks import FullDisk, ReadOnlyDisk
 
 from scalerl_api import endpoints, wire
-from scalerl_api.roles import LEASE_SECONDS
+from scalerl_api.coordinator_spec import LEASE_SECONDS
 from scalerl_coordinator import core as core_module
 from scalerl_coordinator import journaled_core
 from scalerl_coordinator import server as server_module

@@ -1,4 +1,4 @@
-"""The pure parts: slots, curriculum, batcher, clock, evaluation, membership, leases, checks, accounting."""
+"""The pure parts: slots, curriculum, shards, clock, evaluation, membership, leases, checks, accounting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from scalerl_api import wire
 from scalerl_api.task_figures import TASK_FIGURES
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accounting import Accepted, RolloutCounts, figures, sum_step
-from scalerl_coordinator.batcher import Item, balance, zero_variance
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
@@ -23,6 +22,8 @@ from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember, name_of, new_member_id
 from scalerl_coordinator.off_policy import PipelineRL, PpoOffPolicy
 from scalerl_coordinator.prompt_sequence import SeededEpochs
+from scalerl_coordinator.rewards import zero_variance
+from scalerl_coordinator.shards import Item, balance
 from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
 
 # --- slots ---------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def test_curriculum_order_depends_on_epoch_and_seed():
     assert 0 <= SeededEpochs(10**8, 0).choose(10**12) < 10**8
 
 
-# --- batcher -------------------------------------------------------------------------------------
+# --- shards --------------------------------------------------------------------------------------
 
 
 def test_zero_variance_compares_scores_only():

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.wire import MASKED, MessageSpan, NextAction, PushResult, Split, Verdicts, VersionSpan
-from scalerl_coordinator.batcher import zero_variance
-from scalerl_coordinator.rewards import rewards, turn_returns
+from scalerl_coordinator.rewards import rewards, turn_returns, zero_variance
 
 LONGEST = 14336
 

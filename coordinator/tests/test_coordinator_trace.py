@@ -11,7 +11,7 @@ from coordinator_client import make_group
 from coordinator_world import World, make_settings, ready
 
 from scalerl_api import trace as lines
-from scalerl_api.roles import GeneratorSpec
+from scalerl_api.generator_spec import GeneratorSpec
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import trace
 from scalerl_coordinator.disk import Disk

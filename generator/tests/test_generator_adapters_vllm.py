@@ -30,6 +30,7 @@ from scalerl_api.weight_layout import lay_out
 from scalerl_generator.merged_adapters import merged_weights
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import UpdateFailed
+from scalerl_generator.vllm_weights import ServerWeights
 
 RANK, SCALE = 2, 2.0
 PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]
@@ -60,7 +61,9 @@ def merged(model: Path, given: TensorSource, dtype: torch.dtype) -> LlamaForCaus
 async def publish_adapters(client: VllmClient, sender: Sender, given: TensorSource, version: int) -> None:
     message = msgspec.structs.replace(receive(given, sender.epoch, version), adapter_scale=SCALE)
     results = await asyncio.gather(
-        client.receive(message), asyncio.to_thread(sender.send, given, version), return_exceptions=True
+        ServerWeights(client).receive(message),
+        asyncio.to_thread(sender.send, given, version),
+        return_exceptions=True,
     )
     for result in results:
         if isinstance(result, BaseException):

@@ -164,7 +164,7 @@ async def test_vllm_samples_top_k_without_a_draft(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
         params = {"max_tokens": 20, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
         body = {"token_ids": PROMPT, "sampling_params": params}
-        content = await client._call("POST", "/inference/v1/generate", body, 120.0)
+        content = await client.call("POST", "/inference/v1/generate", body, 120.0)
         (sampled,) = read_completions(content, 1)
         (greedy,) = await client.generate(PROMPT, n=1, max_tokens=20, temperature=0.0)
     assert sampled.token_ids.tolist() == greedy.token_ids.tolist()

@@ -14,10 +14,11 @@ import torch
 from test_generator_adapters_vllm import PROBE, SCALE, adapters, merged, publish_adapters
 from vllm_with_updates import TOKEN, Server, TensorSource, connect, receive, score, start_server
 
-from scalerl_api.roles import DEFAULT_PROBE_LIMITS
+from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled, UpdateFailed
+from scalerl_generator.vllm_weights import ServerWeights
 
 PROMPT = [5, 6, 7]
 TOLERANCE = 1e-5
@@ -77,10 +78,10 @@ async def test_completions_finish_on_their_own_version(server: Server) -> None:
         # What no request uses is dropped at the second update without one.
         for version in (4, 5, 6):
             await publish_adapters(client, sender, adapters(server.model, version, torch.float32), version)
-        assert client._adapters is not None
-        assert [one.version for one in client._adapters._held] == [5, 6]
-        listed = json.loads(await client._call("GET", "/v1/models", None, 30.0))["data"]
-        assert {one["id"] for one in listed[1:]} == {one.name for one in client._adapters._held}
+        assert client.adapters is not None
+        assert [one.version for one in client.adapters._held] == [5, 6]
+        listed = json.loads(await client.call("GET", "/v1/models", None, 30.0))["data"]
+        assert {one["id"] for one in listed[1:]} == {one.name for one in client.adapters._held}
         policy = merged(server.model, adapters(server.model, 6, torch.float32), torch.float32)
         probes = [PROBE[i:] for i in range(8)]
         for probe, found in zip(probes, await gather_all(map(client.prompt_logprobs, probes)), strict=True):
@@ -116,7 +117,7 @@ async def test_refused_adapters_leave_the_version_before(server: Server) -> None
         damaged = asyncio.create_task(asyncio.to_thread(sender.send, good, 23, 0))
         message = msgspec.structs.replace(receive(good, 4, 23), adapter_scale=SCALE)
         with pytest.raises(UpdateFailed, match="checksum mismatch"):
-            await client.receive(message)
+            await ServerWeights(client).receive(message)
         await damaged
         await serves_good(client)
         sender = await connect(client, 5)

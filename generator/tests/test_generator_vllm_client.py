@@ -25,6 +25,7 @@ from scalerl_generator.vllm_replies import (
     UpdateFailed,
     VllmError,
 )
+from scalerl_generator.vllm_weights import ServerWeights
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[dict[str, Handler]], Awaitable[VllmClient]]
@@ -150,7 +151,7 @@ async def test_client_errors_are_typed(serve: Serve) -> None:
     assert refused.value.status == 400
     assert not await client.health(timeout_seconds=0.05)
     with pytest.raises(ServerDown, match=r"no answer in 0\.05 s"):
-        await client._call("POST", "/resume", {}, 0.05)
+        await client.call("POST", "/resume", {}, 0.05)
     nobody = VllmClient("http://127.0.0.1:9", "secret")
     with pytest.raises(ServerDown):
         await nobody.pause()
@@ -262,7 +263,7 @@ async def test_receive_resumes_only_complete_weights(serve: Serve, state: str) -
         }
     )
     with pytest.raises(UpdateFailed, match="peer lost") as failed:
-        await client.receive(RECEIVE)
+        await ServerWeights(client).receive(RECEIVE)
     assert failed.value.partial == (state == "partial")
     expected = ["/pause", "/start_weight_update", "/update_weights"]
     assert called == expected + (["/resume"] if state == "whole" else [])

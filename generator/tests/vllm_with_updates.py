@@ -29,6 +29,7 @@ from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import FetchReport
 from scalerl_generator.vllm_server import TOKEN_VARIABLE
+from scalerl_generator.vllm_weights import ServerWeights
 from scalerl_trainer.publish.weight_folders import VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
@@ -192,7 +193,7 @@ class Sender:
 
 async def connect(client: VllmClient, epoch: int, workers: int = 1) -> Sender:
     sender = Sender(epoch, workers)
-    await asyncio.gather(client.init_group(sender.join()), asyncio.to_thread(sender.open))
+    await asyncio.gather(ServerWeights(client).init_group(sender.join()), asyncio.to_thread(sender.open))
     return sender
 
 
@@ -210,7 +211,7 @@ def receive(
 
 async def publish(client: VllmClient, sender: Sender, policy: LlamaForCausalLM, version: int) -> None:
     await asyncio.gather(
-        client.receive(receive(policy, sender.epoch, version)),
+        ServerWeights(client).receive(receive(policy, sender.epoch, version)),
         asyncio.to_thread(sender.send, policy, version),
     )
 
@@ -238,8 +239,8 @@ async def publish_files(
     client: VllmClient, writer: WeightWriter, policy: LlamaForCausalLM, version: int
 ) -> FetchReport:
     request = write(writer, policy, version)
-    fetched = await client.fetch(request)
-    await client.receive(request, fetched)
+    fetched = await ServerWeights(client).fetch(request)
+    await ServerWeights(client).receive(request, fetched)
     return fetched
 
 
@@ -253,5 +254,5 @@ def score(policy: LlamaForCausalLM, tokens: list[int]) -> np.ndarray[Any, np.dty
 
 
 async def weight_version(client: VllmClient) -> str:
-    body = await client._call("GET", "/weight_info", None, 10)
+    body = await client.call("GET", "/weight_info", None, 10)
     return str(json.loads(body)["weight_version"])

@@ -112,7 +112,7 @@ def ask_generator(run: LocalRun) -> list[dict[str, Any]]:
         async with VllmClient(f"http://127.0.0.1:{port[1]}", token) as client:
 
             async def version() -> str:
-                info = await client._call("GET", "/weight_info", None, 10)
+                info = await client.call("GET", "/weight_info", None, 10)
                 return str(json.loads(info)["weight_version"])
 
             while await version() != str(STEPS):

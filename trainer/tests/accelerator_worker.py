@@ -49,7 +49,7 @@ from scalerl_trainer.algo.losses import (
 from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, passes
 from scalerl_trainer.engine import engine as engine_module
 from scalerl_trainer.engine.deepspeed_engine import ClippingAdamW
-from scalerl_trainer.engine.shard import exchange_sizes
+from scalerl_trainer.engine.distributed import exchange_sizes
 from scalerl_trainer.models import head as head_module
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.publish.buckets import fill, tensor_spec
@@ -280,7 +280,7 @@ def publish(made: Engine) -> int:
     """Fill every bucket of a publish; returns their number."""
     tensors = [
         (name, tensor)
-        for bucket in made.gather_parameters(1 << 12)
+        for bucket in made.weights.gather_parameters(1 << 12)
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True)
     ]
     stream = iter(tensors)

@@ -13,13 +13,14 @@ from engine_worker import share
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
+from scalerl_trainer.algo.losses.from_spec import make_loss
 from scalerl_trainer.checkpoint import CheckpointStore
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.engine.fsdp_engine import FsdpEngine
 from scalerl_trainer.models import load_model
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.spec_settings import engine_settings, make_loss
+from scalerl_trainer.spec_settings import engine_settings
 
 given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
 rank: int = given["rank"]

@@ -98,7 +98,7 @@ def share(step: int, rank: int, world: int) -> TrainBatch:
 
 def parameters(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
-    for bucket in engine.gather_parameters(40_000):
+    for bucket in engine.weights.gather_parameters(40_000):
         found.update({n: t.float().clone() for n, t in zip(bucket.names, bucket.tensors, strict=False)})
     return found
 
@@ -315,11 +315,11 @@ class Scenarios:
         """
         engine = self.engine(stage, dtype)
         engine.step(self.share(0), Cispo())
-        before = {n: t.clone() for n, t in engine.gather_checkpoint(4000)}
+        before = {n: t.clone() for n, t in engine.weights.gather_checkpoint(4000)}
         first, resumed, found = threading.Event(), threading.Event(), dict[str, torch.Tensor]()
 
         def read() -> None:
-            for name, tensor in engine.gather_checkpoint(4000):
+            for name, tensor in engine.weights.gather_checkpoint(4000):
                 found[name] = tensor.clone()
                 first.set()
                 assert resumed.wait(TIMEOUT_SECONDS)
@@ -335,7 +335,7 @@ class Scenarios:
         assert self.rank.rank or first.wait(TIMEOUT_SECONDS)
         stats = engine.step(self.share(1), Cispo())
         may_update()
-        after = {n: t.clone() for n, t in engine.gather_checkpoint(4000)}
+        after = {n: t.clone() for n, t in engine.weights.gather_checkpoint(4000)}
         engine.close()
         return {"before": before, "found": found, "after": after, "applied": stats.applied}
 

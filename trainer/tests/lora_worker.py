@@ -56,9 +56,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         stats = engine.step(share(step, rank, world), loss)
         found["steps"].append((stats.loss, stats.gradient_norm, stats.loss_means))
     found["merged"] = parameters(engine)
-    found["adapters"] = dict(engine.gather_adapters(PEFT))
-    found["published"] = [name for name, _ in engine.adapter_shapes(PUBLISHED)]
-    found["shapes"] = engine.adapter_shapes(PEFT)
+    found["adapters"] = dict(engine.weights.gather_adapters(PEFT))
+    found["published"] = [name for name, _ in engine.weights.adapter_shapes(PUBLISHED)]
+    found["shapes"] = engine.weights.adapter_shapes(PEFT)
     folder = out / job["name"]
     if rank == 0:
         folder.mkdir()
@@ -73,7 +73,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("proximal"):
         again.keep_proximal(load_model(given["model"], dtype="float32"))
     again.load(folder)
-    found["loaded"] = dict(again.gather_adapters(PEFT))
+    found["loaded"] = dict(again.weights.gather_adapters(PEFT))
     found["resumed"] = again.step(share(3, rank, world), loss).loss
     again.close()
     return found

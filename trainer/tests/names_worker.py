@@ -27,8 +27,10 @@ for family, folder in given["folders"].items():
         settings = EngineSettings(zero_stage=stage, dtype="float32")
         model, weights = open_model(Path(folder), dtype="float32")
         engine = Engine(model, settings, device, stored_names(Path(folder)), weights)
-        gathered = [(name, tensor.clone().numpy()) for name, tensor in engine.gather_checkpoint(40_000)]
-        answer[family, stage] = engine.checkpoint_shapes(), gathered
+        gathered = [
+            (name, tensor.clone().numpy()) for name, tensor in engine.weights.gather_checkpoint(40_000)
+        ]
+        answer[family, stage] = engine.weights.checkpoint_shapes(), gathered
         engine.close()
 pipe.send(answer)
 destroy_process_group()

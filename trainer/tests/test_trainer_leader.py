@@ -56,7 +56,7 @@ def publishing(
         version=5,
         probes=[SimpleNamespace(sequence=None)],
         engine=SimpleNamespace(
-            checkpoint_shapes=dict,
+            weights=SimpleNamespace(checkpoint_shapes=dict),
             start=None,
             device=torch.device("cpu"),
             logprobs=lambda *_, **__: SimpleNamespace(per_sequence=lambda: [torch.zeros(64)]),

@@ -32,8 +32,9 @@ from scalerl_api.weight_layout import (
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.errors import GroupError, SourceError
+from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
 from scalerl_trainer.publish.probe import Measured, ProbeSequence, probe
-from scalerl_trainer.publish.publisher import Publisher, PublishSettings, Weights
+from scalerl_trainer.publish.publisher import WeightSource
 from scalerl_trainer.publish.sender_group import Store, open_group
 from scalerl_trainer.spec_settings import collective_timeout_seconds
 
@@ -46,13 +47,13 @@ def sample_weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[s
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def as_weights(tensors: dict[str, torch.Tensor], streams: list[int] | None = None) -> Weights:
+def as_weights(tensors: dict[str, torch.Tensor], streams: list[int] | None = None) -> WeightSource:
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors.items()
         if streams is not None:
             streams.append(len(tensors))  # only when read to its end
 
-    return Weights([tensor_spec(n, t) for n, t in tensors.items()], stream)
+    return WeightSource([tensor_spec(n, t) for n, t in tensors.items()], stream)
 
 
 # --- buckets ---------------------------------------------------------------------------------------------
@@ -190,10 +191,10 @@ def actors(processes: Any, tmp_path: Path) -> FakeActors:
 
 
 @pytest.fixture
-def make_publisher() -> Iterator[Callable[..., Publisher]]:
-    made: list[Publisher] = []
+def make_publisher() -> Iterator[Callable[..., GroupPublisher]]:
+    made: list[GroupPublisher] = []
 
-    def make(timeout_seconds: float = 10.0, bucket_bytes: int = 512) -> Publisher:
+    def make(timeout_seconds: float = 10.0, bucket_bytes: int = 512) -> GroupPublisher:
         settings = PublishSettings(
             host="127.0.0.1",
             backend="gloo",
@@ -201,7 +202,7 @@ def make_publisher() -> Iterator[Callable[..., Publisher]]:
             timeout_seconds=timeout_seconds,
             answer_grace_seconds=1.0,
         )
-        made.append(Publisher(settings, ActorControl(TOKEN)))
+        made.append(GroupPublisher(settings, ActorControl(TOKEN)))
         return made[-1]
 
     yield make
@@ -379,7 +380,7 @@ def test_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_publish_wrong_manifest_raises(actors: FakeActors, make_publisher: Any) -> None:
     members = actors.start([])
     tensors = sample_weights()
-    weights = Weights(as_weights(tensors).manifest, lambda: iter([]))
+    weights = WeightSource(as_weights(tensors).manifest, lambda: iter([]))
     with pytest.raises(SourceError):
         make_publisher().publish(0, weights, members)
 

@@ -25,8 +25,7 @@ def test_failed_write_leaves_no_file(
     monkeypatch.setattr(reference, "write_tensors", write)
     engine: Any = SimpleNamespace(
         settings=SimpleNamespace(dtype="float32"),
-        parameter_shapes=list,
-        gather_parameters=lambda size: [],
+        weights=SimpleNamespace(parameter_shapes=list, gather_parameters=lambda size: []),
     )
     ranks: Any = SimpleNamespace(is_leader=True, broadcast=lambda value, kind: value)
     with pytest.raises(type(failure)):

@@ -104,7 +104,7 @@ ANNOTATED = {
         "engine_settings",
         "collective_timeout_seconds",
         "publish_settings",
-        "_publisher",
+        "make_publisher",
         "first_probes",
         "publish_limit_seconds",
         "exported_config",

@@ -278,7 +278,7 @@ def trained(caplog: pytest.LogCaptureFixture, tokens: int = 25) -> tuple[dict[st
     assert all(step.applied for step in stats)
     weights = {
         name: tensor.clone()
-        for bucket in engine.gather_parameters(64 << 20)
+        for bucket in engine.weights.gather_parameters(64 << 20)
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True)
     }
     engine.close()

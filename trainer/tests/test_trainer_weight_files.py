@@ -34,7 +34,7 @@ from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.errors import SourceError
 from scalerl_trainer.publish.file_publisher import MAX_UNREAD, FilePublisher
-from scalerl_trainer.publish.publisher import Weights
+from scalerl_trainer.publish.publisher import WeightSource
 from scalerl_trainer.publish.weight_folders import VolumeFolder, begin_attempt
 from scalerl_trainer.publish.weight_writer import WeightWriter, encode_changes
 
@@ -460,7 +460,7 @@ def publisher_of(writer: WeightWriter, timeout_seconds: float = 20.0) -> FilePub
 
 def test_a_full_volume_fails_no_member(tmp_path: Path, small_files: None) -> None:
     training, writer = Training(), make_writer(tmp_path)
-    weights = Weights(training.manifest, training.stream)
+    weights = WeightSource(training.manifest, training.stream)
     member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
     read: list[bool] = []
     publisher = publisher_of(writer)
@@ -579,7 +579,7 @@ def test_each_call_has_a_limit_and_so_have_all(tmp_path: Path, monkeypatch: pyte
 def test_a_volume_that_hangs_is_given_up(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After three timeouts, with one attempt, and nothing of it harms what is written later, also when the call goes on."""
     training, writer, reader = Training(), make_writer(tmp_path), WeightReader(tmp_path)
-    weights = Weights(training.manifest, training.stream)
+    weights = WeightSource(training.manifest, training.stream)
     member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
     publisher = publisher_of(writer, timeout_seconds=0.2)
     if call == "iterdir":
@@ -641,7 +641,7 @@ def test_members_are_independent(processes: Any, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port.read_text()}"
         members.append(wire.Member(member_id=name, name=name, control_url=url, weight_version=-1))
     training, writer = Training(), make_writer(tmp_path / "weights")
-    weights = Weights(training.manifest, training.stream)
+    weights = WeightSource(training.manifest, training.stream)
     publisher = publisher_of(writer)
     for version in range(MAX_UNREAD + 2):
         training.update()

@@ -29,7 +29,7 @@ from scalerl_trainer.checkpoint_copies import PrefixTaken, claim_prefix
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer
-from scalerl_trainer.publish.publisher import Weights
+from scalerl_trainer.publish.publisher import WeightSource
 from scalerl_trainer.publish.weight_folders import StoredFolder, begin_attempt
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
@@ -150,7 +150,7 @@ def test_objects_of_another_run_are_refused(s3: S3Server, to: str, tmp_path: Pat
     )
     training = Training()
     with pytest.raises(PrefixTaken) as taken:
-        publisher_of(ours).publish(0, Weights(training.manifest, training.stream), [MEMBER])
+        publisher_of(ours).publish(0, WeightSource(training.manifest, training.stream), [MEMBER])
     assert str(taken.value) == (
         f"{to} belongs to the run a/one; this run differs in name, seed. Give this run a prefix of its own in weightSync.to, or "
         f"remove {to}/run.json if no other run uses it"
@@ -259,7 +259,7 @@ def test_a_denied_write_fails_no_member(s3: S3Server, to: str) -> None:
     training, writer, reader = Training(), make_writer(to), WeightReader(ELSEWHERE)
     files = training.write(writer, 0)
     training.read(reader, 0, files)
-    weights, read = Weights(training.manifest, training.stream), list[bool]()
+    weights, read = WeightSource(training.manifest, training.stream), list[bool]()
     training.update()
     s3.refuse()
     outcome = publisher_of(writer).publish(1, weights, [MEMBER], lambda: read.append(True))
@@ -305,7 +305,9 @@ def test_a_full_store_fails_no_member(s3: S3Server, to: str, monkeypatch: pytest
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     training = Training()
-    outcome = publisher_of(make_writer(to)).publish(0, Weights(training.manifest, training.stream), [MEMBER])
+    outcome = publisher_of(make_writer(to)).publish(
+        0, WeightSource(training.manifest, training.stream), [MEMBER]
+    )
     server.shutdown()
     server.server_close()
     assert (outcome.updated, outcome.failed) == ([], [])
@@ -317,7 +319,7 @@ def test_a_store_that_hangs_is_given_up(s3: S3Server, to: str) -> None:
     """By the writer after three timeouts; a reader reports that it reads nothing. Both go on once it answers."""
     training, writer = Training(), make_writer(to)
     files = training.write(writer, 0)
-    weights, fetcher = Weights(training.manifest, training.stream), WeightFetcher(ELSEWHERE)
+    weights, fetcher = WeightSource(training.manifest, training.stream), WeightFetcher(ELSEWHERE)
     request = wire.WeightReceive(
         epoch=0,
         version=0,

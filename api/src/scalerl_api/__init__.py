@@ -10,9 +10,10 @@
 Contents:
 
 - the ``ScaleRLRun`` resource: :mod:`.spec`, with the model in :mod:`.model_source`, tasks in :mod:`.source` (:mod:`.dataset_source`,
-  :mod:`.verifier`, :mod:`.environment`), mixes in :mod:`.mix`, evaluation sets in :mod:`.evaluation`, generators and
-  trainer in :mod:`.roles`, checks across sections in :mod:`.run_rules`, field types in :mod:`.fields`, and the sections for
-  clusters in :mod:`.cluster` and :mod:`.pods`;
+  :mod:`.verifier`, :mod:`.environment`), mixes in :mod:`.mix`, evaluation sets in :mod:`.evaluation`, the roles in
+  :mod:`.generator_spec`, :mod:`.trainer_spec` (adapters: :mod:`.lora`), :mod:`.coordinator_spec` and :mod:`.environment_server`, the
+  transfer of weights in :mod:`.weight_sync`, checks across sections in :mod:`.run_rules`, field types in :mod:`.fields`, and the sections
+  for clusters in :mod:`.cluster` and :mod:`.pods`;
 - its status on a cluster: :mod:`.status`, :mod:`.conditions`;
 - parsing of a run file or a cluster's object, with a list of precise errors: :mod:`.load`;
 - messages between the processes of a run: :mod:`.wire`, :mod:`.endpoints`; the byte layout of published weights:

@@ -7,9 +7,9 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
+from scalerl_api.built_in import BUILT_IN_ENVIRONMENTS, DEFAULT_SESSIONS, SERVER, BuiltInEnvironment
 from scalerl_api.fields import GraderQuantity, Matches, Model, exactly_one
 from scalerl_api.plugins import EnvironmentPlugin, Parameters, PluginName
-from scalerl_api.registry import BUILT_IN_ENVIRONMENTS, DEFAULT_SESSIONS, SERVER
 
 
 class PythonEnvironment(Model):
@@ -25,7 +25,7 @@ class PythonEnvironment(Model):
     rules = (exactly_one("path", "module"),)
 
 
-USE_VERIFIER: Final = ("retry", "tools")
+USE_VERIFIER: Final = tuple(name for name, one in BUILT_IN_ENVIRONMENTS.items() if one.uses_verifier)
 """Environments in which the task's verifier scores."""
 
 
@@ -73,6 +73,20 @@ class EnvironmentSpec(Model):
         return self.name in USE_VERIFIER
 
     @property
+    def makes_steps(self) -> bool:
+        """Whether it makes its steps itself, and not the task's verifier alone."""
+        return self._built_in is None or self._built_in.makes_steps
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether its parameters name tools."""
+        return self._built_in is not None and self._built_in.has_tools
+
+    @property
+    def _built_in(self) -> BuiltInEnvironment | None:
+        return None if self.name is None else BUILT_IN_ENVIRONMENTS.get(self.name)
+
+    @property
     def is_server(self) -> bool:
         """Whether a server makes the steps: that of ``url``, or those of ``spec.environment``."""
         return self.url is not None or self.name == SERVER
@@ -98,7 +112,7 @@ class EnvironmentSpec(Model):
     @property
     def tool_files(self) -> dict[str, str]:
         """Files that tools read, by path of their field."""
-        tools = (self.parameters or {}).get("tools") if self.name == "tools" else None
+        tools = (self.parameters or {}).get("tools") if self.has_tools else None
         found = {}
         for at, tool in enumerate(tools if isinstance(tools, list) else ()):
             path = (

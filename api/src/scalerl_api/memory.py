@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, Self
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.roles import LORA_RANKS
+from scalerl_api.lora import LORA_RANKS
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
 

@@ -14,6 +14,7 @@ from scalerl_api.pods import Unique
 from scalerl_api.source import (
     HELD_OUT_RULES,
     SCORED_BY,
+    SOURCES,
     VERIFIER_RULES,
     HeldOutSpec,
     PromptSpec,
@@ -94,7 +95,7 @@ class RunTaskSpec(ScoringSpec):
     """Prompts excluded from training; their mean score is the curve. In a mix, set it in each task."""
 
     rules = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "plugin", "mix"),
+        exactly_one(*SOURCES, "mix"),
         Rule(
             f"[has(self.mix), {SCORED_BY}].exists_one(given, given) && !(has(self.mix) && has(self.environment))",
             "give verifier or verifiers, or an environment in place of them (retry, tools: beside them), or with mix, each of its tasks its "

@@ -18,6 +18,8 @@ from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
+from scalerl_api.built_in import BUILT_IN_ENVIRONMENTS, BUILT_IN_VERIFIERS
+
 
 class Kind(StrEnum):
     """What can be named; the value is the group of entry points."""
@@ -33,14 +35,6 @@ class Kind(StrEnum):
     COMMAND = "scalerl.commands"
 
 
-BUILT_IN_VERIFIERS: Final = ("reasoning-gym", "exact", "number", "math-verify")
-"""Names of the verifiers of this project; others are of installed packages."""
-SERVER: Final = "server"
-"""Name of the environment whose servers are those of ``spec.environment``."""
-DEFAULT_SESSIONS: Final = 64
-"""Of a generator at an environment's server."""
-BUILT_IN_ENVIRONMENTS: Final = ("retry", "tools", "nim", SERVER)
-"""The same, of environments."""
 _BUILT_IN: Final = {Kind.VERIFIER: BUILT_IN_VERIFIERS, Kind.ENVIRONMENT: BUILT_IN_ENVIRONMENTS}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from scalerl_api.built_in import SERVER
 from scalerl_api.fields import Rule
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import PRESETS, cel
-from scalerl_api.registry import SERVER
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"

@@ -17,6 +17,10 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
 
 
+SOURCES: Final = ("reasoningGym", "jsonl", "dataset", "plugin")
+"""Fields of a task of which one says where its problems are from."""
+
+
 class ReasoningGymSource(Model):
     """A procedurally generated reasoning-gym data set."""
 
@@ -118,7 +122,7 @@ class ScoringSpec(SourcesSpec):
     @property
     def stepping_environment(self) -> EnvironmentSpec | None:
         """The environment, if it makes its steps itself, and not by the task's verifier alone."""
-        return None if self.environment is None or self.environment.name == "retry" else self.environment
+        return self.environment if self.environment is not None and self.environment.makes_steps else None
 
     @property
     def scoring(self) -> Sequence[VerifierSpec]:
@@ -184,7 +188,7 @@ class ProblemSpec(ScoringSpec):
     """How the text of a problem becomes a prompt."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("reasoningGym", "jsonl", "dataset", "plugin"),
+        exactly_one(*SOURCES),
         Rule(
             f"[{SCORED_BY}].exists_one(given, given)",
             "give exactly one of verifier, verifiers and environment; environments retry and tools need a verifier, which they use",
@@ -197,8 +201,8 @@ class ProblemSpec(ScoringSpec):
     @property
     def source_field(self) -> str:
         """Name of the given source field."""
-        given = (("jsonl", self.jsonl), ("dataset", self.dataset), ("reasoningGym", self.reasoning_gym))
-        return next((name for name, section in given if section), "plugin")
+        fields = {field.alias: name for name, field in type(self).model_fields.items()}
+        return next((name for name in SOURCES if getattr(self, fields[name]) is not None), "plugin")
 
 
 class TaskSpec(ProblemSpec):

@@ -11,9 +11,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_api.built_in import SERVER
 from scalerl_api.cluster import ImagesSpec, StorageSpec
+from scalerl_api.coordinator_spec import LEASE_SECONDS, CoordinatorSpec
 from scalerl_api.dataset_source import DatasetSource
 from scalerl_api.environment import EnvironmentSpec
+from scalerl_api.environment_server import EnvironmentServerSpec
 from scalerl_api.evaluation import EvaluationSetSpec, EvaluationSpec
 from scalerl_api.fields import (
     LearningRateDecimal,
@@ -26,22 +29,11 @@ from scalerl_api.fields import (
     UnitDecimal,
     at_most_one,
 )
+from scalerl_api.generator_spec import GeneratorSpec
 from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
 from scalerl_api.model_source import HubModel, ModelSpec, ScratchModel
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.registry import SERVER
-from scalerl_api.roles import (
-    DEFAULT_MICRO_BATCH_TOKENS,
-    DEFAULT_PROBE_LIMITS,
-    LEASE_SECONDS,
-    CoordinatorSpec,
-    EnvironmentServerSpec,
-    ExportSpec,
-    GeneratorSpec,
-    TrainerSpec,
-    WeightSyncSpec,
-)
 from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec
@@ -56,7 +48,9 @@ from scalerl_api.source import (
 )
 from scalerl_api.speculation import SpeculationSpec
 from scalerl_api.trackers import TrackersSpec
+from scalerl_api.trainer_spec import DEFAULT_MICRO_BATCH_TOKENS, ExportSpec, TrainerSpec
 from scalerl_api.verifier import VerifierSpec
+from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS, WeightSyncSpec
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 GROUP: Final = "scalerl.dev"

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Final
 
+from scalerl_api.built_in import SERVER
 from scalerl_api.fields import quantity_bytes
+from scalerl_api.generator_spec import MOST_LEASED
 from scalerl_api.load import SpecProblem, data_paths
 from scalerl_api.memory import ModelSize, state_bytes
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
-from scalerl_api.registry import SERVER
-from scalerl_api.roles import MOST_LEASED
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire.prompts import MAIN_TASK
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from scalerl_api.built_in import BUILT_IN_VERIFIERS
 from scalerl_api.fields import (
     DecimalString,
     GraderQuantity,
@@ -18,7 +19,6 @@ from scalerl_api.fields import (
     exactly_one,
 )
 from scalerl_api.plugins import Parameters, PluginName, VerifierPlugin
-from scalerl_api.registry import BUILT_IN_VERIFIERS
 
 
 def parameter_value(value: Any) -> Any:

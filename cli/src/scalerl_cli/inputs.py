@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from scalerl_api import plugins
 from scalerl_api.environment import EnvironmentSpec
+from scalerl_api.environment_server import EnvironmentServerSpec
 from scalerl_api.load import SpecError, SpecProblem, data_paths, load_run, parse_run, to_yaml
-from scalerl_api.roles import EnvironmentServerSpec
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
@@ -75,7 +75,7 @@ def _placed(base: Path, section: Section) -> Section:
         elif name == "command" and isinstance(section, EnvironmentServerSpec):
             # Not resolved: the Python of a virtual environment is a link.
             new = [str(base / word) if os.path.isfile(base / word) else word for word in value]
-        elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.name == "tools":
+        elif name == "parameters" and isinstance(section, EnvironmentSpec) and section.has_tools:
             new = _with_paths(base, value)
         elif isinstance(value, BaseModel):
             new = _placed(base, value)

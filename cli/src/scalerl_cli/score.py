@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from scalerl_api.built_in import SERVER
 from scalerl_api.process import ENVIRONMENT_URL
-from scalerl_api.registry import SERVER
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.inputs import load, problem_sections

@@ -11,15 +11,16 @@ The way of a rollout, from prompt to trained batch::
       │ POST groups            Server._push() ▶ GeneratorRequests.push()
       ├───────────────────────▶  group_checks.summarize_group() ▶ Core.commit(GroupAccepted + its tokens)
       │                          Server._store_responses() ▶ ResponseStore.put(), beside the journal (generator.speculation)
-      │◀── PushReply ──────────  CoordinatorState.fill_slot() closes a full step: batcher.zero_variance()
+      │◀── PushReply ──────────  CoordinatorState.fill_slot() closes a full step: rewards.zero_variance()
       │                                                                                           POST next │
       │                        Server._next() ▶ TrainerRequests.next() ─────────────────────── Next: TRAIN ▶│
-      │                        Server._shard() ▶ TrainerRequests.plan_shard(): batcher.balance()            │
-      │                          BlobIndex.read() ▶ fill_shard() ──────────────────────────────────▶ Shard ▶│
+      │                        Server._shard() ▶ TrainerRequests.plan_shard(): shards.balance()             │
+      │                          StepGroups.of_plan() ▶ fill_shard() ──────────────────────────────▶ Shard ▶│
       │                        Server._step() ▶ TrainerRequests.step() ▶ Core.commit(StepTrained) ◀─ report │
       │                          RunFiles.write_rows() appends to metrics.jsonl
 
-Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState` and queues the record;
+Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState`, which finds the function of the
+record's type in ``generator_transitions`` or ``trainer_transitions``, and queues the record;
 ``JournaledCore.decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
 
 Members' heartbeats (``membership``) and leases' deadlines (``leases``) are not journaled: a restart may lose them.

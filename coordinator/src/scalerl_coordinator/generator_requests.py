@@ -12,7 +12,6 @@ import msgspec
 from scalerl_api import wire
 from scalerl_api.wire import PromptRef, PushResult, ReleaseCause, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
@@ -20,7 +19,7 @@ from scalerl_coordinator.learning import bounded
 from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
-from scalerl_coordinator.rewards import rewards, turn_returns
+from scalerl_coordinator.rewards import rewards, turn_returns, zero_variance
 from scalerl_coordinator.slots import staleness
 from scalerl_coordinator.training_leases import TrainingLeases
 
@@ -63,7 +62,7 @@ class GeneratorRequests:
         self._grading_error_logged = False
         self._unusable_logged = False
         self._partials = PartialStore()
-        self._training = TrainingLeases(core)
+        self._leases = TrainingLeases(core)
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -148,15 +147,15 @@ class GeneratorRequests:
         member = core.membership.get(request.member_id, now)
         if core.report_version(member, request.weight_version, now):
             core.wake.add(TRAINER)
-        self._training.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
+        self._leases.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
 
     def end_lease_request(self, member_id: str) -> None:
         """Record that the member's lease request was answered or its client disconnected."""
-        self._training.end_request(member_id)
+        self._leases.end_request(member_id)
 
     def tick(self, now: float) -> None:
         """Update the assignment of training leases. Call it a few times a second."""
-        self._training.tick(now)
+        self._leases.tick(now)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
         """Issue leases to a member that polls; None while there are none for it.
@@ -184,12 +183,12 @@ class GeneratorRequests:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
             issues, others = issues + others[:reserved], others[reserved:]
-            slots = self._training.choose(member, wanted - len(issues), now)
+            slots = self._leases.choose(member, wanted - len(issues), now)
             issues += [(core.state.prompts[slot], slot, member.version) for slot in slots]
         issues += others[: wanted - len(issues)]
         if not issues:
             return None
-        self._training.end_request(member_id)
+        self._leases.end_request(member_id)
         numbered = [
             r.Issue(core.state.next_lease + n, prompt, slot, version)
             for n, (prompt, slot, version) in enumerate(issues)
@@ -388,7 +387,7 @@ class GeneratorRequests:
             [turn_returns(*of, discount) for of in zip(group_rewards, turns, strict=True) if has_returns]
             for discount in (settings.discount, 1.0)
         )
-        self._training.observe_group(group.generation_seconds, summary.lengths)
+        self._leases.observe_group(group.generation_seconds, summary.lengths)
         graded = [i for i in range(len(turns)) if i not in summary.ungraded]
         is_equal = zero_variance(
             [group_rewards[i] for i in graded],

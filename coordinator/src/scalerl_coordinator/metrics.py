@@ -1,4 +1,8 @@
-"""Prometheus metrics, computed from the state at each scrape; no other module registers any."""
+"""Prometheus metrics, computed from the state at each scrape; no other module registers any.
+
+Figures of the run are fields of :class:`~scalerl_api.wire.Status`, which :func:`.run_status.build_status` fills from the state
+(:mod:`.accounting`, :mod:`.evaluation`); those of the process are counted by the server, the journal and the response store.
+"""
 
 from __future__ import annotations
 

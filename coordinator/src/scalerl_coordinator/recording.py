@@ -15,7 +15,7 @@ from scalerl_coordinator.core import Core
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.recorded_rows import RecordedGroup
 from scalerl_coordinator.rollout_record import RolloutRecord
-from scalerl_coordinator.step_groups import StepGroups
+from scalerl_coordinator.shards import StepGroups
 
 log = logging.getLogger(__name__)
 

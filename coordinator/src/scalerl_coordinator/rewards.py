@@ -1,4 +1,4 @@
-"""Computes the reward of a completion from its verdict's score and its length. Pure.
+"""Computes the reward of a completion from its verdict's score and its length, and the zero-variance filter. Pure.
 
 The score is in [0, 1]. Without length control, the reward of a correct answer is 1 and of a wrong one −1 (ScaleRL [P])::
 
@@ -24,12 +24,14 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from scalerl_api.recipe import LengthSpec
+from scalerl_api.recipe import Credit, LengthSpec
 from scalerl_api.wire import MessageSpan, Verdicts
 
 PENALTY_SHARE: Final = 7
 OVERLONG_SHARE: Final = 5
 """The buffers are maxCompletionTokens divided by these: 2,048 of 14,336 in ScaleRL, 4,096 of 20,480 in DAPO [P]."""
+
+_DECIMALS: Final = 9
 
 
 def rewards(
@@ -61,6 +63,30 @@ def turn_returns(reward: float, turns: Sequence[MessageSpan], discount: float) -
     for earned in reversed(earlier):
         found.append(earned + discount * found[-1])
     return found[::-1]
+
+
+def zero_variance(
+    rewards: Sequence[float], returns: Sequence[Sequence[float]] = (), credit: Credit = "Episode"
+) -> bool:
+    """Whether a group has no gradient, because all its advantages are zero: its rewards are all equal, or it has none.
+
+    This compares rewards, not scores: of two correct answers, the longer one may have the lower reward. ScaleRL drops such
+    groups from the effective batch without refilling it (arXiv 2510.13786 §2 [P]). With another ``credit``, the returns of turns
+    decide in their place (:func:`turn_returns`): all of them, or those of each turn among themselves. They are given
+    without a discount, which is a preference among episodes that differ in their rewards, and no reason to train on others. They
+    are sums, so they are compared to nine decimals.
+
+    >>> returns = [[1.0, 0.0], [1.0]]  # the second reply of the first episode earned nothing
+    >>> zero_variance([1.0, 1.0], returns), zero_variance([1.0, 1.0], returns, "Return"), zero_variance([1.0, 1.0], returns, "Turn")
+    (True, False, True)
+    """
+    if credit == "Episode" or not returns:
+        return len(set(rewards)) <= 1
+    if credit == "Return":
+        return len({round(one, _DECIMALS) for of_episode in returns for one in of_episode}) <= 1
+    at_turn: dict[int, float] = {}
+    rounded = ((turn, round(one, _DECIMALS)) for each in returns for turn, one in enumerate(each))
+    return all(at_turn.setdefault(turn, one) == one for turn, one in rounded)
 
 
 def _shaping(score: float, tokens: int, length: LengthSpec, max_completion_tokens: int) -> float:

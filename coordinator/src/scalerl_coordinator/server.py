@@ -37,8 +37,7 @@ from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_re
 from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.run_file_writer import RunFileWriter
 from scalerl_coordinator.run_status import build_status
-from scalerl_coordinator.shards import fill_shard
-from scalerl_coordinator.step_groups import StepGroups
+from scalerl_coordinator.shards import StepGroups, fill_shard
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.trainer_requests import TrainerRequests
 from scalerl_processes.waiting import cancel
@@ -104,8 +103,8 @@ class Server:
             for split, sources in ((wire.Split.TRAIN, train), (wire.Split.HELD_OUT, held_out))
             for task, prompts in enumerate(sources)
         }
-        self._rollouts = GeneratorRequests(core)
-        self._training = TrainerRequests(core)
+        self._generators = GeneratorRequests(core)
+        self._trainer = TrainerRequests(core)
         self._trackers = trackers
         self._history = history
         # A separate pool: reads of the store must not occupy the default pool, which leases and shards need.
@@ -116,7 +115,7 @@ class Server:
             refusing=lambda: journal.refusing is not None,
             staleness_bound=core.settings.identity.max_staleness_steps,
             closed_slots=core.closed_slots,
-            partial_bytes=lambda: self._rollouts.partial_bytes,
+            partial_bytes=lambda: self._generators.partial_bytes,
             history=history.counters if history is not None else None,
         )
         self._trace = make_trace(self._metrics.lost_trace_lines.inc) if make_trace is not None else None
@@ -181,8 +180,8 @@ class Server:
             now = self._journaled.now()
             if self._journal.refusing is None and not self.failure.done():
                 self._core.tick(now)
-                self._training.tick(now)
-                self._rollouts.tick(now)
+                self._trainer.tick(now)
+                self._generators.tick(now)
                 self._journaled.flush()
                 await self._files.write_curve()
                 self._write_trace()
@@ -206,21 +205,21 @@ class Server:
 
     async def _register(self, request: wire.Register) -> wire.Registered:
         member_id = new_member_id(request.name)
-        return await self._journaled.decided(lambda now: self._rollouts.register(request, member_id, now))
+        return await self._journaled.decided(lambda now: self._generators.register(request, member_id, now))
 
     async def _heartbeat(self, request: wire.Heartbeat) -> wire.Ack:
         if self._journal.refusing is not None:
             self._core.membership.get(request.member_id, self._journaled.now())
             return wire.Ack()
-        self._journaled.decide(lambda now: self._rollouts.heartbeat(request, now))
+        self._journaled.decide(lambda now: self._generators.heartbeat(request, now))
         return wire.Ack()
 
     async def _lease(self, request: wire.LeaseRequest) -> wire.Leases:
-        self._journaled.decide(lambda now: self._rollouts.receive_lease_request(request, now))
+        self._journaled.decide(lambda now: self._generators.receive_lease_request(request, now))
         issued: list[wire.Lease] = []
 
         def attempt(now: float) -> wire.Leases | None:
-            leases = self._rollouts.offer(request.member_id, request.max_groups, now)
+            leases = self._generators.offer(request.member_id, request.max_groups, now)
             issued.extend(leases.leases if leases is not None else ())
             return leases
 
@@ -231,13 +230,13 @@ class Server:
             # Off the event loop, since a generated task generates the prompt to compute its id.
             ids, failed = await asyncio.to_thread(self._prompt_ids, issued)
             if failed:
-                await self._journaled.decided(lambda now: self._rollouts.give_up_prompts(failed, now))
+                await self._journaled.decided(lambda now: self._generators.give_up_prompts(failed, now))
         except TaskError as problem:
             raise self._journaled.fail(problem) from problem
         finally:
             # Also if the client has disconnected: heartbeats from now on reveal a response that did not arrive.
             self._core.book.mark_sent((lease.lease_id for lease in issued), self._journaled.now())
-            self._rollouts.end_lease_request(request.member_id)
+            self._generators.end_lease_request(request.member_id)
         return wire.Leases(leases=self._with_prompt_ids(issued, ids))
 
     def _prompt_ids(self, leases: list[wire.Lease]) -> tuple[list[str], dict[str, str]]:
@@ -277,7 +276,7 @@ class Server:
         def push_all(now: float) -> list[tuple[wire.PushResult, str | None]]:
             self._core.membership.get(request.member_id, now)
             return [
-                self._rollouts.push(request.member_id, group, bytes(raw), now)
+                self._generators.push(request.member_id, group, bytes(raw), now)
                 for group, raw in zip(groups, request.groups, strict=True)
             ]
 
@@ -299,11 +298,11 @@ class Server:
         )
 
     async def _release(self, request: wire.Release) -> wire.Ack:
-        await self._journaled.decided(lambda now: self._rollouts.release(request, now))
+        await self._journaled.decided(lambda now: self._generators.release(request, now))
         return wire.Ack()
 
     async def _keep_partials(self, request: wire.Partials) -> wire.PartialsReply:
-        return self._journaled.decide(lambda now: self._rollouts.receive_partials(request, now))
+        return self._journaled.decide(lambda now: self._generators.receive_partials(request, now))
 
     def _store_responses(self, group: wire.Group) -> None:
         """Store the responses of an accepted training group for drafts."""
@@ -329,7 +328,7 @@ class Server:
     # --- trainer --------------------------------------------------------------------------------
 
     async def _hello(self, request: wire.TrainerHello) -> wire.TrainerWelcome:
-        welcome = await self._journaled.decided(lambda now: self._training.hello(request, now))
+        welcome = await self._journaled.decided(lambda now: self._trainer.hello(request, now))
         self._step_groups.clear()
         if self._record is not None:
             self._record.truncate(self._core.state.version)
@@ -340,54 +339,54 @@ class Server:
 
     async def _next(self, request: wire.NextRequest) -> wire.Next:
         action = await self._journaled.poll(
-            TRAINER, request.wait_seconds, lambda now: self._training.next(request, now)
+            TRAINER, request.wait_seconds, lambda now: self._trainer.next(request, now)
         )
         action = action or wire.Next(
             action=wire.NextAction.WAIT, step=request.version, reason=self._core.end_reason
         )
         return msgspec.structs.replace(
             action,
-            measured=self._training.evaluations.has_evaluation(request.version),
+            measured=self._trainer.evaluations.has_evaluation(request.version),
             points=len(self._core.curve),
         )
 
     async def _shard(self, request: wire.ShardRequest) -> bytes:
         if request.wait_seconds and self._journal.refusing is None:
             await self._journaled.poll(
-                TRAINER, request.wait_seconds, lambda _: self._training.has_step(request)
+                TRAINER, request.wait_seconds, lambda _: self._trainer.has_step(request)
             )
         if self._journal.refusing is None:
-            plan = await self._journaled.decided(lambda _: self._training.plan_shard(request))
+            plan = await self._journaled.decided(lambda _: self._trainer.plan_shard(request))
         else:  # the state is what the disk holds, and reading needs no space
-            plan = self._training.plan_shard(request)
+            plan = self._trainer.plan_shard(request)
         groups = await self._step_groups.of_plan(plan)
         return await asyncio.to_thread(lambda: msgspec.msgpack.encode(fill_shard(plan, groups)))
 
     async def _step(self, report: wire.StepReport) -> wire.StepReported:
-        row = await self._journaled.decided(lambda now: self._training.step(report, now))
+        row = await self._journaled.decided(lambda now: self._trainer.step(report, now))
         if row is not None:
             self._files.monitor.add(row)
             if self._recording is not None:
                 await self._recording.add_step(report.step, report.sequences)
         self._step_groups.forget(report.step)
         await self._files.write_rows()
-        return wire.StepReported(publish=self._training.permits.publishes(report.step + 1))
+        return wire.StepReported(publish=self._trainer.permits.publishes(report.step + 1))
 
     async def _supervised(self, report: wire.SupervisedReport) -> wire.SupervisedReported:
-        return await self._journaled.decided(lambda now: self._training.supervised(report, now))
+        return await self._journaled.decided(lambda now: self._trainer.supervised(report, now))
 
     async def _publish_begin(self, request: wire.PublishBegin) -> wire.PublishPermit:
         permit = await self._journaled.poll(
-            TRAINER, request.wait_seconds, lambda now: self._training.publish_begin(request, now)
+            TRAINER, request.wait_seconds, lambda now: self._trainer.publish_begin(request, now)
         )
         return permit or wire.PublishPermit(ready=False, members=[])
 
     async def _publish_commit(self, request: wire.PublishCommit) -> wire.Ack:
-        await self._journaled.decided(lambda now: self._training.publish_commit(request, now))
+        await self._journaled.decided(lambda now: self._trainer.publish_commit(request, now))
         return wire.Ack()
 
     async def _checkpoint_begin(self, request: wire.CheckpointBegin) -> wire.CheckpointSnapshot:
-        return await self._journaled.decided(lambda now: self._training.checkpoint_begin(request, now))
+        return await self._journaled.decided(lambda now: self._trainer.checkpoint_begin(request, now))
 
     async def _checkpoint_commit(self, request: wire.CheckpointCommit) -> wire.Ack:
         # First write metrics.jsonl: the commit deletes these rows from the journal.
@@ -395,16 +394,16 @@ class Server:
             raise ErrorResponse(
                 507, "no-space", "metrics.jsonl cannot be written (see the log); try again later"
             )
-        await self._journaled.decided(lambda now: self._training.checkpoint_commit(request, now))
+        await self._journaled.decided(lambda now: self._trainer.checkpoint_commit(request, now))
         await self._files.write_curve()
         return wire.Ack()
 
     async def _checkpoint_failed(self, request: wire.CheckpointFailed) -> wire.Ack:
-        self._training.checkpoint_failed(request)
+        self._trainer.checkpoint_failed(request)
         return wire.Ack()
 
     async def _keep_exports(self, report: wire.ExportsReport) -> wire.ExportsReported:
-        self._training.check(report.incarnation)
+        self._trainer.check(report.incarnation)
         if report.exports is not None:
             await self._files.keep_exports(report.exports)
         return wire.ExportsReported(exports=self._files.exports)

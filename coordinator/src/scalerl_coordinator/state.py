@@ -21,9 +21,9 @@ from scalerl_api.wire import EvaluationPoint, PromptRef, Sample, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
 from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Try, Usage
-from scalerl_coordinator.batcher import zero_variance
 from scalerl_coordinator.evaluation import Evaluation, EvaluationKey
 from scalerl_coordinator.prompt_history import PromptHistory
+from scalerl_coordinator.rewards import zero_variance
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize
 

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from scalerl_api import trace
-from scalerl_api.roles import GeneratorSpec
+from scalerl_api.generator_spec import GeneratorSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS
 from scalerl_api.wire import VersionSpan
 from scalerl_coordinator import journal_records as r

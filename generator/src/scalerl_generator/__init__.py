@@ -25,13 +25,15 @@ From a past response to a draft, with ``generator.speculation``::
 A weight update (one at a time)::
 
     trainer           actor                                                        vLLM worker
-        │── join ─────▶ WeightControl.join() ▶ VllmClient.init_group() ────────────────▶│ init_transfer_engine()
+        │── join ─────▶ WeightControl.join() ▶ ServerWeights.init_group() ─────────────▶│ init_transfer_engine()
         │── receive ──▶ WeightControl.receive(): ServerState.begin_update()             │
-        │                 VllmClient.receive(): pause(), update_weights() ─────────────▶│ start_weight_update()
+        │                 ServerWeights.receive(): pause(), update_weights() ──────────▶│ start_weight_update()
         │════ buckets over the process group ══════════════════════════════════════════▶│ receive_weights()
         │                   resume() ◀──────────────────────────────────────────────────│ finish_weight_update()
         │◀─ received ── ServerState.complete_update(), or fail_update()                 │
         │── probe ────▶ WeightControl.probe() ▶ VllmClient.prompt_logprobs() ──────────▶│
+
+``actor_api`` checks the token of these requests and calls ``WeightControl``, which decides; ``ServerWeights`` calls the server.
 
 vLLM is pinned; only modules named ``vllm_*`` depend on its internals. This package does not choose prompts (the
 coordinator does), does not implement verifiers (``scalerl_tasks`` does), and does not import ``scalerl_trainer``.

@@ -29,8 +29,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from scalerl_api.generator_spec import MOST_LEASED
 from scalerl_api.http_client import Backoff
-from scalerl_api.roles import MOST_LEASED
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
 from scalerl_generator.completion_streams import ServerLost
 from scalerl_generator.concurrency import Concurrency

@@ -1,4 +1,5 @@
-"""Client of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out. No other module calls it.
+"""Client of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out. What a weight update calls is in
+:class:`.vllm_weights.ServerWeights`.
 
 :mod:`.vllm_replies` lists the errors, which are subclasses of :class:`~scalerl_generator.vllm_replies.VllmError`.
 Every call has a timeout. A client belongs to one event loop.
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -22,14 +22,10 @@ from numpy.typing import NDArray
 
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
 from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
-from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
-from scalerl_generator.adapter_versions import PUBLISHED, AdapterVersion, AdapterVersions
+from scalerl_generator.adapter_versions import AdapterVersion, AdapterVersions
 from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     CachePressure,
-    FetchContinues,
-    FetchReport,
-    FetchStalled,
     Part,
     PublishReport,
     Sampled,
@@ -37,28 +33,19 @@ from scalerl_generator.vllm_replies import (
     ServerRefused,
     Span,
     StreamedAnswer,
-    UpdateFailed,
     VllmError,
     read_cache_pressure,
     read_completions,
     read_draft_report,
     read_draft_tally,
     read_error,
-    read_fetch,
-    read_join_problem,
     read_prompt_logprobs,
     read_report,
     read_weight_version,
 )
 
-_CONTROL_SECONDS = 30.0
-_MARGIN_SECONDS = 15.0
-"""The client's timeout is this much longer than the worker's, so that the worker's error arrives."""
-
-_FIRST_JOIN_POLL_SECONDS = 0.02
-_LAST_JOIN_POLL_SECONDS = 0.25
-"""Each poll takes a part of a step of the server."""
-
+CONTROL_SECONDS = 30.0
+"""Timeout of a request that changes or reads the server, and generates nothing."""
 _MAX_ANSWER_BYTES = 2**29
 """Of an answer that is not streamed: those of a group have some 100 bytes a token."""
 
@@ -146,7 +133,8 @@ class VllmClient:
         own_adapters: bool = False,
         routed_experts: bool = False,
     ) -> None:
-        self._adapters = AdapterVersions() if own_adapters else None
+        self.adapters = AdapterVersions() if own_adapters else None
+        """Those that requests in flight sample with, where each has its own."""
         self.routed_experts = routed_experts
         self._base, self._connect_seconds = base_url.rstrip("/"), connect_seconds
         self._headers = {
@@ -175,7 +163,7 @@ class VllmClient:
     async def health(self, timeout_seconds: float = 5.0) -> bool:
         """Whether the server answers and its engine is alive."""
         try:
-            await self._call("GET", "/health", None, timeout_seconds)
+            await self.call("GET", "/health", None, timeout_seconds)
         except VllmError:
             return False
         return True
@@ -213,7 +201,7 @@ class VllmClient:
         params |= self._routed_from(prompt_token_ids, routed_from)
         body = _generate_body(prompt_token_ids, params, cache_salt, prompt_key)
         with self._own_adapters(body) as own:
-            reply = await self._call("POST", _GENERATE, body, timeout_seconds)
+            reply = await self.call("POST", _GENERATE, body, timeout_seconds)
         return [_of_version(one, own) for one in read_completions(reply, n)]
 
     async def stream(
@@ -296,7 +284,7 @@ class VllmClient:
         params |= self._routed_from(token_ids, None)
         body = _generate_body(token_ids, params, cache_salt)
         with self._own_adapters(body):
-            reply = await self._call("POST", _GENERATE, body, timeout_seconds)
+            reply = await self.call("POST", _GENERATE, body, timeout_seconds)
         return read_prompt_logprobs(reply, token_ids)
 
     def _routed_from(self, prompt: Sequence[int], start: int | None) -> dict[str, int]:
@@ -307,7 +295,7 @@ class VllmClient:
 
     async def weight_version(self) -> int:
         """Version of the server's weights; ``UNVERSIONED`` before its first update."""
-        return read_weight_version(await self._call("GET", "/weight_info", None, _CONTROL_SECONDS))
+        return read_weight_version(await self.call("GET", "/weight_info", None, CONTROL_SECONDS))
 
     async def pause(self) -> None:
         """Pause generation between two tokens; requests in flight keep their KV cache and wait.
@@ -315,179 +303,46 @@ class VllmClient:
         ``clear_cache=false`` is needed: without it vLLM drops every cache even in mode ``keep``, and recomputes requests in
         flight from their first token, under the new weights.
         """
-        await self._call("POST", "/pause?mode=keep&clear_cache=false", {}, _CONTROL_SECONDS)
+        await self.call("POST", "/pause?mode=keep&clear_cache=false", {}, CONTROL_SECONDS)
 
     async def resume(self) -> None:
         """Resume paused requests under the server's current weights."""
-        await self._call("POST", "/resume", {}, _CONTROL_SECONDS)
+        await self.call("POST", "/resume", {}, CONTROL_SECONDS)
 
     async def publish_report(self) -> PublishReport:
         """Report of the last update, combined over the workers (:func:`~.vllm_replies.read_report`)."""
-        body = await self._call(
-            "POST", "/collective_rpc", {"method": "scalerl_publish_report"}, _CONTROL_SECONDS
+        body = await self.call(
+            "POST", "/collective_rpc", {"method": "scalerl_publish_report"}, CONTROL_SECONDS
         )
         return read_report(body)
 
     async def cache_pressure(self) -> CachePressure:
         """How full the KV cache is. Needs a server with ``--stats``."""
-        return read_cache_pressure(await self._call("GET", "/metrics", None, _CONTROL_SECONDS))
+        return read_cache_pressure(await self.call("GET", "/metrics", None, CONTROL_SECONDS))
 
     async def remember(self, past: PastResponses) -> None:
         """Send past responses to a prompt to the server, which drafts from them."""
         encoded = base64.b64encode(msgspec.msgpack.encode(past)).decode()
         body = {"method": "scalerl_remember", "args": [encoded]}
-        await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS)
+        await self.call("POST", "/collective_rpc", body, CONTROL_SECONDS)
 
     async def take_draft_tally(self, prompt_key: str) -> DraftTally:
         """Drafted and accepted tokens of a prompt's requests since the last call."""
         body = {"method": "scalerl_take_draft_tally", "args": [prompt_key]}
-        return read_draft_tally(await self._call("POST", "/collective_rpc", body, _CONTROL_SECONDS))
+        return read_draft_tally(await self.call("POST", "/collective_rpc", body, CONTROL_SECONDS))
 
     async def draft_report(self) -> DraftReport:
         """Statistics of the server's drafts since its start."""
-        body = await self._call(
-            "POST", "/collective_rpc", {"method": "scalerl_draft_report"}, _CONTROL_SECONDS
-        )
+        body = await self.call("POST", "/collective_rpc", {"method": "scalerl_draft_report"}, CONTROL_SECONDS)
         return read_draft_report(body)
-
-    async def init_group(self, join: GroupJoin) -> None:
-        """Join a process group, after leaving the current one. The server generates meanwhile.
-
-        Raises:
-            ServerRefused: the group did not form within ``join.timeout_seconds``.
-        """
-        path, body = "/init_weight_transfer_engine", {"init_info": msgspec.to_builtins(join)}
-        deadline = time.monotonic() + join.timeout_seconds + _MARGIN_SECONDS
-        await self._call("POST", path, body, _CONTROL_SECONDS)
-        poll = {"method": "scalerl_join_problem", "args": [str(join.epoch)]}
-        interval = _FIRST_JOIN_POLL_SECONDS
-        while True:
-            await asyncio.sleep(interval)  # a group opens in milliseconds if all members are there
-            interval = min(2 * interval, _LAST_JOIN_POLL_SECONDS)
-            problem = read_join_problem(await self._call("POST", "/collective_rpc", poll, _CONTROL_SECONDS))
-            if problem is None and time.monotonic() > deadline:
-                problem = f"the group of epoch {join.epoch} is still opening"
-            if problem:
-                raise ServerRefused(path, 500, problem)
-            if problem is not None:
-                return
-
-    async def fetch(self, receive: WeightReceive) -> FetchReport:
-        """Read one version from files into the server's memory. The server generates meanwhile.
-
-        Raises:
-            FetchContinues: it was not read within ``receive.timeout_seconds``.
-            FetchStalled: the same, and nothing was read.
-            ServerRefused: it cannot be read.
-        """
-        path, deadline = "/collective_rpc", time.monotonic() + receive.timeout_seconds
-        encoded = base64.b64encode(msgspec.msgpack.encode(receive)).decode()
-        await self._call("POST", path, {"method": "scalerl_fetch", "args": [encoded]}, _CONTROL_SECONDS)
-        poll = {"method": "scalerl_fetched", "args": [str(receive.version)]}
-        interval, first = _FIRST_JOIN_POLL_SECONDS, None
-        while True:
-            await asyncio.sleep(interval)
-            interval = min(2 * interval, _LAST_JOIN_POLL_SECONDS)
-            report = read_fetch(await self._call("POST", path, poll, _CONTROL_SECONDS))
-            if report.problem == "":
-                return report
-            first = report if first is None else first
-            if report.problem is None and time.monotonic() > deadline:
-                late = f"not read after {receive.timeout_seconds:g} s"
-                if report.bytes == first.bytes:
-                    of = "object store" if receive.files is not None and receive.files.to else "volume"
-                    raise FetchStalled(path, 500, f"{late}, and nothing of it was: the {of} does not answer")
-                raise FetchContinues(path, 500, f"{late}; the server continues to read it")
-            if report.problem:
-                raise ServerRefused(path, 500, report.problem)
-
-    async def update_weights(self, receive: WeightReceive, path: str = "") -> PublishReport:
-        """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched.
-
-        Call between :meth:`pause` and :meth:`resume`.
-
-        Raises:
-            UpdateFailed: the version is not installed. The server has left the group and can join another.
-            ServerDown, BadReply: the server does not answer or answers wrongly; which weights it holds is unknown.
-        """
-        info = msgspec.to_builtins(receive) | {"path": path}
-        adapters = None
-        if self._adapters is not None:
-            adapters = self._adapters.next(receive.version)
-            info |= {"adapters": adapters.name, "needed_adapters": self._adapters.needed()}
-        seconds = receive.timeout_seconds + _MARGIN_SECONDS
-        try:
-            if (await self.publish_report()).active:  # a client that died left it open
-                await self._abandon(receive)
-            await self._call("POST", "/start_weight_update", {}, _CONTROL_SECONDS)
-            await self._call("POST", "/update_weights", {"update_info": info}, seconds)
-            report = await self.publish_report()
-            if adapters is not None and not report.error:
-                body = {"lora_name": adapters.name, "lora_path": PUBLISHED}
-                await self._call("POST", "/v1/load_lora_adapter", body, _CONTROL_SECONDS)
-            finish = {} if report.error else {"weight_version": str(receive.version)}
-            await self._call("POST", "/finish_weight_update", finish, _CONTROL_SECONDS)
-        except ServerRefused as error:
-            report = await self.publish_report()
-            if adapters is not None and report.active:  # they arrived, and vLLM refused them
-                await self._abandon(receive)
-            raise UpdateFailed(error.message, partial=report.state == "partial") from error
-        if report.error:
-            raise UpdateFailed(report.error, partial=report.state == "partial")
-        if self._adapters is not None and adapters is not None:
-            self._adapters.installed(adapters)
-            await self._unload(self._adapters)
-        return await self.publish_report()
-
-    async def receive(self, receive: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
-        """Pause, receive one version over the group, or load one that was fetched, resume. Returns the duration of each phase.
-
-        After a failure, the server is resumed only if its old weights are complete.
-
-        Raises:
-            UpdateFailed, ServerDown, BadReply: as :meth:`update_weights`.
-        """
-        fetched = fetched or FetchReport()
-        started = time.perf_counter()
-        await self.pause()
-        paused = time.perf_counter()
-        try:
-            report = await self.update_weights(receive, fetched.path)
-        except UpdateFailed as error:
-            if not error.partial:
-                await self.resume()
-            raise
-        updated = time.perf_counter()
-        await self.resume()
-        return WeightReceived(
-            version=receive.version,
-            pause_seconds=paused - started,
-            transfer_seconds=fetched.seconds + report.transfer_seconds,
-            load_seconds=report.verify_seconds + report.load_seconds + report.finish_seconds,
-            resume_seconds=time.perf_counter() - updated,
-        )
-
-    async def _unload(self, adapters: AdapterVersions) -> None:
-        """Have the server forget names that no request will have: it would keep each until its end."""
-        while adapters.dropped:
-            with contextlib.suppress(ServerRefused):  # a server that was restarted does not know it
-                body = {"lora_name": adapters.dropped[-1]}
-                await self._call("POST", "/v1/unload_lora_adapter", body, _CONTROL_SECONDS)
-            adapters.dropped.pop()
-
-    async def _abandon(self, receive: WeightReceive) -> None:
-        """Abort an update that was started and will not be sent; the worker reports it as failed."""
-        info = {"epoch": receive.epoch, "version": receive.version, "abort": True}
-        await self._call("POST", "/update_weights", {"update_info": info}, _CONTROL_SECONDS)
-        await self._call("POST", "/finish_weight_update", {}, _CONTROL_SECONDS)
 
     @contextlib.contextmanager
     def _own_adapters(self, body: dict[str, Any]) -> Iterator[AdapterVersion | None]:
         """While the request of ``body`` is in flight, which is given the newest adapters."""
-        if self._adapters is None:
+        if self.adapters is None:
             yield None
             return
-        with self._adapters.request() as own:
+        with self.adapters.request() as own:
             if own is not None:
                 body["model"] = own.name
             yield own
@@ -508,9 +363,10 @@ class VllmClient:
             self._unpooled = open_session(self._headers, connector)
         return self._unpooled
 
-    async def _call(
+    async def call(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float
     ) -> bytes:
+        """The answer to a request. Raises ServerDown, ServerRefused."""
         session = self._session_for(path)
         timeout = aiohttp.ClientTimeout(
             total=timeout_seconds, sock_connect=min(self._connect_seconds, timeout_seconds)

@@ -34,9 +34,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from scalerl_api.lora import LORA_RANKS
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COMPILE_CACHE, DIR, NAME, TOKEN_FILE
 from scalerl_api.registry import Kind, PluginError, entry_point
-from scalerl_api.roles import LORA_RANKS
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
 from scalerl_generator import compile_cache, vllm_failures
 from scalerl_generator.draft_protocol import DRAFTER, MEMORY_TOKENS

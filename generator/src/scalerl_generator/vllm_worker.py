@@ -1,7 +1,7 @@
 """The weight-transfer engine ``scalerl`` of a vLLM worker, over gloo or NCCL, or through files.
 
 vLLM loads this module in every process of the server through its ``vllm.general_plugins`` entry point
-(:func:`register`). :mod:`.vllm_client` makes all requests of the protocol:
+(:func:`register`). :mod:`.vllm_weights` makes all requests of the protocol:
 
 1. ``init``: the worker joins a process group with a separate store, not the default group, so that a new group can replace
    it when the membership changes. The sender is rank 0. The group opens in a thread, because it waits for its slowest member,

@@ -22,6 +22,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import FetchContinues, FetchReport, FetchStalled, UpdateFailed, VllmError
+from scalerl_generator.vllm_weights import ServerWeights
 
 logger = logging.getLogger("scalerl.actor.control")
 
@@ -44,6 +45,7 @@ class WeightControl:
         self, server: VllmClient, state: ServerState, busy: BusyClock, metrics: ActorMetrics
     ) -> None:
         self._server, self._state, self._busy, self._metrics = server, state, busy, metrics
+        self._weights = ServerWeights(server)
         self._lock = asyncio.Lock()
         self._joins = 0
         """Number of requests to join so far."""
@@ -66,7 +68,7 @@ class WeightControl:
             self._epoch = None
             left = max(1.0, request.timeout_seconds - (time.monotonic() - started))
             self._joining = asyncio.ensure_future(
-                self._server.init_group(msgspec.structs.replace(request, timeout_seconds=left))
+                self._weights.init_group(msgspec.structs.replace(request, timeout_seconds=left))
             )
             if join != self._joins:
                 self._joining.cancel()
@@ -113,7 +115,7 @@ class WeightControl:
     async def _fetch(self, request: WeightReceive) -> FetchReport:
         """Make the server read the version's files, while it generates."""
         try:
-            return await self._server.fetch(request)
+            return await self._weights.fetch(request)
         except VllmError as error:
             logger.error("version %d not read: %s", request.version, error)
             self._metrics.update_failures.inc()
@@ -127,7 +129,7 @@ class WeightControl:
     async def _receive(self, request: WeightReceive, fetched: FetchReport | None) -> WeightReceived:
         started = time.monotonic()
         try:
-            received = await self._server.receive(request, fetched)
+            received = await self._weights.receive(request, fetched)
         except BaseException as error:  # the update must end after any exception, a cancellation included
             old_weights_whole = isinstance(error, UpdateFailed) and not error.partial
             self._epoch = None

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final, TypedDict
 
 from scalerl_api import endpoints
+from scalerl_api.built_in import SERVER
 from scalerl_api.environment import EnvironmentSpec
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR, TOKEN_FILE, TRAINER_HOST
-from scalerl_api.registry import SERVER
 from scalerl_api.spec import ReasoningGymSource, RunSpec, ScaleRLRun, VerifierSpec
 from scalerl_api.speculation import MAX_DRAFT_TOKENS, MEMORY_BYTES_PER_TOKEN
 from scalerl_operator.workloads import (
@@ -111,7 +111,7 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
         * verifier.workers
         for verifier, _ in graders
     ) + sum(
-        quantity_bytes(own.memory) * own.workers * (2 if own.name == "tools" else 1)  # and that of a program
+        quantity_bytes(own.memory) * own.workers * (2 if own.has_tools else 1)  # and that of a program
         for own, _, _ in environments
     )
 

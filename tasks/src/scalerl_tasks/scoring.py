@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalerl_api.registry import DEFAULT_SESSIONS, Kind
+from scalerl_api.built_in import DEFAULT_SESSIONS
+from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
 from scalerl_tasks.environments.openenv import EnvironmentServer
@@ -91,7 +92,7 @@ def verifier_config(
 
 def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
     parameters = given.parameters or {}
-    if given.name == "tools":
+    if given.has_tools:
         from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
 
         seconds = given.turn_timeout_seconds * SHARE_OF_TIMEOUT

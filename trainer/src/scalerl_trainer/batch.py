@@ -20,10 +20,10 @@ from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.algo.advantages import advantages, turn_advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
-from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import RoutedExperts, Sequence
 from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS, ProbeSequence
+from scalerl_trainer.train_batch import TrainBatch
 
 UNUSABLE_FRACTION = 0.5
 """Part of a step's tokens without a finite log-probability above which the run ends. Fewer are left out of the step."""

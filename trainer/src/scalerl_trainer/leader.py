@@ -35,7 +35,6 @@ from scalerl_trainer.leader_checkpoints import POLL_SECONDS, LeaderCheckpoints
 from scalerl_trainer.leader_publishes import LeaderPublishes
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.step_stats import stats_of_step
 from scalerl_trainer.tensor_files import TensorInfo
@@ -60,7 +59,7 @@ class Leader:
     def __init__(
         self,
         worker: Worker,
-        publisher: Publisher | FilePublisher,
+        publisher: Publisher,
         control: ActorControl,
         exporter: Exporter,
         load_run: Callable[[], ScaleRLRun],
@@ -272,7 +271,8 @@ class Leader:
     def _export(self) -> None:
         """Export the current weights; the exporter handles failures."""
         worker, adapters = self._worker, exports_adapter(self._worker.spec) is not None
-        shapes = worker.engine.adapter_shapes(PEFT) if adapters else worker.engine.checkpoint_shapes()
+        weights = worker.engine.weights
+        shapes = weights.adapter_shapes(PEFT) if adapters else weights.checkpoint_shapes()
         infos = [TensorInfo(name, getattr(torch, worker.spec.model.dtype), shape) for name, shape in shapes]
         self._export_seconds += self._exporter.write(
             worker.version,

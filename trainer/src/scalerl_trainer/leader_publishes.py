@@ -1,6 +1,7 @@
 """Rank 0's publishes of weights: from the coordinator's permission to the commit, with the probes, and what ends the run.
 
-A publish, with the generators' part of its probe and its commit, runs on a thread beside the forward and backward of the next step.
+A publish, with the generators' part of its probe and its commit, runs on a thread beside the forward and backward of the next step,
+with a stream of its own on a GPU (:mod:`.background`).
 The next update waits until the publish has read the weights, and the report of the next step until it is committed, so the
 coordinator sees one version after the other.
 
@@ -29,9 +30,8 @@ from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader_checkpoints import POLL_SECONDS, LeaderCheckpoints
 from scalerl_trainer.models.lora import PUBLISHED, AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.probe import ProbeSequence, probe
-from scalerl_trainer.publish.publisher import Publisher, Weights
+from scalerl_trainer.publish.publisher import Publisher, WeightSource
 from scalerl_trainer.worker import Command, Worker
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class LeaderPublishes:
     def __init__(
         self,
         worker: Worker,
-        publisher: Publisher | FilePublisher,
+        publisher: Publisher,
         control: ActorControl,
         checkpoints: LeaderCheckpoints,
         silence: CoordinatorSilence,
@@ -353,15 +353,15 @@ class LeaderPublishes:
             if self._checkpoints.sync_and_check_stop():
                 return None
 
-    def _weights(self) -> Weights:
+    def _weights(self) -> WeightSource:
         """The current weights, or the adapters, as they are published."""
         worker, lora = self._worker, self._worker.spec.trainer.lora
-        adapters = lora is not None and lora.publish == "Adapter"
-        shapes = worker.engine.adapter_shapes(PUBLISHED) if adapters else worker.engine.checkpoint_shapes()
+        adapters, weights = lora is not None and lora.publish == "Adapter", worker.engine.weights
+        shapes = weights.adapter_shapes(PUBLISHED) if adapters else weights.checkpoint_shapes()
         manifest = [wire.TensorSpec(name, worker.spec.model.dtype, list(shape)) for name, shape in shapes]
         if lora is not None and adapters:
-            return Weights(manifest, partial(self.adapters, PUBLISHED), lora.alpha / lora.rank)
-        return Weights(manifest, self.stream)
+            return WeightSource(manifest, partial(self.adapters, PUBLISHED), lora.alpha / lora.rank)
+        return WeightSource(manifest, self.stream)
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
         self._worker.send(Command.SCORE)
@@ -376,7 +376,7 @@ class LeaderPublishes:
     def adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:
             self._worker.send(Command.GATHER_ADAPTERS)
-        return self._worker.engine.gather_adapters(names)
+        return self._worker.engine.weights.gather_adapters(names)
 
 
 def _without_numbers(error: str) -> str:

@@ -45,7 +45,6 @@ from functools import partial
 import torch
 
 from scalerl_api.attempts import Attempt
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecError
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
@@ -58,9 +57,9 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_api.spec import ScaleRLRun
+from scalerl_trainer.algo.losses.from_spec import make_loss
 from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
-from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, claim_prefix, identity
+from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
 from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
@@ -75,7 +74,7 @@ from scalerl_trainer.errors import (
 )
 from scalerl_trainer.export import copy_run_file
 from scalerl_trainer.exporter import Exporter
-from scalerl_trainer.fence import FOLDER, Fence
+from scalerl_trainer.fence import Fence
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics, StatusServer
 from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
@@ -83,20 +82,11 @@ from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.file_publisher import FilePublisher
 from scalerl_trainer.publish.first_probe import first_probes
-from scalerl_trainer.publish.publisher import Publisher
-from scalerl_trainer.publish.weight_folders import StoredFolder, VolumeFolder, WeightFolder, begin_attempt
-from scalerl_trainer.publish.weight_writer import WeightWriter
+from scalerl_trainer.publish.from_spec import make_publisher, publish_limit_seconds
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
-from scalerl_trainer.spec_settings import (
-    collective_timeout_seconds,
-    engine_settings,
-    make_loss,
-    publish_limit_seconds,
-    publish_settings,
-)
+from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
 from scalerl_trainer.stored_files import EXPORTS
 from scalerl_trainer.uploader import Uploader
 from scalerl_trainer.worker import Worker
@@ -161,7 +151,7 @@ def run(
     model, weights = opened()
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
     if spec.trainer.lora is not None and spec.trainer.lora.publish == "Adapter":
-        engine.adapter_shapes(PUBLISHED)  # refuses what cannot be published before anything is trained
+        engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
     if spec.recipe.proximal_updates:
         proximal, base = opened()
         engine.keep_proximal(proximal, None if spec.trainer.lora is None else base)
@@ -230,7 +220,7 @@ def run(
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
     exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)
-    publisher = _publisher(given, environment, fence, device, control)
+    publisher = make_publisher(given, environment, fence, device, control)
     leader = Leader(
         worker,
         publisher,
@@ -245,41 +235,8 @@ def run(
     try:
         leader.lead(snapshot, remove_mid_training if trained_supervised else None)
     finally:
-        if isinstance(publisher, FilePublisher):
-            publisher.close()
+        publisher.close()
     volume.close()
-
-
-def _publisher(
-    run: ScaleRLRun,
-    environment: ProcessEnvironment,
-    fence: Fence | None,
-    device: torch.device,
-    control: ActorControl,
-) -> Publisher | FilePublisher:
-    """The publisher of ``weightSync.backend``."""
-    spec, to = run.spec, run.spec.weight_sync.to
-    assert fence is not None  # it is rank 0's
-    name = fence.folder.name.removeprefix(FOLDER)
-    weights = environment.paths.weights
-    folder: WeightFolder = VolumeFolder(weights / name)
-    begin = begin_attempt(folder, fence)
-    if (spec.weight_backend != "files" or to is not None) and weights.exists():
-        begin()  # deletes those of attempts that published through the volume
-    if spec.weight_backend != "files":
-        return Publisher(publish_settings(spec, environment.trainer_host, device), control)
-    if to is not None:
-        store = ObjectStore(to)
-        claim = partial(claim_prefix, store, identity(run), "weightSync.to", "no other run uses it")
-        folder = StoredFolder(store, name)
-        begin = begin_attempt(folder, fence, claim, environment.attempt)
-    bucket_bytes = quantity_bytes(spec.weight_sync.bucket)
-    return FilePublisher(
-        WeightWriter(folder, bucket_bytes, begin),
-        control,
-        bucket_bytes=bucket_bytes,
-        timeout_seconds=float(spec.weight_sync.timeout_seconds),
-    )
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

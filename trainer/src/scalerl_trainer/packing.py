@@ -12,6 +12,8 @@ then begin with its last token.
 Shapes: ``b`` row of a micro-batch, ``t`` position in the row, ``n`` trainable token in flat order (sequence after
 sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch, ``r`` sequence of a micro-batch in the order
 of its rows. There is no Python loop over tokens.
+
+:mod:`.train_batch` packs and checks a rank's shard.
 """
 
 from __future__ import annotations

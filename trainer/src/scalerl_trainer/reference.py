@@ -34,8 +34,10 @@ def write_weights(engine: Engine, path: Path, ranks: Ranks) -> None:
         OSError: on all ranks.
     """
     dtype = getattr(torch, engine.settings.dtype)
-    infos = [TensorInfo(name, dtype, shape) for name, shape in engine.parameter_shapes()]
-    tensors = (tensor for bucket in engine.gather_parameters(_BUCKET_BYTES) for tensor in bucket.tensors)
+    infos = [TensorInfo(name, dtype, shape) for name, shape in engine.weights.parameter_shapes()]
+    tensors = (
+        tensor for bucket in engine.weights.gather_parameters(_BUCKET_BYTES) for tensor in bucket.tensors
+    )
     problem = ""
     if ranks.is_leader:
         staged = path.with_name(f".{path.name}")

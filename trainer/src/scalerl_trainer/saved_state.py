@@ -9,7 +9,7 @@ and each file is a plain safetensors file.
 ======================= =============================================================================
 ``engine.json``         number of updates, the optimizer's step count, names and shapes of all parameters
 ``rank-<r>.safetensors`` ``<parameter>@<start>/weight``, ``…/exp_avg``, ``…/exp_avg_sq``, flat float32; ``…/proximal``
-``start.msgpack``         completions of the start of the run (:mod:`.engine.start`), if it had some
+``start.msgpack``         completions of the start of the run (:mod:`.engine.start_kl`), if it had some
 ======================= =============================================================================
 """
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.roles import PROBE_SEQUENCES
 from scalerl_api.spec import RunSpec
+from scalerl_api.weight_sync import PROBE_SEQUENCES
 from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.background import Prefetch
@@ -138,7 +138,7 @@ class Worker:
                     for _ in self.gather():
                         pass
                 case Command.GATHER_ADAPTERS:
-                    for _ in self.engine.gather_adapters(PEFT):
+                    for _ in self.engine.weights.gather_adapters(PEFT):
                         pass
                 case Command.SCORE:
                     self.engine.logprobs([], temperature=1.0)
@@ -233,7 +233,7 @@ class Worker:
 
     def gather(self) -> NamedTensors:
         """Yield whole tensors under the names of checkpoint files on rank 0, nothing on others. A collective under ZeRO-3."""
-        return self.engine.gather_checkpoint(self.bucket_bytes)
+        return self.engine.weights.gather_checkpoint(self.bucket_bytes)
 
     @property
     def reads_beside(self) -> bool:

@@ -27,11 +27,11 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import core_schema
 
 from scalerl_api.edits import nested_model
+from scalerl_api.environment_server import EnvironmentServerSpec
 from scalerl_api.fields import DECIMAL_FORM
 from scalerl_api.load import to_yaml
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import set_by_others
-from scalerl_api.roles import EnvironmentServerSpec
 from scalerl_api.spec import GROUP, KIND, PLURAL, VERSION, RunSpec
 from scalerl_api.status import RunStatus
 from scalerl_api.verifier import VerifierSpec, WeightedVerifier

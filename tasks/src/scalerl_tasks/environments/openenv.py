@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from scalerl_api.built_in import DEFAULT_SESSIONS
 from scalerl_api.http_client import Unanswered, exchange
-from scalerl_api.registry import DEFAULT_SESSIONS
 from scalerl_processes.waiting import cancel
 from scalerl_tasks.answer_extraction import after_thought
 from scalerl_tasks.errors import VerifierError, did_you_mean

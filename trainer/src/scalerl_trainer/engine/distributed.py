@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from scalerl_trainer.errors import EngineError, Stopped
+from scalerl_trainer.errors import BadBatchError, EngineError, Stopped
+from scalerl_trainer.train_batch import PackedShard
 
 POLL_SECONDS = 0.05
 STORE_GRACE_SECONDS = 1.0
@@ -217,3 +218,40 @@ def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
     gathered = [torch.empty_like(vector) for _ in range(world)]
     dist.all_gather(gathered, vector.contiguous())
     return torch.stack(gathered).cpu()
+
+
+def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
+    """Gather the sizes and errors of all ranks. A collective.
+
+    If only one rank raised for a bad shard, the others would wait in their collectives until the timeout. Therefore all ranks
+    raise together.
+
+    Returns:
+        ``counts`` of shape ``[world, 8]``. Its columns are the numbers of micro-batches, trainable tokens, tokens, padding and
+        sequences, whether the shard is bad, whether its fresh tokens are known, and the number of tokens with recorded experts.
+
+    Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
+    """
+    packed = shard.packed
+    counts = gather_vectors(
+        torch.tensor(
+            [
+                len(packed.micro_batches),
+                packed.trainable,
+                packed.tokens,
+                packed.padding,
+                shard.sequences,
+                shard.error is not None,
+                shard.fresh_known,
+                packed.routed,
+            ],
+            dtype=torch.long,
+            device=device,
+        )
+    )
+    if shard.error is not None:
+        raise shard.error
+    if bool(counts[:, 5].any()):
+        ranks = counts[:, 5].nonzero().flatten().tolist()
+        raise BadBatchError(f"the shard of rank {ranks[0]} cannot be trained on; see its log")
+    return counts

@@ -24,17 +24,16 @@ import torch.distributed as dist
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.algo.mismatch import RatioStatistics
 from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
-from scalerl_trainer.engine.distributed import gather_vectors
+from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.engine.shard import PackedShard, exchange_sizes, pack_shard
-from scalerl_trainer.engine.start import StartSample
+from scalerl_trainer.engine.start_kl import StartSample
 from scalerl_trainer.engine.state import EngineState
-from scalerl_trainer.engine.stats import FlatLogprobs, ParameterBucket, StepStats, TrainBatch
+from scalerl_trainer.engine.stats import FlatLogprobs, StepStats
 from scalerl_trainer.engine.weights import Weights
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
-from scalerl_trainer.models.lora import AdapterNames, Adapters
+from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import PREFIX, Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.models.router_replay import RouterReplay
@@ -49,6 +48,7 @@ from scalerl_trainer.saved_state import (
     Piece,
     SavedState,
 )
+from scalerl_trainer.train_batch import PackedShard, TrainBatch, pack_shard
 from scalerl_trainer.utilization import flops_per_token
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,8 @@ class Engine:
         check_buffer_dtypes(causal_lm, buffers)
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         dtype = getattr(torch, settings.dtype)
-        self._weights = Weights(self._backend, policy, dtype, self._adapters, stored)
+        self.weights = Weights(self._backend, policy, dtype, self._adapters, stored)
+        """The policy's parameters, whole."""
         self._passes = Passes(self._backend, policy, settings, device, self._adapters, routing, replay)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.start: StartSample | None = None
@@ -148,9 +149,9 @@ class Engine:
         """
         if self._proximal is None:
             raise EngineError("no proximal policy: call keep_proximal first")
-        adapters = self._weights.adapters
-        trained = [(names, [adapters[n] for n in names]) for names in self._weights.adapter_groups()]
-        buckets = self._weights.buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype))
+        adapters = self.weights.adapters
+        trained = [(names, [adapters[n] for n in names]) for names in self.weights.adapter_groups()]
+        buckets = self.weights.buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype))
         for _, parameters in trained or buckets:
             self._proximal.copy_from([(self._name[parameter], parameter) for parameter in parameters])
         self._proximal_updates = 0
@@ -183,7 +184,7 @@ class Engine:
         return FlatLogprobs(logprobs_n, packed.trainable_s)
 
     def keep_start(self, sequences: Items[Sequence]) -> None:
-        """Keep rank 0's ``sequences``, which the current weights sampled, to measure later ones against (:mod:`.start`)."""
+        """Keep rank 0's ``sequences``, which the current weights sampled, to measure later ones against (:mod:`.start_kl`)."""
         logprobs_n = self.logprobs(sequences).logprobs_n
         if self._rank == 0 and len(logprobs_n) and bool(logprobs_n.isfinite().all()):
             self.start = StartSample.of(sequences, logprobs_n, self.settings.temperature)
@@ -193,32 +194,6 @@ class Engine:
         start = self.start
         assert start is not None
         return start.kl(self.logprobs(start.sequences, temperature=start.temperature).logprobs_n)
-
-    def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """:meth:`.Weights.parameter_shapes`."""
-        return self._weights.parameter_shapes()
-
-    def checkpoint_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """:meth:`.Weights.checkpoint_shapes`."""
-        return self._weights.checkpoint_shapes()
-
-    def gather_parameters(
-        self, bucket_bytes: int, dtype: torch.dtype | None = None
-    ) -> Iterator[ParameterBucket]:
-        """:meth:`.Weights.gather_parameters`."""
-        return self._weights.gather_parameters(bucket_bytes, dtype)
-
-    def gather_checkpoint(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """:meth:`.Weights.gather_checkpoint`."""
-        return self._weights.gather_checkpoint(bucket_bytes)
-
-    def adapter_shapes(self, names: AdapterNames) -> list[tuple[str, tuple[int, ...]]]:
-        """:meth:`.Weights.adapter_shapes`."""
-        return self._weights.adapter_shapes(names)
-
-    def gather_adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
-        """:meth:`.Weights.gather_adapters`."""
-        return self._weights.gather_adapters(names)
 
     # --- training -----------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from scalerl_trainer.algo.mismatch import (
 from scalerl_trainer.engine.backend import Backend, Frozen
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import EngineError, first_line
 from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
@@ -40,6 +39,7 @@ from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, after_prompt, one_row
 from scalerl_trainer.ranks import RankLost
+from scalerl_trainer.train_batch import TrainBatch
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalerl_trainer.engine.start import StartSample
+from scalerl_trainer.engine.start_kl import StartSample
 from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
 
 

@@ -1,33 +1,12 @@
-"""Inputs and results of the engine."""
+"""Results of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import torch
 
 from scalerl_trainer.algo.mismatch import RatioStatistics
-from scalerl_trainer.packing import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """One rank's shard of a batch. ``n`` runs over its trainable tokens in flat order, ``s`` over its sequences."""
-
-    sequences: Items[Sequence]
-    weights_s: torch.Tensor
-    """Weights of ``algo.aggregation.sequence_weights`` over the whole batch."""
-    advantages_s: torch.Tensor
-    """Advantages of ``algo.advantages.advantages`` over the whole batch; the mean over a sequence's tokens if they differ."""
-    generator_logprobs_n: torch.Tensor | None = None
-    """The generator's log-probabilities; None if the current weights sampled all tokens, so that ratios are 1."""
-    fresh_n: torch.Tensor | None = None
-    """Bool: whether the current weights sampled the token and all earlier ones of its completion; None if unknown."""
-    teacher_logprobs_n: torch.Tensor | None = None
-    """The teacher's log-probabilities; None without a teacher."""
-    advantages_n: torch.Tensor | None = None
-    """Advantage of each token; None if those of a sequence are equal."""
 
 
 @dataclass(frozen=True, slots=True)

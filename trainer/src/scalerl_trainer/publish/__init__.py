@@ -1,8 +1,10 @@
 """Publishes weights to the generators, whose generations in flight pause and resume.
 
-    ``publisher``       the protocol: join, receive, retry
-    ``rounds``          its state machine
-    ``file_publisher``  the protocol with files in the place of a group
+    ``publisher``       the interface of both publishers, and what they share
+    ``from_spec``       makes the one of ``weightSync.backend``
+    ``group_publisher`` over a process group: join, receive, retry
+    ``rounds``          which members a retry has, by the answers to the last attempt; pure
+    ``file_publisher``  through files in the place of a group
     ``weight_writer``   versions into files: bases and deltas; ``weight_folders`` of a volume or an object store
     ``buckets``         tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
     ``sender_group``    the sender's side of a process group besides the default one

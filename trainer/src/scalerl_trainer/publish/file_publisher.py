@@ -27,7 +27,7 @@ from scalerl_trainer.publish.publisher import (
     WRITE_TIMEOUTS,
     Outcome,
     PhaseSeconds,
-    Weights,
+    WeightSource,
     decode_received,
     stats_of,
 )
@@ -70,7 +70,7 @@ class FilePublisher:
     def publish(
         self,
         version: int,
-        weights: Weights,
+        weights: WeightSource,
         members: list[wire.Member],
         have_read: Callable[[], None] = lambda: None,
     ) -> Outcome:
@@ -144,7 +144,7 @@ class FilePublisher:
                 log.error("gave up publishing version %d to %s: %s", version, name, error)
         return kept, failed
 
-    def _write(self, version: int, weights: Weights) -> Written | str:
+    def _write(self, version: int, weights: WeightSource) -> Written | str:
         """Write a version; returns the problem if it cannot be written."""
         call_seconds, left = (times * self._timeout_seconds for times in (MAX_TIMEOUTS, WRITE_TIMEOUTS))
         deadline = time.monotonic() + left

@@ -1,8 +1,6 @@
-"""Packs and checks a rank's shard of a batch, without the other ranks; all ranks exchange sizes and errors before anything is
-computed.
+"""A rank's shard of a batch: what the engine trains on, packed and checked without the other ranks.
 
-If only one rank raised for a bad shard, the others would wait in their collectives until the timeout. Therefore all ranks
-raise together.
+A bad shard is kept with its error, which all ranks raise together (:func:`~.engine.distributed.exchange_sizes`).
 """
 
 from __future__ import annotations
@@ -13,11 +11,28 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from scalerl_trainer.algo.mismatch import check_generator_logprobs
-from scalerl_trainer.engine.distributed import gather_vectors
-from scalerl_trainer.engine.stats import TrainBatch
 from scalerl_trainer.errors import BadBatchError
 from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, pack
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One rank's shard of a batch. ``n`` runs over its trainable tokens in flat order, ``s`` over its sequences."""
+
+    sequences: Items[Sequence]
+    weights_s: torch.Tensor
+    """Weights of ``algo.aggregation.sequence_weights`` over the whole batch."""
+    advantages_s: torch.Tensor
+    """Advantages of ``algo.advantages.advantages`` over the whole batch; the mean over a sequence's tokens if they differ."""
+    generator_logprobs_n: torch.Tensor | None = None
+    """The generator's log-probabilities; None if the current weights sampled all tokens, so that ratios are 1."""
+    fresh_n: torch.Tensor | None = None
+    """Bool: whether the current weights sampled the token and all earlier ones of its completion; None if unknown."""
+    teacher_logprobs_n: torch.Tensor | None = None
+    """The teacher's log-probabilities; None without a teacher."""
+    advantages_n: torch.Tensor | None = None
+    """Advantage of each token; None if those of a sequence are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +88,6 @@ def _pinned(micro: MicroBatch) -> MicroBatch:
     return replace(
         micro, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None}
     )
-
-
-def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
-    """Gather the sizes and errors of all ranks. A collective.
-
-    Returns:
-        ``counts`` of shape ``[world, 8]``. Its columns are the numbers of micro-batches, trainable tokens, tokens, padding and
-        sequences, whether the shard is bad, whether its fresh tokens are known, and the number of tokens with recorded experts.
-
-    Raises, on every rank: ``BadBatchError`` (and ``NonFiniteLogprobError``, ``SequenceTooLongError``).
-    """
-    packed = shard.packed
-    counts = gather_vectors(
-        torch.tensor(
-            [
-                len(packed.micro_batches),
-                packed.trainable,
-                packed.tokens,
-                packed.padding,
-                shard.sequences,
-                shard.error is not None,
-                shard.fresh_known,
-                packed.routed,
-            ],
-            dtype=torch.long,
-            device=device,
-        )
-    )
-    if shard.error is not None:
-        raise shard.error
-    if bool(counts[:, 5].any()):
-        ranks = counts[:, 5].nonzero().flatten().tolist()
-        raise BadBatchError(f"the shard of rank {ranks[0]} cannot be trained on; see its log")
-    return counts
 
 
 def _check_tokens(packed: PackedBatch, vocabulary: int) -> None:
