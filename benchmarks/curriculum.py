@@ -35,7 +35,7 @@ import yaml
 
 from scalerl_api.recipe import RecipeSpec
 from scalerl_coordinator.prompt_history import PromptHistory, Tried, absolute_advantage
-from scalerl_coordinator.prompt_sequence import View
+from scalerl_coordinator.prompt_sequence import SamplerInput
 from scalerl_coordinator.samplers import make_sampler
 
 SLOTS, COMPLETIONS, LAG = 48, 16, 8
@@ -53,7 +53,7 @@ CURRICULA: dict[str, dict[str, Any]] = {
     },
     "edgeOfCompetence": {"edgeOfCompetence": {}},
 }
-AT_MOST = 3000
+MAX_STEPS = 3000
 """Steps; a run that does not reach its target counts as this long."""
 
 
@@ -136,10 +136,10 @@ def rollouts_to_targets(learner: Learner, spec: dict[str, Any], seed: int) -> tu
     targets = [first + (1 - first) / 2 for first in simulation.measure()]
     reached: list[int] = [0, 0]
     mixed = step = 0
-    while not all(reached) and step < AT_MOST:
+    while not all(reached) and step < MAX_STEPS:
         known, prompts = history.as_of(step - LAG), []
         for _ in range(SLOTS):
-            prompt, cursor = sampler.choose(View(cursor, known))
+            prompt, cursor = sampler.choose(SamplerInput(cursor, known))
             prompts.append(prompt)
         history.fold(max(0, step - LAG))
         groups = []
@@ -152,7 +152,7 @@ def rollouts_to_targets(learner: Learner, spec: dict[str, Any], seed: int) -> tu
         for at, value in enumerate(simulation.measure()):
             if not reached[at] and value >= targets[at]:
                 reached[at] = step
-    first, second = (SLOTS * COMPLETIONS * (steps or AT_MOST) for steps in reached)
+    first, second = (SLOTS * COMPLETIONS * (steps or MAX_STEPS) for steps in reached)
     return first, second, mixed / (step * SLOTS)
 
 
@@ -173,7 +173,7 @@ def simulated(seeds: int, learners: list[str]) -> dict[str, float]:
             ratios = [[run[k] / best[k] for run, best in zip(runs, edge, strict=True)] for k in (0, 1)]
             text = "   ".join(" ".join(f"{ratio:.2f}" for ratio in one) for one in ratios)
             means = [mean(run[k] for run in runs) for k in range(3)]
-            limit = ">" if max(run[0] for run in runs) >= AT_MOST * SLOTS * COMPLETIONS else ""
+            limit = ">" if max(run[0] for run in runs) >= MAX_STEPS * SLOTS * COMPLETIONS else ""
             print(
                 f"{curriculum:22}{limit + f'{means[0]:,.0f}':>12}{means[1]:>12,.0f}{means[2]:>13.2f}   {text}"
             )
@@ -206,7 +206,7 @@ def timed_choices(prompts: int = 1_000_000, steps: int = 72, each: int = 20) -> 
             known = history.as_of(until)
             for _ in range(SLOTS):
                 begin = time.process_time()
-                _, cursor = sampler.choose(View(cursor, known))
+                _, cursor = sampler.choose(SamplerInput(cursor, known))
                 took.append(1000 * (time.process_time() - begin))
         print(f"{name:22}{mean(took):>8.3f} ms   longest {max(took):.2f} ms")
         figures[f"{name}/mean_ms".replace(" ", "_")] = round(mean(took), 3)

@@ -46,7 +46,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor
-from scalerl_generator.rollouts import RolloutGenerator, Section
+from scalerl_generator.rollouts import RolloutGenerator, TaskRuntime
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled, Span
@@ -123,7 +123,7 @@ class Bench:
         if episodes is not None:
             gate = EnvironmentGate(episodes, "the environment")
             sampler = EpisodeSampler(gate, self.codec, turns, 64, self.thread, self.metrics, self.busy)
-        section = Section(self.source, self.codec, grader, sampler)
+        section = TaskRuntime(self.source, self.codec, grader, sampler)
         return RolloutGenerator(
             *(self.http if turns == 1 else self.client, self.monitor, self.state, self.busy, self.metrics),
             {(0, Split.TRAIN): section},

@@ -1,7 +1,7 @@
-"""How well forecasts of language models' validation curves do, beside simple rivals.
+"""How well forecasts of language models' validation curves do, beside simple baselines.
 
 On 23 real curves from four sources (`curvefit/data/README.md`), from every cut with at least six points at compute > 0
-to the points that were measured at 1.5, 2 and 4 times that compute. The rivals' spreads are learned leaving one source
+to the points that were measured at 1.5, 2 and 4 times that compute. The baselines' spreads are learned leaving one source
 out, and once more leaving out only the curve itself; the better of both counts. At 4× all forecasts are of one source,
 so only the latter is left. No forecast is left out of a score; that the guard alarmed, or that the fit was not
 identifiable, is a group of its own.
@@ -24,8 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-from support.llm_curves import LLMCurve, llm_curves
-from support.rivals import (
+from support.baselines import (
     GridSearch,
     LevelAndGain,
     asymptotic_power_law,
@@ -36,6 +35,7 @@ from support.rivals import (
     persistence,
     rows_of,
 )
+from support.llm_curves import LLMCurve, llm_curves
 from support.scoring import MIN_GAIN, Row, Target, pit_histogram, row_of, scores, targets
 
 import scalerl_curvefit as cf
@@ -76,7 +76,7 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs) as pool:
         ours = dict(zip(made, pool.map(forecast_of, made, chunksize=4), strict=True))
         grid.search_all(list(heads.values()), pool)
-    rivals: dict[str, LevelAndGain] = {
+    baselines: dict[str, LevelAndGain] = {
         "persistence": persistence,
         DRIFT: drift,
         "line in log C": log_linear,
@@ -88,9 +88,9 @@ def main() -> None:
     for factor in factors:
         mine = [ours[t] for t in targets(curves, factor)]
         tables = {OURS: [o.row for o in mine]}
-        for name, rival in rivals.items():
+        for name, baseline in baselines.items():
             group = by_source if len({o.row.source for o in mine}) > 1 else by_curve
-            tables[name] = rows_of(rival, curves, factor, damped=name == DRIFT, group=group)
+            tables[name] = rows_of(baseline, curves, factor, damped=name == DRIFT, group=group)
         if arguments.lcpfn:
             tables["LC-PFN"] = lcpfn_rows(arguments.lcpfn, arguments.lcpfn_network, curves, factor)
         print(f"\nForecasts at {factor:g}× compute")
@@ -99,10 +99,10 @@ def main() -> None:
             continue
         for label, kept in groups(mine).items():
             table(label, {name: [r for r in rows if key(r) in kept] for name, rows in tables.items()})
-        print("\nCRPS of rivals, their spread learned on the source's other curves too")
+        print("\nCRPS of baselines, their spread learned on the source's other curves too")
         best = {name: scores(rows).crps for name, rows in tables.items() if name != OURS}
-        for name, rival in rivals.items():
-            rows = rows_of(rival, curves, factor, damped=name == DRIFT, group=by_curve)
+        for name, baseline in baselines.items():
+            rows = rows_of(baseline, curves, factor, damped=name == DRIFT, group=by_curve)
             best[name] = min(best[name], scores(rows).crps)
             print(f"  {name:<30} {scores(rows).crps:.4f}")
         figures |= {f"crps: {name}": round(value, 4) for name, value in best.items()}
@@ -182,8 +182,8 @@ def table(label: str, tables: dict[str, list[Row]]) -> None:
         print(f"  {name:<30} {cells}", flush=True)
 
 
-def held_against(mine: Sequence[Ours], rivals: dict[str, float], figures: dict[str, float]) -> None:
-    """Our figures beside what they must reach. rivals: the lower CRPS of each."""
+def held_against(mine: Sequence[Ours], baselines: dict[str, float], figures: dict[str, float]) -> None:
+    """Our figures beside what they must reach. baselines: the lower CRPS of each."""
     print(f"\n{'at 2×':<66} ours   must be")
 
     def check(name: str, value: float, target: str, what: str) -> None:
@@ -192,7 +192,7 @@ def held_against(mine: Sequence[Ours], rivals: dict[str, float], figures: dict[s
 
     got = scores(o.row for o in mine)
     healthy = scores([o.row for o in mine if not o.row.target.origin.collapsed])
-    rival = min(rivals, key=rivals.__getitem__)
+    baseline = min(baselines, key=baselines.__getitem__)
     check("coverage_90", got.coverage_90, ".88–.95", "inside the 90 % interval")
     check("coverage_50", got.coverage_50, ".45–.60", "inside the 50 % interval")
     check("width", got.width, "≤ .12", "median width of the 90 % interval")
@@ -200,9 +200,9 @@ def held_against(mine: Sequence[Ours], rivals: dict[str, float], figures: dict[s
     check("crps", got.crps, "≤ .016", "CRPS")
     check(
         "crps_below_best_rival",
-        1 - got.crps / rivals[rival],
+        1 - got.crps / baselines[baseline],
         "≥ .15",
-        f"CRPS below the best rival's ({rival})",
+        f"CRPS below the best baseline's ({baseline})",
     )
     check("rmse_gain_healthy", healthy.rmse_gain, "≥ .40", "RMSE below persistence's, healthy")
     check("rmse_gain", got.rmse_gain, "≥ .30", "RMSE below persistence's, all")

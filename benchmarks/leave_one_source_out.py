@@ -40,7 +40,7 @@ from scalerl_curvefit.simulate import ar1_noise
 DRAWS = 500
 NEAR_BEST = 1.02
 MIN_GAIN = float(AutoscalingSpec().min_gain)
-LEAST_SD = 0.006
+MIN_SD = 0.006
 BINS = ((6, 7), (8, 11), (12, 99))
 POOLS = ((0.45, 0.25, 0.3), (0.15, 0.1, 0.75), (0.3, 0.2, 0.5), (0.6, 0.25, 0.15))
 REFERENCE = cf.FitSettings(
@@ -171,7 +171,7 @@ def _scored_grid(
             reward = changed.reward(np.array([target.at]))[:, 0]
             sd = changed.curves.sigma
             seen[g, i] = np.clip(reward + sd * changed.noise, 0.0, 1.0)
-            sd = np.maximum(sd, LEAST_SD)
+            sd = np.maximum(sd, MIN_SD)
             density[g, i] = logsumexp(-0.5 * ((target.actual - reward) / sd) ** 2 - np.log(sd)) - np.log(
                 DRAWS
             )
@@ -196,7 +196,7 @@ def _given_level(fitted: cf.Fit, target: Target) -> float:
     there = int(np.argmin(np.abs(curve.compute - target.at)))
     near = [i for i in range(there - 2, there + 3) if i != there and target.points <= i < len(curve)]
     level = float(np.mean(curve.reward[near])) if near else target.actual
-    sd = max(fitted.sigma.median, LEAST_SD) * np.sqrt(1 + 1 / max(len(near), 1))
+    sd = max(fitted.sigma.median, MIN_SD) * np.sqrt(1 + 1 / max(len(near), 1))
     return float(ndtr((level - target.last - MIN_GAIN) / sd))
 
 

@@ -1,7 +1,7 @@
 """Rollouts with drafts from past responses, beside what vLLM has: acceptance length, and seconds.
 
 A run on op-graph problems gives the weights of three epochs, really trained: a warm start on worked solutions, then
-reinforcement learning on 48 prompts, six steps an epoch. Each rival then samples all prompts under the weights of the first
+reinforcement learning on 48 prompts, six steps an epoch. Each baseline then samples all prompts under the weights of the first
 epoch, which is not measured, and under those of the second and third, which are loaded into the living server as an update is.
 
     none      no speculation
@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 import torch
 from interplay import check, see_through, write_examples
-from support.draft_rivals import Ngram, Ours, Outcome, RhymeRL, Suffix, bound, replay
-from support.draft_rivals import Rival as DraftRival
+from support.draft_baselines import Baseline as DraftBaseline
+from support.draft_baselines import Ngram, Ours, Outcome, RhymeRL, Suffix, bound, replay
 from support.vllm_process import VllmProcess
 from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def untie(model: Path, to: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """options: of :mod:`scalerl_generator.vllm_server`. speculation: vLLM's own, in its own words."""
 
     options: tuple[str, ...] = ()
@@ -156,12 +156,12 @@ class Rival:
         return [*self.options, *(["--", *own] if own else [])]
 
 
-def start_server(model: Path, rival: Rival, arctic: Path | None) -> VllmProcess:
-    """A vLLM server with one rival's drafts."""
+def start_server(model: Path, baseline: Baseline, arctic: Path | None) -> VllmProcess:
+    """A vLLM server with one baseline's drafts."""
     return VllmProcess(
         model,
         *("--dtype", "float32", "--max-model-len", "640", "--max-num-seqs", "256"),
-        *("--kv-cache-bytes", str(512 << 20), "--stats", *rival.arguments()),
+        *("--kv-cache-bytes", str(512 << 20), "--stats", *baseline.arguments()),
         python_path=arctic,
     )
 
@@ -218,7 +218,7 @@ async def sampled_epochs(folder: Path, made: list[Path], temperature: float) -> 
     file = folder / f"sampled-{temperature:g}.json"
     if not file.exists():
         prompts = prompts_of(folder)
-        server = start_server(made[0], Rival(), None)
+        server = start_server(made[0], Baseline(), None)
         epochs = []
         try:
             await server.ready()
@@ -277,18 +277,18 @@ def replayed(folder: Path, made: list[Path], temperature: float, with_suffix: bo
     prompts_t = [np.array(prompt, np.int32) for prompt in prompts]
     epochs_t = [[[np.array(one, np.int32) for one in group] for group in epoch] for epoch in epochs]
     limits = [of_the_model(m, prompts, e, temperature) for m, e in zip(made, epochs, strict=True)]
-    rivals: dict[str, Callable[[], DraftRival]] = {"ngram": Ngram, "RhymeRL's rule": RhymeRL}
+    baselines: dict[str, Callable[[], DraftBaseline]] = {"ngram": Ngram, "RhymeRL's rule": RhymeRL}
     if with_suffix:
         for factor in FACTORS:
             for probability in PROBABILITIES:
-                rivals[f"suffix, {factor:g}, {probability:g}"] = partial(Suffix, factor, probability)
-        rivals["suffix, no cache"] = partial(Suffix, 4.0, 0.1, 0)
+                baselines[f"suffix, {factor:g}, {probability:g}"] = partial(Suffix, factor, probability)
+        baselines["suffix, no cache"] = partial(Suffix, 4.0, 0.1, 0)
     for threshold in (0.05, 0.2):
-        rivals[f"history, {threshold:g}"] = partial(Ours, threshold)
+        baselines[f"history, {threshold:g}"] = partial(Ours, threshold)
     figures: dict[str, list[Outcome]] = {}
-    for name, make in rivals.items():
-        rival = make()
-        figures[name] = [replay(rival, prompts_t, epoch) for epoch in epochs_t]
+    for name, make in baselines.items():
+        baseline = make()
+        figures[name] = [replay(baseline, prompts_t, epoch) for epoch in epochs_t]
     figures["likeliest token"] = [limit for limit, _ in limits]
     entropy = [value for _, value in limits]
     print(
@@ -343,9 +343,9 @@ def drafting(folder: Path, made: list[Path]) -> dict[str, float]:
     return figures
 
 
-RIVALS = {
-    "none": Rival(),
-    "ngram": Rival(
+BASELINES = {
+    "none": Baseline(),
+    "ngram": Baseline(
         speculation={
             "method": "ngram",
             "num_speculative_tokens": 8,
@@ -353,7 +353,7 @@ RIVALS = {
             "prompt_lookup_max": 5,
         }
     ),
-    "suffix": Rival(
+    "suffix": Baseline(
         speculation={
             "method": "suffix",
             "num_speculative_tokens": 32,
@@ -361,8 +361,8 @@ RIVALS = {
             "suffix_decoding_min_token_prob": 0.05,
         }
     ),
-    "history": Rival(options=("--max-draft-tokens", "32")),
-    "restored": Rival(options=("--max-draft-tokens", "32")),
+    "history": Baseline(options=("--max-draft-tokens", "32")),
+    "restored": Baseline(options=("--max-draft-tokens", "32")),
 }
 """``suffix`` has the settings that are best in the replay."""
 
@@ -386,7 +386,7 @@ async def fight(
     prompts = prompts_of(folder)
     figures = {}
     for label, batch in BATCHES.items():
-        server = start_server(made[0], RIVALS[name], arctic)
+        server = start_server(made[0], BASELINES[name], arctic)
         try:
             await server.ready()
             async with server.client() as client:
@@ -431,7 +431,7 @@ def main() -> None:
         "--arctic", type=Path, help="folder with arctic_inference (make bench-rollout builds it)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="weights that were hardly trained, and no servers of rivals"
+        "--quick", action="store_true", help="weights that were hardly trained, and no servers of baselines"
     )
     parser.add_argument("--replay-only", action="store_true")
     arguments = parser.parse_args()
@@ -448,7 +448,7 @@ def main() -> None:
             )
         result["drafting"] = drafting(folder, made)
         if not (arguments.quick or arguments.replay_only):
-            for name in RIVALS:
+            for name in BASELINES:
                 if name != "suffix" or arguments.arctic is not None:
                     result[name] = asyncio.run(fight(folder, made, name, arguments.arctic))
     print(json.dumps(result))

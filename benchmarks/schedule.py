@@ -22,7 +22,7 @@ from scipy.stats import ks_2samp
 
 from scalerl_coordinator.off_policy import PipelineRL
 from scalerl_coordinator.scheduling import ByLength, LeastLoaded
-from scalerl_extras.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
+from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.workload import (
     Cluster,

@@ -24,7 +24,7 @@ from .llm_curves import LLMCurve
 FloatArray = NDArray[np.float64]
 Forecaster = Callable[[Curve, float], FloatArray]
 
-FEWEST_POINTS = 6
+MIN_POINTS = 6
 """Minimum number of points at compute > 0 before a forecast."""
 NEAR = 1.1
 """Maximum ratio between the compute of a target's measured point and the requested compute."""
@@ -105,7 +105,7 @@ def targets(curves: Sequence[LLMCurve], factor: float = 2.0) -> list[Target]:
 def _targets_of(origin: LLMCurve, factor: float) -> tuple[Target, ...]:
     compute, reward = origin.curve.compute, origin.curve.reward
     found = []
-    for points in range(origin.curve.first_trained + FEWEST_POINTS, len(compute)):
+    for points in range(origin.curve.first_trained + MIN_POINTS, len(compute)):
         aim = factor * compute[points - 1]
         there = points + int(np.argmin(np.abs(compute[points:] - aim)))
         if aim <= 1.001 * compute[-1] and 1 / NEAR <= compute[there] / aim <= NEAR:

@@ -34,7 +34,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.prompt_history import PromptHistory
-from scalerl_coordinator.prompt_sequence import View
+from scalerl_coordinator.prompt_sequence import SamplerInput
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.shards import fill_shard
@@ -605,7 +605,7 @@ class Coordinator(RuleBasedStateMachine):
         task, cursor = self.mixture.place(slot)
         history = PromptHistory().as_of(0)
         if tries == 0:
-            return task, self.samplers[task].choose(View(cursor, history))[0]
+            return task, self.samplers[task].choose(SamplerInput(cursor, history))[0]
         return task, self.samplers[task].refill(slot, tries, history)
 
     def _as_member(self, name: str, act: Any) -> Any:

@@ -244,9 +244,9 @@ def test_lease_book_expires_open_leases_in_order():
 def test_lease_book_knows_the_holders_time_and_the_prompt_of_open_leases():
     book = LeaseBook(10.0)
     book.add("a", "g", 1.0, sent=False)
-    assert book.held_seconds("a", 4.0) == 0.0
+    assert book.open_seconds("a", 4.0) == 0.0
     book.mark_sent(["a"], 3.0)
-    assert (book.held_seconds("a", 4.5), book.held_seconds("ended", 4.5)) == (1.5, 0.0)
+    assert (book.open_seconds("a", 4.5), book.open_seconds("ended", 4.5)) == (1.5, 0.0)
     for lease_id in ("a", "ended"):
         book.set_prompt_id(lease_id, "p")
     assert (book.prompt_id("a"), book.prompt_id("ended")) == ("p", None)

@@ -17,7 +17,7 @@ from scalerl_api.wire import NextAction, Split
 from scalerl_coordinator.accounting import Accepted
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import RECENT_STEPS, KnownHistory, PromptHistory, Tried, tried
-from scalerl_coordinator.prompt_sequence import Sampler, SeededEpochs, View
+from scalerl_coordinator.prompt_sequence import Sampler, SamplerInput, SeededEpochs
 from scalerl_coordinator.samplers import (
     DifficultyPools,
     NoPositiveResampling,
@@ -120,7 +120,7 @@ def test_history_of_a_million_prompts_is_compact() -> None:
 def drawn(sampler: Sampler, known: PromptHistory, count: int) -> list[int]:
     cursor, prompts = 0, []
     for _ in range(count):
-        prompt, cursor = sampler.choose(View(cursor, known.as_of(1)))
+        prompt, cursor = sampler.choose(SamplerInput(cursor, known.as_of(1)))
         prompts.append(prompt)
     return prompts
 
@@ -197,7 +197,7 @@ def group(prompt: int, passed: int, completions: int = 4, advantage: float = 0.0
 def choices(sampler: Sampler, known: KnownHistory, count: int, cursor: int = 0) -> list[int]:
     found = []
     for _ in range(count):
-        prompt, following = sampler.choose(View(cursor, known))
+        prompt, following = sampler.choose(SamplerInput(cursor, known))
         assert following > cursor
         cursor = following
         found.append(prompt)

@@ -15,17 +15,25 @@ from scalerl_api import wire
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import training_leases
-from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Pace, Place, Policy, View
+from scalerl_coordinator.scheduling import (
+    ByLength,
+    Generator,
+    LeastLoaded,
+    OpenSlot,
+    Pace,
+    SchedulerInput,
+    SchedulingPolicy,
+)
 from scalerl_coordinator.state import OpenLease
 from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 
 POLICIES = (LeastLoaded(), ByLength())
-LONG = [Place(0, 0, 10.0), Place(1, 0, 90.0), Place(2, 1, 100.0), Place(3, 1, 30.0)]
+LONG = [OpenSlot(0, 0, 10.0), OpenSlot(1, 0, 90.0), OpenSlot(2, 1, 100.0), OpenSlot(3, 1, 30.0)]
 EMPTY = Generator("b", 9)
 
 
 @pytest.mark.parametrize(
-    ("policy", "room", "other", "slots"),
+    ("policy", "capacity", "other", "slots"),
     [
         (LeastLoaded(), 9, None, [0, 1, 2, 3]),
         (LeastLoaded(), 3, None, [0, 1, 2]),
@@ -39,10 +47,10 @@ EMPTY = Generator("b", 9)
         (ByLength(), 9, Generator("b", 1), [0, 2, 3]),  # the other has room for one
     ],
 )
-def test_assign(policy: Policy, room: int, other: Generator | None, slots: list[int]) -> None:
-    asking = Generator("a", room, groups=2, tokens=400.0)
+def test_assign(policy: SchedulingPolicy, capacity: int, other: Generator | None, slots: list[int]) -> None:
+    asking = Generator("a", capacity, groups=2, tokens=400.0)
     generators = [asking] if other is None else [asking, other]
-    assigned = policy.assign(View(LONG, generators, tokens_per_step=200.0))
+    assigned = policy.assign(SchedulerInput(LONG, generators, tokens_per_step=200.0))
     assert [place.slot for place in assigned["a"]] == slots
 
 
@@ -51,7 +59,7 @@ def test_assign(policy: Policy, room: int, other: Generator | None, slots: list[
     [(math.inf, [1, 0, 2, 3]), (200.0, [1, 0, 2, 3]), (50.0, [1, 2, 0, 3]), (5.0, [2, 1, 3, 0])],
 )
 def test_long_group_is_leased_early(tokens_per_step: float, slots: list[int]) -> None:
-    assigned = ByLength().assign(View(LONG, [Generator("a", 9)], tokens_per_step=tokens_per_step))
+    assigned = ByLength().assign(SchedulerInput(LONG, [Generator("a", 9)], tokens_per_step=tokens_per_step))
     assert [place.slot for place in assigned["a"]] == slots
 
 
@@ -76,15 +84,15 @@ def test_pace_is_of_groups_and_steps() -> None:
     policy=st.sampled_from(POLICIES),
 )
 def test_every_place_is_assigned_once(
-    tokens: list[float], generators: list[tuple[int, int, float]], policy: Policy
+    tokens: list[float], generators: list[tuple[int, int, float]], policy: SchedulingPolicy
 ) -> None:
     """Until all places are assigned or nobody has room."""
-    places = [Place(slot, slot // 4, n) for slot, n in enumerate(tokens)]
+    slots = [OpenSlot(slot, slot // 4, n) for slot, n in enumerate(tokens)]
     asking = [Generator(f"g{n}", *one) for n, one in enumerate(generators)]
-    assigned = policy.assign(View(places, asking, tokens_per_step=1000.0))
-    assert all(len(assigned[one.name]) <= one.room for one in asking)
+    assigned = policy.assign(SchedulerInput(slots, asking, tokens_per_step=1000.0))
+    assert all(len(assigned[one.name]) <= one.capacity for one in asking)
     given = [place.slot for mine in assigned.values() for place in mine]
-    assert len(set(given)) == len(given) == min(len(places), sum(one.room for one in asking))
+    assert len(set(given)) == len(given) == min(len(slots), sum(one.capacity for one in asking))
 
 
 # --- the coordinator ------------------------------------------------------------------------------
@@ -223,7 +231,7 @@ def release(world: World, member_id: str, lease: wire.Lease) -> None:
 
 
 def test_places_beyond_those_ordered_by_length_are_assigned_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_leases, "_MAX_PLACES", 2)
+    monkeypatch.setattr(training_leases, "_MAX_OPEN_SLOTS", 2)
     world = make_world()
     assert len(world.lease(world.member, 0, 2)) == 2
     other = world.register("h", version=0)
@@ -246,10 +254,10 @@ def test_after_patience_others_get_the_rest() -> None:
 
 def test_generators_of_two_versions_share_assignments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes milliseconds with thousands of places; a publish wakes all generators at once."""
-    views: list[View] = []
+    views: list[SchedulerInput] = []
     assign = LeastLoaded.assign
     monkeypatch.setattr(
-        LeastLoaded, "assign", lambda policy, view: views.append(view) or assign(policy, view)
+        LeastLoaded, "assign", lambda policy, inputs: views.append(inputs) or assign(policy, inputs)
     )
     world = make_world(by_length=False, prompts_per_step=20)
     for lease in world.lease(world.member, 0, 20):

@@ -22,14 +22,14 @@ def collapsing(seed: int = 0, at: int = 24) -> cf.Curve:
 
 def test_detect_collapse_healthy_run_raises_no_alarm() -> None:
     result = cf.detect_collapse(simulated(seed=3))
-    assert (result.broken, result.checked, result.reasons, result.fall) == (False, True, (), None)
+    assert (result.broken, result.checked, result.reasons, result.collapse) == (False, True, (), None)
 
 
 def test_detect_collapse_alarm_reports_fall() -> None:
     curve = collapsing()
     assert not cf.detect_collapse(curve.head(24)).broken
     result = cf.detect_collapse(curve.head(28))
-    fall = result.fall
+    fall = result.collapse
     assert fall is not None
     assert (fall.points, fall.over, fall.compute) == (24, 4, curve.compute[24])
     assert fall.newest == pytest.approx(curve.reward[25:28].mean())
@@ -114,7 +114,7 @@ def _sagging(points: int = 40) -> cf.Curve:
 
 def test_detect_collapse_alarm_lasts_until_recovery() -> None:
     curve = _sagging()
-    fall = cf.detect_collapse(curve).fall
+    fall = cf.detect_collapse(curve).collapse
     assert fall is not None
     assert 27 <= fall.points <= 29
     assert fall.compute == curve.compute[fall.points]
@@ -137,7 +137,7 @@ def test_detect_collapse_acknowledged_fall_raises_no_alarm() -> None:
 
 def test_detect_collapse_smallest_fall() -> None:
     curve = _sagging()
-    depth = cf.detect_collapse(curve).fall.depth  # type: ignore[union-attr]
+    depth = cf.detect_collapse(curve).collapse.depth  # type: ignore[union-attr]
     assert cf.detect_collapse(curve, least=depth - 0.002).broken
     assert not cf.detect_collapse(curve, least=0.07).broken
 
@@ -165,9 +165,9 @@ def test_detect_collapse_no_alarm_at_best_reward(rewards: list[float], samples: 
         result = cf.detect_collapse(curve.head(n))
         if result.broken:
             assert rewards[n - 1] < max(rewards[:n])
-            assert result.fall is not None
-            assert 0 < result.fall.points < n
-            assert result.fall.depth > result.fall.noise
+            assert result.collapse is not None
+            assert 0 < result.collapse.points < n
+            assert result.collapse.depth > result.collapse.noise
 
 
 def test_detect_collapse_error_rate() -> None:
@@ -184,7 +184,9 @@ def test_detect_collapse_long_run() -> None:
     long = simulated(n=1500, reach=4, seed=1, sigma=0.004)
     assert not cf.detect_collapse(long).broken
     for at in (1000, 1013):
-        fall = cf.detect_collapse(cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= at))).fall
+        fall = cf.detect_collapse(
+            cf.Curve(long.compute, long.reward - 0.1 * (np.arange(1500) >= at))
+        ).collapse
         assert fall is not None
         assert at - 1 <= fall.points <= at
         assert fall.over == 1500 - fall.points

@@ -28,7 +28,7 @@ def test_compare_same_asymptote_by_b_at_mean_a() -> None:
     np.testing.assert_allclose([result.first.point.A, result.second.point.A], result.shared_a, atol=1e-3)
     assert (result.by, result.better) == ("B", cf.Better.FIRST)
     assert result.probability > 0.9
-    assert result.doubts == ()
+    assert result.warnings == ()
 
 
 def test_compare_seeds_compares_means_over_runs() -> None:
@@ -61,8 +61,8 @@ def test_compare_seeds_of_same_asymptote_are_refitted_at_the_mean_of_all() -> No
 def test_compare_below_midpoint_is_undecided() -> None:
     result = cf.compare(simulated(reach=0.7, seed=1), simulated(reach=6, n=60, seed=2))
     assert result.better is cf.Better.UNDECIDED
-    assert any(doubt.startswith("first curve") for doubt in result.doubts)
-    assert not any(doubt.startswith("second curve") for doubt in result.doubts)
+    assert any(warning.startswith("first curve") for warning in result.warnings)
+    assert not any(warning.startswith("second curve") for warning in result.warnings)
 
 
 def test_compare_with_itself_is_tie() -> None:
@@ -74,7 +74,7 @@ def test_compare_with_itself_is_tie() -> None:
 def test_compare_doubts_a_at_bound() -> None:
     straight = cf.Curve(np.arange(1.0, 41.0), 0.2 + 0.01 * np.arange(1.0, 41.0))
     result = cf.compare(straight, simulated(n=60, reach=6, seed=2))
-    assert any(doubt.startswith("first curve: A is at its high bound, 1") for doubt in result.doubts)
+    assert any(warning.startswith("first curve: A is at its high bound, 1") for warning in result.warnings)
 
 
 def test_paper_grid_search_finds_grid_point() -> None:

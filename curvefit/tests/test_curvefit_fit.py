@@ -33,7 +33,7 @@ def test_forecast_at_twice_the_compute() -> None:
 def test_fit_below_midpoint_is_not_identifiable() -> None:
     fitted = cf.fit(simulated(reach=0.5, seed=1))
     assert not fitted.identifiable
-    assert any("A is" in doubt for doubt in fitted.doubts)
+    assert any("A is" in warning for warning in fitted.warnings)
     assert fitted.A.width > 0.2
 
 

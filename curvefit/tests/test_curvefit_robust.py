@@ -7,7 +7,7 @@ import pytest
 
 import scalerl_curvefit as cf
 from scalerl_curvefit.outliers import outlier_weights
-from scalerl_curvefit.predictive_check import LARGEST_RUN, predictive_check
+from scalerl_curvefit.predictive_check import MAX_RUN, predictive_check
 from scalerl_curvefit.simulate import ar1_noise
 
 
@@ -66,7 +66,7 @@ def test_run_of_residuals_refuses_the_fit() -> None:
     rewards[20:30] -= 0.05
     refused = cf.fit(cf.Curve(np.arange(1.0, 41.0), rewards))
     assert not refused.identifiable
-    assert "evaluations in a row lie below the fitted curve" in refused.doubts[-1]
+    assert "evaluations in a row lie below the fitted curve" in refused.warnings[-1]
     assert refused.departure > 1.4 * fitted.departure
 
 
@@ -81,11 +81,11 @@ def test_check_allows_correlated_noise() -> None:
     random = np.random.default_rng(0)
     for rho in (0.0, 0.3, 0.6):
         noise = ar1_noise_around_a_cubic(300, rho, random)
-        assert np.mean([predictive_check(one).run > LARGEST_RUN for one in noise]) <= 0.02
+        assert np.mean([predictive_check(one).run > MAX_RUN for one in noise]) <= 0.02
     slow = predictive_check(0.03 * np.sin(np.arange(40) / 4) + 0.002 * random.standard_normal(40))
-    assert slow.run > LARGEST_RUN
+    assert slow.run > MAX_RUN
     assert slow.misfit == pytest.approx(0.03 / np.sqrt(2), rel=0.2)
-    assert predictive_check(np.zeros(5)).doubt == predictive_check(np.zeros(20)).doubt == ""
+    assert predictive_check(np.zeros(5)).warning == predictive_check(np.zeros(20)).warning == ""
 
 
 def test_misfit_widens_forecasts() -> None:

@@ -84,7 +84,7 @@ async def test_forecast_matches_library(start) -> None:
     assert answer.outlook.p_asymptote_above_target > 0.5
     assert answer.outlook.to_target is not None
     assert answer.outlook.best_block is not None
-    assert not answer.guard.broken
+    assert not answer.collapse_check.broken
 
 
 async def test_forecast_unreachable_target_is_null(start) -> None:
@@ -99,7 +99,7 @@ async def test_forecast_broken_run_has_no_outlook(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=40, seed=1)), truncation=[0.3])
     sidecar = client(await start(Sidecar().application()))
     answer = await sidecar.forecast(request)
-    assert answer.guard.broken
+    assert answer.collapse_check.broken
     assert (answer.forecasts, answer.outlook) == ([], None)
 
 
@@ -411,7 +411,7 @@ async def test_metrics_and_openapi_match_wire_types(start) -> None:
     assert f'{wire.REFUSED_METRIC}_total{{code="json"}} 1.0' in text
     assert set(document["paths"]) == {wire.FIT, wire.FORECAST}
     schemas = document["components"]["schemas"]
-    assert set(schemas["ForecastAnswer"]["properties"]) == set(wire.ForecastAnswer.__struct_fields__)
+    assert set(schemas["ForecastAnswer"]["properties"]) == set(wire.ForecastAnswer.__struct_encode_fields__)
 
 
 async def test_client_does_not_retry_refusals(start) -> None:

@@ -49,15 +49,15 @@ class Guess:
 class NewestFirst:
     """A schedule, ``schedule.plugin: {name: newest-first}``: the places in reverse, each to the generator with the most room."""
 
-    def assign(self, view):
-        assigned = {one.name: [] for one in view.generators}
-        room = Counter({one.name: one.room for one in view.generators})
-        for place in reversed(view.places):
-            ((name, most),) = room.most_common(1) or (("", 0),)
+    def assign(self, inputs):
+        assigned = {one.name: [] for one in inputs.generators}
+        capacity = Counter({one.name: one.capacity for one in inputs.generators})
+        for slot in reversed(inputs.slots):
+            ((name, most),) = capacity.most_common(1) or (("", 0),)
             if most < 1:
                 break
-            assigned[name].append(place)
-            room[name] -= 1
+            assigned[name].append(slot)
+            capacity[name] -= 1
         return assigned
 
 
@@ -131,10 +131,10 @@ class Rehearsal:
     """A runtime, ``scalerl run FILE --runtime rehearsal``: starts nothing, and prints what the lifecycle asks for."""
 
     def __init__(self, run, plan, directory) -> None:
-        from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory, Phase
+        from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Phase
 
-        self.memory = Memory()
-        self.asked = LifecycleDecision(Phase.PENDING, self.memory)
+        self.persisted = PersistedState()
+        self.asked = LifecycleDecision(Phase.PENDING, self.persisted)
         self.commands = {one.role: one.containers[0].argv for one in plan.workloads}
 
     async def observe(self):
@@ -167,7 +167,7 @@ class Rehearsal:
         return msgspec.convert(fields | lists | {"counts": counts} | over, Status)
 
     async def record(self, decision) -> None:
-        self.memory = decision.memory
+        self.persisted = decision.persisted
 
     async def apply(self, decision) -> None:
         wanted = {"prepare": decision.prepare, "coordinator": decision.coordinator}

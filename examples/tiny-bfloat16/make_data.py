@@ -11,7 +11,7 @@ import random
 from itertools import permutations
 from pathlib import Path
 
-ROWS, MOST_LINES, THROWS = 600, 100, 12
+ROWS, MAX_LINES, THROWS = 600, 100, 12
 FIRST_SIDE, FIRST_VERDICT = 1, 6
 dice = random.Random(0)
 
@@ -33,6 +33,6 @@ with Path(__file__).with_name("data.jsonl").open("w") as file:
         row = {
             "prompt": "".join(map(str, loads)) + ":",
             "answer": str(FIRST_VERDICT + loads.index(max(loads))),
-            "solution": record(loads, dice.randint(2, MOST_LINES)),
+            "solution": record(loads, dice.randint(2, MAX_LINES)),
         }
         file.write(json.dumps(row, separators=(",", ":")) + "\n")

@@ -24,7 +24,7 @@ from scalerl_api.registry import Kind, PluginError, entry_point, installed, make
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.spec import RunSpec
-from scalerl_coordinator.scheduling import Generator, Place, View
+from scalerl_coordinator.scheduling import Generator, OpenSlot, SchedulerInput
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
 from scalerl_generator.vllm_server import ServerProblem, parse, vllm_arguments
@@ -159,10 +159,10 @@ def test_loss_of_a_plugin_replaces_that_of_the_preset() -> None:
 
 def test_schedule_of_the_example() -> None:
     policy = policy_of(spec().schedule)
-    places = [Place(slot, 0) for slot in range(4)]
-    assigned = policy.assign(View(places, [Generator("a", 2), Generator("b", 1)]))
+    slots = [OpenSlot(slot, 0) for slot in range(4)]
+    assigned = policy.assign(SchedulerInput(slots, [Generator("a", 2), Generator("b", 1)]))
     assert {name: [one.slot for one in given] for name, given in assigned.items()} == {"a": [3, 2], "b": [1]}
-    assert policy_of(ScheduleSpec()).assign(View([], [])) == {}
+    assert policy_of(ScheduleSpec()).assign(SchedulerInput([], [])) == {}
 
 
 def test_tracker_of_the_example(tmp_path: Path) -> None:

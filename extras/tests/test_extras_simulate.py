@@ -15,8 +15,15 @@ from scalerl_api import trace
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.main import main
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, Generator, LeastLoaded, Place, Policy, View
-from scalerl_extras.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
+from scalerl_coordinator.scheduling import (
+    ByLength,
+    Generator,
+    LeastLoaded,
+    OpenSlot,
+    SchedulerInput,
+    SchedulingPolicy,
+)
+from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_extras.simulation.trace_file import read_trace
@@ -55,7 +62,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     oracle=st.booleans(),
 )
 def test_every_token_is_generated_once_and_within_the_bound(
-    work: Workload, policy: Policy, scheme: OffPolicy, oracle: bool
+    work: Workload, policy: SchedulingPolicy, scheme: OffPolicy, oracle: bool
 ) -> None:
     expected = known(work) if oracle else from_history(work)
     out = simulate(work, SLOW, policy, expected, scheme)
@@ -110,12 +117,12 @@ def test_longest_first_ends_sooner_and_history_is_enough() -> None:
 
 
 def test_histopipe_alternates_ranges_of_length() -> None:
-    places = [
-        Place(slot, step, tokens)
+    slots = [
+        OpenSlot(slot, step, tokens)
         for step in (1, 2)
         for slot, tokens in enumerate((5.0, 9.0, 1.0, 7.0), 4 * step)
     ]
-    assigned = HistoPipe().assign(View(places, [Generator("b", 8), Generator("a", 3)]))
+    assigned = HistoPipe().assign(SchedulerInput(slots, [Generator("b", 8), Generator("a", 3)]))
     tokens = {name: [place.tokens for place in mine] for name, mine in assigned.items()}
     assert tokens == {"a": [1.0, 5.0, 9.0], "b": [7.0, 9.0, 7.0, 5.0, 1.0]}
 

@@ -35,7 +35,7 @@ MAX_TURNS, STEPS, LONGEST, MEAN = 8, 40, 1100, 30
 VICTIMS = ["coordinator"] * 5 + ["trainer"] * 6 + ["server"] * 12 + ["actor"] * 27
 OTHERS = 12
 """Of the kills, those of the environment's server, in place of as many of actors."""
-LEAST_P = 0.05 / 4
+MIN_P = 0.05 / 4
 """The comparisons together reject what is sound once in twenty."""
 CLASS = """
 import zlib
@@ -240,4 +240,4 @@ async def test_kills_bias_no_episode(
         f"p {found[0].pvalue:.3f} and {found[1].pvalue:.3f}"
     )
     assert set(turns) == set(range(1, MAX_TURNS + 1))
-    assert min(one.pvalue for one in found) > LEAST_P
+    assert min(one.pvalue for one in found) > MIN_P

@@ -339,14 +339,14 @@ async def test_successes_open_the_gate(bench: Bench, codec: PromptCodec) -> None
     held = bench.streams(PROMPT_IDS, 4, max_tokens=MAX_TOKENS)
     waiting = asyncio.create_task(made.sample(held, Prompt("b", "bad", "")))
     await until(lambda: made.grader.problem)
-    for count in range(gate.MOST_FAILURES // 4):
+    for count in range(gate.MAX_FAILURES // 4):
         assert made.grader.problem
         streams = bench.streams([*PROMPT_IDS, 2 + count], 4, max_tokens=MAX_TOKENS)
         await made.sample(streams, PROMPT)
         assert made.grader._ended == 4 * (count + 1), "an episode counts once, whatever its turns"
     assert made.grader.problem == ""
     await waiting
-    assert made.grader._ended == gate.MOST_FAILURES
+    assert made.grader._ended == gate.MAX_FAILURES
 
 
 async def test_episodes_that_others_began_are_counted_once(bench: Bench, codec: PromptCodec) -> None:

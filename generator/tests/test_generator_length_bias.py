@@ -47,7 +47,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": {"maxStalenessSteps": 2}},
     "ppo": {"ppo": {"stepsPerBatch": 3}},
 }
-LEAST_P = 0.05 / (len(BATCHES) * len(SCHEMES))
+MIN_P = 0.05 / (len(BATCHES) * len(SCHEMES))
 """The comparisons together reject what is sound once in twenty."""
 
 
@@ -193,4 +193,4 @@ async def test_lengths_are_not_biased_by_kills(
         f"{len(lengths)} lengths, mean {np.mean(lengths):.1f} ({expected.mean():.1f}); "
         f"expired {counts.expired_leases}, late {counts.late}; D {test.statistic:.4f}, p {test.pvalue:.4f}"
     )
-    assert test.pvalue > LEAST_P
+    assert test.pvalue > MIN_P

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scalerl_generator import vllm_rejection_sampler
-from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
+from scalerl_generator.vllm_cpu_sampler import patch_cpu_sampler
 from scalerl_generator.vllm_rejection_sampler import (
     logprobs_of_rows,
     max_drafted,
@@ -40,7 +40,7 @@ def _patched() -> Iterator[None]:
             (cpu_triton_utils, "_expand_kernel_impl"),
         ):
             patch.setattr(owner, name, getattr(owner, name))  # restored at the end
-        mend_cpu_sampler()
+        patch_cpu_sampler()
         # vLLM reads the attributes of all modules, and those of llvmlite's library, if a test imported it, raise.
         hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite")}
         with warnings.catch_warnings(action="ignore"):

@@ -272,7 +272,7 @@ async def test_subreaper_passes_no_descriptors_and_sets_the_cpus(tmp_path: Path,
     held = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     try:
         code = "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1], os.sched_getaffinity(0))"
-        started = command(tmp_path, mark, "python", "-S", "-c", code, held=(held,), cpus=(0,))
+        started = command(tmp_path, mark, "python", "-S", "-c", code, pass_fds=(held,), cpus=(0,))
         assert await exit_code(started) == 0
     finally:
         os.close(held)

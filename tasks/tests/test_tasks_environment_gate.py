@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from scalerl_tasks.environments.gate import EPISODES, MOST_FAILURES, EnvironmentGate
+from scalerl_tasks.environments.gate import EPISODES, MAX_FAILURES, EnvironmentGate
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import Verdict
@@ -87,7 +87,7 @@ async def test_lasting_failures_do_not_keep_the_gate_shut(groups: int) -> None:
     out = False
     for group in await asyncio.wait_for(asyncio.gather(*playing), 5):
         assert sum(one.error is None for (one,) in group) == 12
-    for at in range(MOST_FAILURES):
+    for at in range(MAX_FAILURES):
         await play(gate, f"good-{at}")
     assert gate.problem == ""
 
@@ -117,7 +117,7 @@ async def test_episodes_of_an_environment_that_fails_wait_until_it_works() -> No
     assert environment.tries["good"] == 1, "only what failed is tried again"
     assert environment.tries["bad-a"] > 2
     assert gate.problem != "", "three episodes are no half"
-    for at in range(MOST_FAILURES):
+    for at in range(MAX_FAILURES):
         await play(gate, f"good-{at}")
     assert gate.problem == ""
 

@@ -17,9 +17,9 @@ from stage import ROOT
 from testcluster import Cluster
 
 from scalerl_operator import main, names
-from scalerl_operator.build.scope import Images
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.types import Key, Object
+from scalerl_operator.manifests.scope import Images
 from scalerl_operator.settings import Settings
 
 

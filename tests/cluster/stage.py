@@ -25,7 +25,6 @@ from testcluster import Cluster, KubectlError, MissingError, start_control_plane
 
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.decisions import DecisionLog
-from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.observe import LOST_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
@@ -33,6 +32,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.transport import Call, decode
+from scalerl_operator.manifests.scope import Images
 
 ROOT = Path(__file__).resolve().parents[2]
 CRD = ROOT / "crds" / "scalerl.dev_scalerlruns.yaml"

@@ -19,9 +19,9 @@ from testcluster import Cluster
 
 from scalerl_api.curve import curve_csv
 from scalerl_cli.main import main
-from scalerl_operator.build import run_record as records
 from scalerl_operator.controller import record
 from scalerl_operator.kube import errors
+from scalerl_operator.manifests import run_record as records
 from scalerl_operator.names import ENDED
 
 pytestmark = pytest.mark.cluster

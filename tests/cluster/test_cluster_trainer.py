@@ -10,8 +10,8 @@ from installed import ROOT, until
 from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
-from scalerl_operator.build import render
-from scalerl_operator.build.scope import Desired, Images
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Desired, Images
 
 NAMESPACE = "trainer-pods"
 # In the trainer's place: no GPU is needed, and rank 3 fails while the others wait for it in a collective.

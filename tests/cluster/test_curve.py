@@ -12,8 +12,8 @@ from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build.storage import CURVE_DIGEST, curve_config_map
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.manifests.storage import CURVE_DIGEST, curve_config_map
 
 pytestmark = pytest.mark.cluster
 

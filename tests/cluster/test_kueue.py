@@ -36,7 +36,7 @@ Object = dict[str, Any]
 RUN, OTHER = "tiny-addition", "other-addition"
 QUEUE, PRIORITY = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
 GPU = "nvidia.com/gpu"
-HELD_SECONDS = 3.0
+GATED_SECONDS = 3.0
 NODE = "somewhere"
 
 
@@ -53,13 +53,13 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 @pytest.fixture
 async def team(control_plane: Cluster) -> AsyncIterator[Team]:
     """A namespace with a queue, and an operator that watches it."""
-    async with a_team(control_plane, gangs=False, held_seconds=HELD_SECONDS) as made:
+    async with a_team(control_plane, gangs=False, gated_seconds=GATED_SECONDS) as made:
         yield made
 
 
 @asynccontextmanager
 async def a_team(
-    cluster: Cluster, *, gangs: bool, held_seconds: float = lifecycle_types.HELD_SECONDS
+    cluster: Cluster, *, gangs: bool, gated_seconds: float = lifecycle_types.GATED_SECONDS
 ) -> AsyncIterator[Team]:
     async with stage(cluster, f"team-{uuid.uuid4().hex[:8]}") as there:
         data = (ROOT / "examples/tiny/data.jsonl").read_text()[:2000]
@@ -69,7 +69,7 @@ async def a_team(
             config | {"metadata": {"name": f"{RUN}-data"}}, lease | {"metadata": {"name": LEASE_NAME}}
         )
         chosen = dataclasses.replace(settings(cluster, there.namespace), gangs=gangs)
-        reconciler = functools.partial(main.reconciler, held_seconds=held_seconds)
+        reconciler = functools.partial(main.reconciler, gated_seconds=gated_seconds)
         async with running(main.Operator(chosen, await connection.load(chosen.kubeconfig), reconciler)):
             yield Team(there, cluster)
         await asyncio.sleep(0.3)  # TLS connections end in the background
@@ -330,7 +330,7 @@ async def test_preempted_trainer_checkpoints_and_resumes_when_admitted(team: Tea
     run = await team.reaches("is put back", lambda r: condition(r, "TrainerReady") == "WaitingForQuota")
     say("a trainer is displaced: its run says so", time.monotonic() - began, 40)
     assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
-    await asyncio.sleep(HELD_SECONDS + 2)
+    await asyncio.sleep(GATED_SECONDS + 2)
     assert f"{RUN}-coordinator" in await team.names("StatefulSet"), "the trainer still saves what it trained"
     await team.saves("trainer")
     await team.reaches("waits", waits)

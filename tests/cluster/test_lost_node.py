@@ -14,10 +14,10 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_operator import names
-from scalerl_operator.build import render
-from scalerl_operator.build.coordinator import GRACE_SECONDS
 from scalerl_operator.controller import apply, observe
 from scalerl_operator.kube.errors import ApiError
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.coordinator import GRACE_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -12,12 +12,12 @@ from scalerl_api import wire
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.report import AutoscalerReport
-from scalerl_operator.build import render
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.observe import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS
+from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS
+from scalerl_operator.manifests import render
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 
@@ -52,7 +52,7 @@ async def test_repaired_run_settles_again(there: Stage, monkeypatch: pytest.Monk
     await there.reconcile()
     await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})
     await there.reconcile()
-    there.now += 2 * LONGEST_REPAIR_SECONDS + 1.0
+    there.now += 2 * MAX_REPAIR_SECONDS + 1.0
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"budget": {"maxSteps": 77}}})
     await there.reconcile()
     rendered: list[str] = []

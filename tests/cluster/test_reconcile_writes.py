@@ -13,7 +13,7 @@ from stage import Stage, condition, tiny
 from scalerl_api import wire
 from scalerl_operator.controller import refusals
 from scalerl_operator.controller.parts import WORKLOADS
-from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, REPAIR_SECONDS, RunState
+from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS, REPAIR_SECONDS, RunState
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.objects import first_difference
 from scalerl_operator.names import QUEUE, RENDERED_HASH
@@ -370,7 +370,7 @@ async def test_refused_repair_degrades_the_run_until_it_succeeds(there: Stage) -
     assert live["spec"]["replicas"] == 1
     there.kubectl("delete", "validatingadmissionpolicybinding,validatingadmissionpolicy", name)
     await until(refused=False)
-    there.now += LONGEST_REPAIR_SECONDS
+    there.now += MAX_REPAIR_SECONDS
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=3)
     service = await there.get("Service", "tiny-addition-trainer")
     assert service is not None
@@ -397,11 +397,11 @@ async def test_admission_mutations_are_applied_once(there: Stage, monkeypatch: p
     monkeypatch.setattr(there.api, "create", created)
     monkeypatch.setattr(there.api, "apply", applied)
     await there.start(tiny())
-    there.now += LONGEST_REPAIR_SECONDS
+    there.now += MAX_REPAIR_SECONDS
     await there.reconcile()
     before = there.calls.counts["apply"]
     for _ in range(3):
-        there.now += LONGEST_REPAIR_SECONDS
+        there.now += MAX_REPAIR_SECONDS
         await there.reconcile()
     assert there.calls.counts["apply"] == before
     await there.edit("Deployment", "tiny-addition-generator", {"spec": {"replicas": 5}})

@@ -17,10 +17,10 @@ from testcluster.handle import Cluster, KubectlError
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator import names
-from scalerl_operator.build import render, secret
-from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.kube.objects import content_hash
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import render, secret
+from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.names import FIELD_OWNER
 
 pytestmark = pytest.mark.cluster

@@ -88,7 +88,7 @@ def audit(
         record = r.decode(frame.header)
         match record:
             case r.LeasesIssued():
-                for slot, prompt in record.held_back:
+                for slot, prompt in record.new_slots:
                     assert found.prompts.setdefault(slot, [prompt.index]) == [prompt.index]
                 for issue in record.issues:
                     lease_id = state.lease_id(issue.number)

@@ -11,7 +11,7 @@ from runs import ROOT, assert_counts_add_up, assert_nothing_left, start_run
 EXAMPLE = ROOT / "examples/tiny-bfloat16/run.yaml"
 BUCKETS = ("0_256", "256_1k", "1k_4k")
 TIMES_THE_FIRST = 2.0
-LEAST_TOKENS = 2000
+MIN_TOKENS = 2000
 """Of a bucket, so that its mean is no matter of luck."""
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
@@ -32,6 +32,6 @@ def test_bfloat16_mismatch_does_not_grow_with_position(tmp_path: Path) -> None:
     assert_nothing_left(run.directory)
     assert_counts_add_up(summary, spec)
     assert measured.keys() == set(BUCKETS)
-    assert min(tokens.values()) >= LEAST_TOKENS, tokens
+    assert min(tokens.values()) >= MIN_TOKENS, tokens
     assert measured[BUCKETS[-1]] <= TIMES_THE_FIRST * measured[BUCKETS[0]], measured
     assert summary["last_reward"] > 0

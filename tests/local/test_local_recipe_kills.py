@@ -26,7 +26,7 @@ from scipy.stats import ks_2samp
 
 from scalerl_api.load import load_run
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
-from scalerl_coordinator.prompt_sequence import View
+from scalerl_coordinator.prompt_sequence import SamplerInput
 from scalerl_coordinator.samplers import make_sampler
 
 # Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
@@ -49,7 +49,7 @@ SOLVED = {"noPositiveResampling": {"passRate": "0.2"}}
 """One right answer of four, and the prompt leaves the epochs that follow."""
 KILLS = Counter({"coordinator": 3, "actor": 4, "trainer rank": 3, "server": 3})
 """Of each configuration; 52 in all, and each run is once killed as a whole and resumed."""
-LEAST_P = 0.05 / (len(BATCHES) * len(SCHEMES))
+MIN_P = 0.05 / (len(BATCHES) * len(SCHEMES))
 """The four comparisons together reject what is sound once in twenty."""
 
 
@@ -191,7 +191,7 @@ def assert_prompts(found: Audit, run: LocalRun, steps: int) -> None:
         known = Rates(found, step - spec.recipe.max_staleness_steps)
         slots = range(step * PROMPTS_PER_STEP, (step + 1) * PROMPTS_PER_STEP)
         for slot in slots:
-            prompt, cursor = sampler.choose(View(cursor, known))
+            prompt, cursor = sampler.choose(SamplerInput(cursor, known))
             tries = range(1, len(found.accepted[slot]))
             assert found.prompts[slot] == [prompt, *(sampler.refill(slot, t, known) for t in tries)], slot
         assert rows[step]["prompts_crc32"] == zlib.crc32(
@@ -227,4 +227,4 @@ def test_refill_and_ppo_survive_kills(tmp_path: Path) -> None:
 def test_recipe_survives_kills(batch: str, scheme: str, tmp_path: Path) -> None:
     """13 kills, and one of everything."""
     spec = length_spec(tmp_path, batch, scheme, steps=40)
-    assert_lengths(run_with_kills(tmp_path, spec, KILLS, resume=True), LEAST_P)
+    assert_lengths(run_with_kills(tmp_path, spec, KILLS, resume=True), MIN_P)

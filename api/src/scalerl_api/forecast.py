@@ -150,7 +150,9 @@ class PriorEdge(Message, frozen=True, kw_only=True):
     """Posterior probability next to the bound."""
 
 
-class FitAnswer(Message, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class FitAnswer(
+    Message, frozen=True, kw_only=True, forbid_unknown_fields=False, rename={"warnings": "doubts"}
+):
     """The fit of the last segment. Cmid and all compute count from the start of its recipe.
     Recorded answers by method 4 and before have an unused field ``hindcasts``, which is skipped."""
 
@@ -162,7 +164,7 @@ class FitAnswer(Message, frozen=True, kw_only=True, forbid_unknown_fields=False)
     rho: float
     point: LeastSquares
     identifiable: bool
-    doubts: list[str]
+    warnings: list[str]
     edges: list[PriorEdge]
     discrepancy: float
     """Standard deviation added to forecasts with each doubling of compute."""
@@ -237,8 +239,8 @@ class Outlook(Message, frozen=True, kw_only=True):
     number suffices."""
 
 
-class Fall(Message, frozen=True, kw_only=True):
-    """A fall of the reward: the mean of the last three evaluations is below the best mean of three by more than noise."""
+class Collapse(Message, frozen=True, kw_only=True):
+    """A collapse of the reward: the mean of the last three evaluations is below the best mean of three by more than noise."""
 
     compute: float
     """Compute of the first evaluation after the last one that was within noise of the best."""
@@ -252,7 +254,7 @@ class Fall(Message, frozen=True, kw_only=True):
     """Fall of a mean of three that noise explains."""
 
 
-class GuardAnswer(Message, frozen=True, kw_only=True):
+class CollapseAnswer(Message, frozen=True, kw_only=True, rename={"collapse": "fall"}):
     """Result of the collapse check."""
 
     broken: bool
@@ -265,7 +267,7 @@ class GuardAnswer(Message, frozen=True, kw_only=True):
     """The last three evaluations, oldest first."""
     floor: list[float]
     """The mean of three that ends the fall; empty without one."""
-    fall: Fall | msgspec.UnsetType = msgspec.UNSET
+    collapse: Collapse | msgspec.UnsetType = msgspec.UNSET
     """The present fall, if there is one."""
 
 
@@ -297,13 +299,13 @@ class EarlierUse(Message, frozen=True, kw_only=True):
     """Why the weight is reduced; empty if it is close to 1."""
 
 
-class ForecastAnswer(Message, frozen=True, kw_only=True):
+class ForecastAnswer(Message, frozen=True, kw_only=True, rename={"collapse_check": "guard"}):
     """Response to a :class:`ForecastRequest`. A broken run gets no forecasts and no outlook: its rewards no longer follow
     the fitted curve."""
 
     fit: FitAnswer
     """Fit of the last segment."""
-    guard: GuardAnswer
+    collapse_check: CollapseAnswer
     """Result of the collapse check."""
     forecasts: list[ForecastPoint]
     """Forecasts at ``ForecastRequest.at``; empty for a broken run."""

@@ -19,7 +19,7 @@ class CompileCacheSpec(Model):
     """An existing claim in the run's namespace, for all runs that name it; default: the run's volume, for this run."""
 
 
-MOST_LEASED: Final = 5
+MAX_LEASED: Final = 5
 """Times ``maxConcurrentSequences``, so many sequences does a generator lease at most: those that have ended, and episodes whose
 environment makes a step, hold no place in the server's batch."""
 

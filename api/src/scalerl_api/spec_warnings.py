@@ -13,7 +13,7 @@ from typing import Final
 
 from scalerl_api.built_in import SERVER
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.generator_spec import MOST_LEASED
+from scalerl_api.generator_spec import MAX_LEASED
 from scalerl_api.load import SpecProblem, data_paths
 from scalerl_api.memory import ModelSize, state_bytes
 from scalerl_api.pods import PodTemplate
@@ -331,7 +331,7 @@ def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
 
 
 def _of_sessions(spec: RunSpec) -> Iterator[SpecProblem]:
-    episodes, most = _episodes(spec), _episodes(spec, MOST_LEASED)
+    episodes, most = _episodes(spec), _episodes(spec, MAX_LEASED)
     more = "" if most == episodes else f"; while steps are slow, up to {most:,} episodes are leased"
     for field, one in spec.server_environments.items():
         if "sessions" in (one.parameters or {}) and one.sessions < episodes:

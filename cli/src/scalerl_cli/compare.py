@@ -17,7 +17,7 @@ from scalerl_api.spec_warnings import warnings_of
 from scalerl_api.wire import BROKEN, INTERRUPTED
 from scalerl_cli import exits
 from scalerl_cli.exits import Refused
-from scalerl_cli.output import replace_text, say
+from scalerl_cli.output import echo, replace_text
 from scalerl_cli.run import read_spec, run_spec
 from scalerl_cli.variants import (
     Planned,
@@ -117,7 +117,7 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
         for warning in warnings_of(plan.run.spec)
     ]
     for line in dict.fromkeys(warnings):  # most variants have the same warnings
-        say(line, error=True)
+        echo(line, error=True)
     return members
 
 
@@ -137,7 +137,7 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
     try:
         session = open_session(arguments, seconds=_CLUSTER_SECONDS, retries=0)
         where = f"the namespace {session.namespace}"
-        say(f"{path}: no such file; asking for the run of that name in {where}", error=True)
+        echo(f"{path}: no such file; asking for the run of that name in {where}", error=True)
         table, _ = curve(session, find(session, name))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, table)
@@ -192,11 +192,11 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
         directory = directories[plan.digest]
         head = f"{number} of {len(plans)}: {plan.recipe}, seed {plan.run.spec.seed}"
         if _is_finished(directory):
-            say(f"{head}: already finished, in {directory}")
+            echo(f"{head}: already finished, in {directory}")
             continue
         resume = RunPaths(directory).run_file.exists()
         changed = "" if resume else earlier_spec(plan, parent, names)
-        say(f"{head}: {'resumed' if resume else 'new'}{changed and f', for {changed}'}")
+        echo(f"{head}: {'resumed' if resume else 'new'}{changed and f', for {changed}'}")
         if runner(plan, directory, resume) == exits.INTERRUPTED:
             raise Refused(
                 "the comparison is interrupted; the same command resumes it", code=exits.INTERRUPTED
@@ -243,17 +243,17 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     lines = [*table.markdown(), "", *items, "", *(f"- {note}" for note in notes)]
     replace_text(written[0], "\n".join(lines) + "\n")
     replace_text(written[1], table.csv())
-    say()
+    echo()
     for line in (*table.lines(), "", *findings, "", *notes):
-        say(line)
+        echo(line)
     if any(file.curve.compute[-1] > 0 for file in files):
         draw_recipes(compared, written[2])
     else:
         written.pop()
-    say(f"written: {', '.join(map(str, written))}")
+    echo(f"written: {', '.join(map(str, written))}")
     held = [directory for directory in directories.values() if _stop_reason(directory) == BROKEN]
     for directory in held:
-        say(f"{directory} is held, because it was found broken", error=True)
+        echo(f"{directory} is held, because it was found broken", error=True)
     return exits.FAILED if held or any(recipe.failures for recipe in recipes) else exits.DONE
 
 

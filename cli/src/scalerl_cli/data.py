@@ -14,7 +14,7 @@ from scalerl_api.source import EvaluationTaskSpec, ProblemSpec, PromptSpec
 from scalerl_api.verifier import CodeVerifier, VerifierSpec
 from scalerl_cli.exits import BAD_INPUT, DONE, Refused
 from scalerl_cli.inputs import load, problem_sections
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 if TYPE_CHECKING:
     from scalerl_tasks import PromptSource
@@ -92,17 +92,17 @@ def _show(
     from scalerl_tasks.environments.tool_calls import tools_of
     from scalerl_tasks.text import ModelTokenizer
 
-    say(f"{field}: {section.source_field}")
+    echo(f"{field}: {section.source_field}")
     try:
         source: tasks.PromptSource
         if section.dataset is not None:
             source = tasks.open_dataset(section.dataset, None, lambda text: None)
-            say(f"  columns: {', '.join(source.table.info.columns)}")
+            echo(f"  columns: {', '.join(source.table.info.columns)}")
             for line in description(source):
-                say(f"  {line}")
+                echo(f"  {line}")
         else:
             source = tasks.open_source(section)
-            say(f"  {len(source):,} prompts")
+            echo(f"  {len(source):,} prompts")
         tools = tools_of(section.environment)
         tokenizer = None if model is None else ModelTokenizer(model, prompt, f"{field}.prompt", tools)
         shown = min(_SHOWN, len(source))
@@ -112,9 +112,9 @@ def _show(
         return _check(source, section, arguments)
     except tasks.JsonlRowsError as error:
         for text in error.texts:
-            say(f"{field}: {text}", error=True)
+            echo(f"{field}: {text}", error=True)
     except (tasks.TaskError, OSError) as error:
-        say(f"{field}: {error}", error=True)
+        echo(f"{field}: {error}", error=True)
     return False
 
 
@@ -139,10 +139,10 @@ def _show_prompt(
     place = f", {source.place(index)}" if isinstance(source, DatasetSource | JsonlSource) else ""
     labels = "".join(f", {name} {value}" for name, value in one.labels.items())
     hard = "" if one.difficulty is None else f", difficulty {one.difficulty:g}"
-    say(f"  --- prompt {one.id}{place}{hard}{labels}")
-    say(text)
+    echo(f"  --- prompt {one.id}{place}{hard}{labels}")
+    echo(text)
     answer = one.answer if len(one.answer) <= 200 else f"{one.answer[:200]} …"
-    say(f"  --- answer: {answer}")
+    echo(f"  --- answer: {answer}")
 
 
 def _show_lengths(source: PromptSource, prompt: PromptSpec, tokenizer: ModelTokenizer | None) -> None:
@@ -160,7 +160,7 @@ def _show_lengths(source: PromptSource, prompt: PromptSpec, tokenizer: ModelToke
         lengths = sorted(sum(len(message["content"]) for message in one.messages) for one in rendered)
     at = {share: lengths[min(count - 1, int(share * count))] for share in (0.5, 0.9, 0.99)}
     of = "" if count == len(source) else f" of {count:,} prompts"
-    say(
+    echo(
         f"  length in {unit}{of}: median {at[0.5]:,}, 90 % {at[0.9]:,}, 99 % {at[0.99]:,}, longest {lengths[-1]:,}"
     )
 
@@ -175,13 +175,13 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         and "answer" not in info.fields
         and not all(one.is_own_code for one in section.scoring)
     ):
-        say(
+        echo(
             "  answers: none, so only a verifier of your own code can score; or say where they are: columns.answer",
             error=given,
         )
         return not given
     if section.scoring and all(one.http is not None for one in section.scoring):
-        say("  answers: not checked, since a reward service is asked by a run alone; scalerl score asks it")
+        echo("  answers: not checked, since a reward service is asked by a run alone; scalerl score asks it")
         return True
     if not given and info is not None and info.programs:
         section = section.model_copy(update={"verifier": VerifierSpec(code=CodeVerifier())})
@@ -194,18 +194,18 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
     count, rejected = len(source), tasks.Rejected()
     try:
         tasks.check_answers(
-            source, section, count, progress=lambda text: say(f"  {text}", error=True), rejected=rejected
+            source, section, count, progress=lambda text: echo(f"  {text}", error=True), rejected=rejected
         )
     except tasks.AnswersError as error:
         for text in error.texts:
-            say(f"  {text}", error=True)
+            echo(f"  {text}", error=True)
         return False
     each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
     own = section.own_environment
     titles = " and ".join(one.title for one in (*section.scoring, own) if one is not None)
     named = own is None and all(one.name is not None or one.code is not None for one in section.scoring)
     what = "scores 1 as a reply" if named else "gets a reward as a reply"
-    say(f"  answers: {count:,} checked by {titles}: {each} {what}")
+    echo(f"  answers: {count:,} checked by {titles}: {each} {what}")
     return True
 
 

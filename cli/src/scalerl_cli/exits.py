@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from scalerl_api.load import SpecError
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -37,5 +37,5 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     for line in lines:
-        say(line, error=True)
+        echo(line, error=True)
     return code

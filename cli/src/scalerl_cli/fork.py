@@ -12,7 +12,7 @@ from scalerl_api.load import SpecError, SpecProblem, parse_run, to_yaml
 from scalerl_api.spec import ForkSpec, ScaleRLRun
 from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.inputs import load
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
 from scalerl_cli.variants import VariantProblem, parse_variant
 from scalerl_operator.local.run_directory import DirectoryProblem, next_directory, stored_manifest
@@ -87,6 +87,6 @@ def _fork_directory(arguments: argparse.Namespace, source: Path) -> int:
     except OSError as error:
         text = f"{error.filename or source}: {error.strerror or error}; nothing was made"
         raise Refused(text, code=FAILED) from error
-    say(f"step {origin.step} of {origin.run} is in {target}")
-    say(f"continue with: scalerl run {target / 'run.yaml'} --resume --dir {target}")
+    echo(f"step {origin.step} of {origin.run} is in {target}")
+    echo(f"continue with: scalerl run {target / 'run.yaml'} --resume --dir {target}")
     return DONE

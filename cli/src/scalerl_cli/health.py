@@ -8,7 +8,7 @@ from pathlib import Path
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import DONE, Refused
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_cli.page.series import Series
 
 
@@ -24,12 +24,12 @@ def run_status(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise Refused(f"{paths.metrics}: {error.strerror}") from error
     if not series.rows:
-        say(f"{directory} has no trained steps yet")
+        echo(f"{directory} has no trained steps yet")
         return DONE
     row, steps = series.row(-1), series.steps()
     reward = f", reward {row['reward']:.3f}" if "reward" in row else ""
-    say(
+    echo(
         f"step {row['step'] + 1:.0f}{reward}, {row.get('mean_completion_tokens', 0.0):,.0f} tokens a completion"
     )
-    say(health(steps) or f"nothing is wrong in the last {len(steps.last)} steps, as far as the metrics show")
+    echo(health(steps) or f"nothing is wrong in the last {len(steps.last)} steps, as far as the metrics show")
     return DONE

@@ -20,7 +20,7 @@ from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_coordinator.tracking.supervisor import missing_package
 from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_operator.role_containers import plan
@@ -152,7 +152,7 @@ def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
     structure: see :func:`scalerl_trainer.model_checks.model_problems`.
     """
     if find_spec("scalerl_trainer") is None:
-        say(
+        echo(
             "the model is not checked: that needs the trainer's packages (scalerl[cpu] or scalerl[gpu])",
             error=True,
         )
@@ -206,7 +206,7 @@ def task_problems(spec: RunSpec, *, answers: bool) -> Iterator[SpecProblem]:
     import scalerl_tasks as tasks
 
     try:
-        found = tasks.task_problems(spec, answers=answers, progress=lambda text: say(text, error=True))
+        found = tasks.task_problems(spec, answers=answers, progress=lambda text: echo(text, error=True))
     except tasks.GradingError as error:
         yield SpecProblem("spec.task.verifier", str(error))
         return

@@ -21,7 +21,7 @@ from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
 from scalerl_cli.clusters.arguments import add_cluster_commands
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import exit_code
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         try:
             entry.load()(commands)
         except Exception as error:  # the other commands work
-            say(f"the command {entry.name} ({entry.value}): {type(error).__name__}: {error}", error=True)
+            echo(f"the command {entry.name} ({entry.value}): {type(error).__name__}: {error}", error=True)
     return top
 
 

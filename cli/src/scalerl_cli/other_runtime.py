@@ -10,7 +10,7 @@ from scalerl_api.conditions import Phase
 from scalerl_api.registry import Kind, PluginError, make
 from scalerl_cli.exits import DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, plugin_problems
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
 from scalerl_operator.local.run_directory import DirectoryProblem, latest_directory, next_directory
 from scalerl_operator.policy.runtime import StoredRuntime, drive
@@ -37,12 +37,12 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
         raise Refused(str(error)) from error
     except PluginError as error:
         raise Refused(f"--runtime: {error}") from error
-    say(f"{name} in {directory}, by {arguments.runtime}")
+    echo(f"{name} in {directory}, by {arguments.runtime}")
     try:
         decision = asyncio.run(drive(runtime, run.spec))
     except KeyboardInterrupt:
-        say("the run goes on; the same command with --resume follows it again")
+        echo("the run goes on; the same command with --resume follows it again")
         return INTERRUPTED
-    outcome = decision.memory.outcome
-    say(f"{decision.phase}{f': {outcome.message}' if outcome else ''}")
+    outcome = decision.persisted.outcome
+    echo(f"{decision.phase}{f': {outcome.message}' if outcome else ''}")
     return _CODES[decision.phase]

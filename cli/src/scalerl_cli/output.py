@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 
-def say(text: str = "", *, error: bool = False) -> None:
+def echo(text: str = "", *, error: bool = False) -> None:
     """Print a line to standard output or standard error. After a write error (closed pipe, lost terminal), output is discarded."""
     stream = sys.stderr if error else sys.stdout
     try:

@@ -10,7 +10,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 NO_MATPLOTLIB = "pictures need matplotlib, which is not installed here: pip install 'matplotlib>=3.10'"
 """Only the operator's image lacks matplotlib; commands that print work there."""
@@ -20,7 +20,7 @@ def plot(arguments: argparse.Namespace) -> int:
     """Draw ``curve.png`` from ``curve.csv``; works during the run too."""
     paths = RunPaths(arguments.dir)
     draw_run(paths, load_accepted_run(paths.run_file))
-    say(str(paths.curve_picture))
+    echo(str(paths.curve_picture))
     return DONE
 
 

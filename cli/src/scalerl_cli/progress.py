@@ -7,7 +7,7 @@ from datetime import datetime
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli import labels
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_operator.run_view import Event, Snapshot, UnitState
 from scalerl_operator.workloads import Role
 
@@ -76,4 +76,4 @@ class Progress:
         self._line(text)
 
     def _line(self, text: str) -> None:
-        say(f"{datetime.now().astimezone():%H:%M:%S} {text}")
+        echo(f"{datetime.now().astimezone():%H:%M:%S} {text}")

@@ -11,7 +11,7 @@ from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import DONE, FAILED, Refused
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_operator.autoscaling.decision_log import Line
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.autoscaling.replay import Alternative, replay_under, verify
@@ -32,14 +32,14 @@ def replay(arguments: argparse.Namespace) -> int:
         raise Refused(f"{path}: empty; wait for the run's first decision")
     lines, differences = verify(content)
     for difference in differences[:_SHOWN]:
-        say(f"{path}: {difference}", error=True)
+        echo(f"{path}: {difference}", error=True)
     if len(differences) > _SHOWN:
-        say(f"{path}: and {len(differences) - _SHOWN} more", error=True)
+        echo(f"{path}: and {len(differences) - _SHOWN} more", error=True)
     if differences:
         return FAILED
     if arguments.policy is None:
-        say(f"{path}: {len(lines)} decisions, all reproduced")
-        _say_changes(lines)
+        echo(f"{path}: {len(lines)} decisions, all reproduced")
+        _echo_changes(lines)
         return DONE
     return _other(lines, arguments.policy)
 
@@ -57,12 +57,12 @@ def _recorded(source: Path) -> tuple[str, bytes]:
     return str(source), content
 
 
-def _say_changes(lines: Sequence[Line]) -> None:
+def _echo_changes(lines: Sequence[Line]) -> None:
     """The decisions that changed something, one line each."""
     before = ""
     for line in lines:
         if line.decision.state != before or line.decision.action.kind == "scale":
-            say(f"  {_when(line)}: {_summary(line.decision)}{_prior(line)}")
+            echo(f"  {_when(line)}: {_summary(line.decision)}{_prior(line)}")
         before = line.decision.state
 
 
@@ -73,14 +73,14 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
     others = list(replay_under(spec, list(lines), _forecast))
     different = [other for other in others if other.differs]
     for other in different:
-        say(f"  {_when(other.line)}: recorded {_summary(other.line.decision)}{_prior(other.line)}")
-        say(f"  {' ' * len(_when(other.line))}    other {_summary(other.decision)}")
-    say(f"{len(different)} of {len(others)} decisions differ under {policy}")
-    say(
+        echo(f"  {_when(other.line)}: recorded {_summary(other.line.decision)}{_prior(other.line)}")
+        echo(f"  {' ' * len(_when(other.line))}    other {_summary(other.decision)}")
+    echo(f"{len(different)} of {len(others)} decisions differ under {policy}")
+    echo(
         f"first stop: recorded {_first_stop(others, recorded=True)}, other {_first_stop(others, recorded=False)}"
     )
     if different:
-        say(
+        echo(
             "observations stay as recorded: a run that would have stopped or changed its size earlier continues here"
         )
     return DONE

@@ -16,7 +16,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli.argument_types import NEWEST, SORTS
 from scalerl_cli.exits import Refused
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,13 +28,13 @@ _NAMES: Final = "[!.]*-[0-9]*-[0-9]*-[0-9]*.parquet"
 """Split, first and last step, and number: a reader's own files beside them are none of the record."""
 
 
-class Problem(Refused):
+class RolloutsProblem(Refused):
     """The rollouts cannot be read; the message has the reason."""
 
 
 Report = Callable[[str], None]
 """Gets a sentence for each file that is left out."""
-Place = tuple[Path, int, int]
+RowLocation = tuple[Path, int, int]
 """File, row group and row."""
 
 
@@ -49,8 +49,8 @@ class _Found:
     """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
 
 
-def say_error(text: str) -> None:
-    say(text, error=True)
+def echo_error(text: str) -> None:
+    echo(text, error=True)
 
 
 def select(
@@ -59,9 +59,9 @@ def select(
     offset: int = 0,
     columns: Sequence[str] | None = None,
     tokens: bool = False,
-    report: Report = say_error,
+    report: Report = echo_error,
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """The rows to show, the number of matching rows, and that of all rows. Raises :class:`Problem`.
+    """The rows to show, the number of matching rows, and that of all rows. Raises :class:`RolloutsProblem`.
 
     Args:
         offset: matching rows to leave out before the first one.
@@ -77,7 +77,7 @@ def select(
     found = [one for one in results if one is not None and len(one.places)]
     matching = sum(len(one.places) for one in found)
     end = offset + arguments.limit if arguments.limit else None
-    chosen: list[Place] = []
+    chosen: list[RowLocation] = []
     if found:
         # Stable: rows with equal keys keep the order of the files, in which a group's completions are neighbours.
         order = np.lexsort(np.concatenate([one.keys for one in found]).T[::-1])[offset:end]
@@ -92,19 +92,19 @@ def select(
 
 
 def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
-    """The files of the record, without those that others replace. Raises :class:`Problem`."""
+    """The files of the record, without those that others replace. Raises :class:`RolloutsProblem`."""
     if find_spec("pyarrow") is None:
-        raise Problem("scalerl rollouts needs pyarrow, which this installation does not have")
+        raise RolloutsProblem("scalerl rollouts needs pyarrow, which this installation does not have")
     # Before its import, which reads it: else Arrow returns the memory of each row group, and the kernel clears it for the next.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
     paths = RunPaths(directory)
     if not directory.is_dir():
-        raise Problem(f"{directory}: no such directory")
+        raise RolloutsProblem(f"{directory}: no such directory")
     if not paths.rollouts.is_dir():
         if not (paths.run_file.exists() or paths.metrics.exists()):
-            raise Problem(f"{directory} is not the directory of a run")
-        raise Problem(
+            raise RolloutsProblem(f"{directory} is not the directory of a run")
+        raise RolloutsProblem(
             f"{directory} has no rollouts: its coordinator did not start, or had rollouts.perStep 0"
         )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -116,13 +116,13 @@ def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
         except FileNotFoundError:  # merged into another one, or deleted for its age, since the listing
             continue
     else:
-        raise Problem(f"{directory}: its files change faster than they can be opened; try again")
+        raise RolloutsProblem(f"{directory}: its files change faster than they can be opened; try again")
     opened = {path: file for path, file in files.items() if file is not None}
     metadata = [file.schema_arrow.metadata or {} for file in opened.values()]
     replaced = {name for one in metadata for name in one.get(b"replaces", b"").decode().split(",")}
     opened = {path: file for path, file in opened.items() if path.name not in replaced}
     if not opened:
-        raise Problem(
+        raise RolloutsProblem(
             f"{directory} has no rollouts yet: they are written after the first step and the first evaluation"
         )
     return opened
@@ -281,31 +281,33 @@ def _containing(file: pq.ParquetFile, number: int, wanted: Sequence[str]) -> Any
 
 def _read(
     files: dict[Path, pq.ParquetFile],
-    chosen: Sequence[Place],
+    chosen: Sequence[RowLocation],
     columns: Sequence[str] | None,
     *,
     tokens: bool,
 ) -> list[dict[str, Any]]:
-    """The chosen rows, in their order. Raises :class:`Problem`."""
+    """The chosen rows, in their order. Raises :class:`RolloutsProblem`."""
     import pyarrow as pa
 
-    by_file: dict[Path, dict[int, list[Place]]] = {}
+    by_file: dict[Path, dict[int, list[RowLocation]]] = {}
     for one in chosen:
         by_file.setdefault(one[0], {}).setdefault(one[1], []).append(one)
 
-    def read(file: tuple[Path, dict[int, list[Place]]]) -> dict[Place, dict[str, Any]]:
+    def read(file: tuple[Path, dict[int, list[RowLocation]]]) -> dict[RowLocation, dict[str, Any]]:
         """Of one file, whose reader serves one thread at a time."""
         path, groups = file
         names = files[path].schema_arrow.names
         wanted = columns or [name for name in names if tokens or name not in TOKEN_COLUMNS]
-        rows: dict[Place, dict[str, Any]] = {}
+        rows: dict[RowLocation, dict[str, Any]] = {}
         try:
             for number, members in groups.items():
                 table = files[path].read_row_group(number, columns=wanted, use_threads=False)
                 found = table.take([row for _, _, row in members]).to_pylist(maps_as_pydicts="lossy")
                 rows |= zip(members, found, strict=True)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise Problem(f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere") from error
+            raise RolloutsProblem(
+                f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere"
+            ) from error
         return rows
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

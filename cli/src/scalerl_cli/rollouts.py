@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import say, shown
+from scalerl_cli.output import echo, shown
 from scalerl_cli.rollout_search import select
 
 _HEAD_CHARACTERS: Final = 3000
@@ -37,7 +37,7 @@ def run_rollouts(arguments: argparse.Namespace) -> int:
     if arguments.json:
         for row in rows:
             # A terminal also obeys characters that JSON does not escape, such as U+009B.
-            say(json.dumps(finite(row), ensure_ascii=sys.stdout.isatty()))
+            echo(json.dumps(finite(row), ensure_ascii=sys.stdout.isatty()))
         return DONE
     text = f"{matching:,} of {total:,} recorded rollouts match"
     text += f"; the first {len(rows):,} (--limit)\n" if len(rows) < matching else "\n"
@@ -45,7 +45,7 @@ def run_rollouts(arguments: argparse.Namespace) -> int:
     if sys.stdout.isatty():
         pydoc.pager(text)
     else:
-        say(text)
+        echo(text)
     return DONE
 
 

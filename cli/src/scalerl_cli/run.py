@@ -20,7 +20,7 @@ from scalerl_api.wire import BROKEN
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, problems
 from scalerl_cli.machine import cpus_problem
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_cli.progress import Progress
 from scalerl_operator.autoscaling.decision_log import RecordError
 from scalerl_operator.coordinator_client import CoordinatorRefused
@@ -32,7 +32,7 @@ from scalerl_operator.local.run_directory import (
     latest_directory,
     next_directory,
 )
-from scalerl_operator.policy.lifecycle_types import End
+from scalerl_operator.policy.lifecycle_types import OutcomeKind
 from scalerl_operator.run_view import Event, Failure, RunResult
 from scalerl_operator.workloads import Plan, Role
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_elsewhere(arguments)
     spec = read_spec(arguments.file)
     for warning in (*warnings_of(spec.spec), *local_warnings_of(spec.spec)):
-        say(f"{arguments.file}: warning: {warning}", error=True)
+        echo(f"{arguments.file}: warning: {warning}", error=True)
     return run_spec(
         spec, arguments.dir, arguments.planner, arguments.started, resume=arguments.resume, pins=arguments.pin
     )
@@ -67,13 +67,13 @@ def run_spec(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
     claimed = _claim(spec, directory, resume)
-    say(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
-    say(f"its page: {view_command(claimed.paths.root)}")
+    echo(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
+    echo(f"its page: {view_command(claimed.paths.root)}")
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
     except DirectoryProblem as problem:
-        say(str(problem), error=True)
+        echo(str(problem), error=True)
         return BAD_INPUT
     except RecordError as problem:
         raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
@@ -179,13 +179,13 @@ def _finish(
     _report_results(spec, directory, outcome)
     if failure is not None:
         return BAD_INPUT if failure.bad_input else FAILED
-    if _is_held(outcome):
+    if _is_suspended(outcome):
         return FAILED
     return INTERRUPTED if outcome.interrupted else DONE
 
 
 def _explain(failure: Failure) -> None:
-    say(f"\n{failure.unit} failed: {failure.reason}", error=True)
+    echo(f"\n{failure.unit} failed: {failure.reason}", error=True)
     if not failure.log:
         return
     try:
@@ -193,8 +193,8 @@ def _explain(failure: Failure) -> None:
     except OSError as error:
         lines = [f"(no log: {error.strerror})"]
     for line in lines[-_LOG_LINES:]:
-        say(f"  | {line}", error=True)
-    say(f"  whole log: {_shown(Path(failure.log))}", error=True)
+        echo(f"  | {line}", error=True)
+    echo(f"  whole log: {_shown(Path(failure.log))}", error=True)
 
 
 def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
@@ -203,32 +203,36 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
     from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths
-    if outcome.status is None and outcome.outcome is not None and outcome.outcome.end is End.COMPLETED:
-        say(f"the run is complete ({outcome.outcome.message}); it continues with a higher limit in its file")
+    if (
+        outcome.status is None
+        and outcome.outcome is not None
+        and outcome.outcome.kind is OutcomeKind.COMPLETED
+    ):
+        echo(f"the run is complete ({outcome.outcome.message}); it continues with a higher limit in its file")
         return
     if outcome.status is None:
-        say(f"nothing was generated or trained; see {_shown(paths.logs)}")
+        echo(f"nothing was generated or trained; see {_shown(paths.logs)}")
         return
     summary = summarize(spec, outcome)
     write(paths.summary, summary)
-    say(table(summary))
+    echo(table(summary))
     try:
         draw_run(paths, spec)
-        say(f"curve: {_shown(paths.curve_picture)}")
+        echo(f"curve: {_shown(paths.curve_picture)}")
     except CurveProblem as problem:
-        say(f"no picture: {problem}")
-    say(f"page: {view_command(paths.root)}")
-    if _is_held(outcome):
+        echo(f"no picture: {problem}")
+    echo(f"page: {view_command(paths.root)}")
+    if _is_suspended(outcome):
         reasons = (
             "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
         )
-        say(f"held, because it was found broken: {reasons}", error=True)
-        say('see docs/autoscaling.md, "A run that is held"', error=True)
-    if outcome.interrupted or _is_held(outcome):
-        say(f"continue with: --resume --dir {_shown(paths.root)}")
+        echo(f"held, because it was found broken: {reasons}", error=True)
+        echo('see docs/autoscaling.md, "A run that is held"', error=True)
+    if outcome.interrupted or _is_suspended(outcome):
+        echo(f"continue with: --resume --dir {_shown(paths.root)}")
 
 
-def _is_held(outcome: RunResult) -> bool:
+def _is_suspended(outcome: RunResult) -> bool:
     return outcome.status is not None and outcome.status.stop_reason == BROKEN
 
 

@@ -18,7 +18,7 @@ from scalerl_api.process import ENVIRONMENT_URL
 from scalerl_api.source import ProblemSpec, PromptSpec
 from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.inputs import load, problem_sections
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 if TYPE_CHECKING:
     from scalerl_tasks import Graded, Prompt, PromptSource
@@ -162,9 +162,9 @@ def _report(groups: list[Group], graded: list[list[Graded]]) -> int:
             else:
                 scored.append(one.verdict.score)
                 line |= {"score": one.verdict.score, **one.verdict.parts}
-            say(json.dumps(line, ensure_ascii=False))
+            echo(json.dumps(line, ensure_ascii=False))
     mean = f", mean score {sum(scored) / len(scored):.4g}" if scored else ""
     lost = f", {failed:,} without a score" if failed else ""
     lost += f", {none:,} to which the verifier does not apply" if none else ""
-    say(f"{len(scored) + failed + none:,} completions of {len(groups):,} groups{mean}{lost}", error=True)
+    echo(f"{len(scored) + failed + none:,} completions of {len(groups):,} groups{mean}{lost}", error=True)
     return FAILED if failed else DONE

@@ -15,7 +15,7 @@ from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_cli import inputs
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.inputs import load
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 
 def validate(arguments: argparse.Namespace) -> int:
@@ -26,7 +26,7 @@ def validate(arguments: argparse.Namespace) -> int:
         found = problems(file, any_machine=arguments.any_machine)
         bad += bool(found)
         for problem in found:
-            say(f"{file}: {problem}", error=True)
+            echo(f"{file}: {problem}", error=True)
         if arguments.memory:
             _show_memory(file)
         if not found:
@@ -34,17 +34,17 @@ def validate(arguments: argparse.Namespace) -> int:
             # With an image, it is for a cluster.
             is_local = spec.environment is not None and spec.environment.image is None
             for warning in (*warnings_of(spec), *(local_warnings_of(spec) if is_local else ())):
-                say(f"{file}: warning: {warning}", error=True)
+                echo(f"{file}: warning: {warning}", error=True)
             if arguments.show:
                 recipe = resolve(load(file).spec.recipe)
-                say(f"{file}: recipe {recipe.preset}")
+                echo(f"{file}: recipe {recipe.preset}")
                 for choice in recipe.choices:
-                    say(f"  {choice.field}: {choice}")
+                    echo(f"  {choice.field}: {choice}")
                 for line in split_lines(load(file).spec):
-                    say(line)
-            say(f"{file}: ok")
+                    echo(line)
+            echo(f"{file}: ok")
     if bad and len(files) > 1:
-        say(f"{bad} of {len(files)} files cannot be used", error=True)
+        echo(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE
 
 
@@ -59,7 +59,7 @@ def _show_memory(file: Path) -> None:
     from scalerl_cli.memory_plan import memory_lines
 
     for line in memory_lines(spec):
-        say(line)
+        echo(line)
 
 
 def split_lines(spec: RunSpec) -> list[str]:

@@ -35,7 +35,7 @@ def test_alarm_lasts_until_the_run_recovers(tmp_path: Path, capsys: pytest.Captu
     assert (got["state"], got["identifiable"], got["forecasts"]) == ("BROKEN", False, [])
     assert main(["fit", str(fallen)]) == 0
     assert "below the best of 3 in a row, ." in capsys.readouterr().out
-    assert analyse(read_curve(back)).fall is None
+    assert analyse(read_curve(back)).collapse is None
     assert main(["plan", "--from", str(fallen)]) == 0
     assert "no plan: the reward fell below its best" in capsys.readouterr().out
 
@@ -46,8 +46,8 @@ def test_fit_of_a_broken_run_ends_before_the_fall(tmp_path: Path, capsys: pytest
     for name in ("A", "Cmid", "B"):
         assert answer(capsys, str(ill))[name]["median"] == pytest.approx(well[name]["median"], rel=0.06)
     made = analyse(read_curve(ill))
-    assert made.fall is not None
-    assert (made.fallen, made.fall.points) == (3, len(made.file.segment.curve) - 3)
+    assert made.collapse is not None
+    assert (made.fallen, made.collapse.points) == (3, len(made.file.segment.curve) - 3)
     assert made.now == made.file.curve.now > made.fitted.now
     assert main(["fit", str(ill), "--plot", str(tmp_path / "out.png")]) == 0
     assert "only the 37 points before the fall" in capsys.readouterr().out
@@ -115,5 +115,5 @@ def test_past_forecast_far_above_the_outcome_is_a_doubt(tmp_path: Path) -> None:
     noisy = reward + random.normal(0.0, 0.006, 40)
     path.write_text("compute,reward\n" + "".join(f"{c},{r}\n" for c, r in zip(compute, noisy, strict=True)))
     made = analyse(read_curve(path))
-    assert (made.state, made.fitted.doubts) == (State.INSUFFICIENT, ())
-    assert "lies below 99% of the forecast made at 5,000" in made.doubts[0]
+    assert (made.state, made.fitted.warnings) == (State.INSUFFICIENT, ())
+    assert "lies below 99% of the forecast made at 5,000" in made.warnings[0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scalerl_cli.curves.columns import Columns
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.source import CurveFile, read_curve
-from scalerl_cli.curves.tables import MOST_BYTES
+from scalerl_cli.curves.tables import MAX_BYTES
 from scalerl_cli.main import main
 
 from .curve_files import answer, text
@@ -398,7 +398,7 @@ def test_logs_that_cannot_be_read(
 def test_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "huge.csv"
     with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
+        file.truncate(MAX_BYTES + 1)
     assert "larger than 256 MiB" in complaint(capsys, str(path))
 
 

@@ -387,9 +387,9 @@ def test_doubts_are_on_the_scale_of_the_file(tmp_path: Path, capsys: pytest.Capt
     rows = [line.split(",") for line in young.read_text().splitlines()]
     young.write_text("\n".join([",".join(rows[0]), *(f"{c},{100 * float(r)}" for c, r in rows[1:])]))
     shown = text(capsys, str(young), "--scale=0,100")
-    doubt = next(line for line in shown.splitlines() if "90 % interval of A is" in line)
-    assert doubt.endswith("wide, more than 15")
-    assert float(doubt.split(" is ")[1].split(" ")[0]) > 15
+    warning = next(line for line in shown.splitlines() if "90 % interval of A is" in line)
+    assert warning.endswith("wide, more than 15")
+    assert float(warning.split(" is ")[1].split(" ")[0]) > 15
 
 
 def test_broken_run_is_reported_on_the_files_scale(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
-from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
+from scalerl_coordinator.prompt_sequence import MAX_WALK, Sampler, SamplerInput
 
 _GROUPS = 2
 """Number of newest groups from which a prompt's pass rate is computed: 32 completions with ScaleRL's 16. Of prompts with a
@@ -66,15 +66,15 @@ class EdgeOfCompetence(Sampler):
         self._history: PromptHistory | None = None
         self._edges: dict[int, _Edge] = {}
 
-    def choose(self, view: View) -> tuple[int, int]:
-        place, turn = divmod(view.cursor, 1 << _TURN_BITS)
-        edge = self._edge(view.history)
+    def choose(self, inputs: SamplerInput) -> tuple[int, int]:
+        place, turn = divmod(inputs.cursor, 1 << _TURN_BITS)
+        edge = self._edge(inputs.history)
         known = len(edge.prompts)
         share = min(1 - self._remeasure_share, known / edge.groups) if known else 0.0
-        if self._chance(view.cursor, "edge") < share:
+        if self._chance(inputs.cursor, "edge") < share:
             around = (turn + self._seed) * _GOLDEN % 2**64
-            return edge.prompts[around * known >> 64], view.cursor + 1
-        for position in range(place, place + min(self._prompts, LONGEST_WALK)):
+            return edge.prompts[around * known >> 64], inputs.cursor + 1
+        for position in range(place, place + min(self._prompts, MAX_WALK)):
             if (prompt := self._epochs.choose(position)) not in edge:
                 break
         else:

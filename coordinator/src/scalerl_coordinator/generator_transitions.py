@@ -15,7 +15,7 @@ from scalerl_coordinator.state import CoordinatorState, OpenLease
 
 def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
     state.leased = state.leased or bool(record.issues)
-    for slot, prompt in record.held_back:
+    for slot, prompt in record.new_slots:
         state.prompts[slot] = prompt
         bisect.insort(state.open_slots, slot)
     for issue in record.issues:
@@ -31,7 +31,7 @@ def issued(state: CoordinatorState, record: r.LeasesIssued) -> None:
             issue.prompt, issue.slot, issue.policy_version, record.holder
         )
         state.next_lease = issue.number + 1
-    state.next_slot = max([state.next_slot, *(slot + 1 for slot, _ in record.held_back)])
+    state.next_slot = max([state.next_slot, *(slot + 1 for slot, _ in record.new_slots)])
     for task, cursor in record.cursors.items():
         state.cursors[task] = max(state.cursors[task], cursor)
     state.fold_history()

@@ -41,7 +41,7 @@ class LeasesIssued(Record, frozen=True, array_like=True, tag="leases"):
     """Name of the member, not its incarnation: a member that registers again keeps its leases."""
     issues: list[Issue]
     """Empty if the record only has new slots."""
-    held_back: list[tuple[int, PromptRef]] = []
+    new_slots: list[tuple[int, PromptRef]] = []
     """New slots of the window with their prompts."""
     cursors: dict[int, int] = {}
     """Cursor of each task's sampler after the newest of these slots; empty without new slots."""

@@ -98,7 +98,7 @@ class LeaseBook:
         lease = self._open.get(lease_id)
         return None if lease is None else max(0.0, lease.deadline - now)
 
-    def held_seconds(self, lease_id: str, now: float) -> float:
+    def open_seconds(self, lease_id: str, now: float) -> float:
         """Seconds for which the holder has had the lease; after a restart, seconds since the restart."""
         lease = self._open.get(lease_id)
         return 0.0 if lease is None or lease.sent_at is None else now - lease.sent_at

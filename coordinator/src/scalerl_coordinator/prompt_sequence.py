@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from scalerl_coordinator.prompt_history import KnownHistory
 
 _ROUNDS = 6
-LONGEST_WALK = 256
+MAX_WALK = 256
 """Maximum number of prompts passed over in one choice; each takes about 25 µs of the event loop. If one prompt in twenty is
 eligible, one choice in 500,000 reaches this limit; if one in a hundred is, one in 13."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SamplerInput:
     """The inputs of a choice."""
 
     cursor: int
@@ -31,8 +31,8 @@ class Sampler(ABC):
         self._epochs = SeededEpochs(prompts, seed)
 
     @abstractmethod
-    def choose(self, view: View) -> tuple[int, int]:
-        """Choose a prompt: its index in the training split, and the next cursor, which is greater than that of ``view``."""
+    def choose(self, inputs: SamplerInput) -> tuple[int, int]:
+        """Choose a prompt: its index in the training split, and the next cursor, which is greater than that of ``inputs``."""
 
     def refill(self, slot: int, tries: int, history: KnownHistory) -> int:
         """Choose another prompt for a slot that had ``tries`` prompts.
@@ -41,7 +41,7 @@ class Sampler(ABC):
         depends on timing. Therefore a prompt may be repeated within an epoch.
         """
         drawn = hashlib.blake2b(f"{self._seed}/{slot}/{tries}/refill".encode(), digest_size=6).digest()
-        return self.choose(View(int.from_bytes(drawn, "little"), history))[0]
+        return self.choose(SamplerInput(int.from_bytes(drawn, "little"), history))[0]
 
     def _chance(self, cursor: int, purpose: str) -> float:
         """A uniform random number in [0, 1) for the choice at ``cursor``, determined by the seed."""

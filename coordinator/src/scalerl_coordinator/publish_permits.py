@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Hold:
+class _Block:
     """An evaluation that a publish leaves generators to, or waits for."""
 
     last_measurable: float
@@ -42,8 +42,8 @@ class PublishPermits:
     """Decides on a :class:`~.core.Core` which members get the trainer's weights."""
 
     core: Core
-    _holds: dict[int, _Hold] = field(default_factory=dict)
-    """Evaluations that hold a publish, by evaluated version."""
+    _blocks: dict[int, _Block] = field(default_factory=dict)
+    """Evaluations that block a publish, by evaluated version."""
 
     def publishes(self, version: int) -> bool:
         """Whether the trainer publishes ``version`` right after the step that produced it."""
@@ -68,7 +68,7 @@ class PublishPermits:
     def to_update(self, version: int, now: float) -> list[Member]:
         """The outdated members that may get ``version`` now: not those that keep a version which an evaluation holds, and none at
         all while it holds one that no member has."""
-        return self._to_update(self.held(version, now), now)
+        return self._to_update(self.blocking(version, now), now)
 
     def _to_update(self, held: set[int], now: float) -> list[Member]:
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
@@ -86,19 +86,19 @@ class PublishPermits:
             for m in members.members.values()
         )
 
-    def held(self, version: int, now: float) -> set[int]:
-        """Versions whose evaluation holds a publish of ``version`` now."""
-        evaluated = {e.version for e in self.core.state.evaluations.values() if self._holds_publish(e)}
+    def blocking(self, version: int, now: float) -> set[int]:
+        """Versions whose evaluation blocks a publish of ``version`` now."""
+        evaluated = {e.version for e in self.core.state.evaluations.values() if self._blocks_publish(e)}
         kept = self._keepers(evaluated)
         overwritten = {m.version for m in self._outdated(now) if m.member_id in kept}
         blocking = self._evaluations_in_the_way(version, overwritten)
-        self._holds = {v: self._holds.get(v, _Hold(now)) for v in blocking}
+        self._blocks = {v: self._blocks.get(v, _Block(now)) for v in blocking}
         waits = self._waits(version, blocking, now)
-        for hold in self._holds.values():
-            hold.count(now, waits=waits)
-        self._release_holds(now)
+        for block in self._blocks.values():
+            block.count(now, waits=waits)
+        self._end_blocks(now)
         evaluations = self.core.state.evaluations.values()
-        return {e.version for e in evaluations if e.version in blocking and self._holds_publish(e)}
+        return {e.version for e in evaluations if e.version in blocking and self._blocks_publish(e)}
 
     def _waits(self, version: int, blocking: set[int], now: float) -> bool:
         """Whether the run waits for evaluations of ``blocking`` before ``version`` gets to a generator. It does not while other members
@@ -118,7 +118,7 @@ class PublishPermits:
         holders = (m for m in core.membership.members.values() if m.version in versions)
         return chosen | {m.member_id for m in holders if m.member_id not in chosen and core.evaluates(m)}
 
-    def _holds_publish(self, evaluation: Evaluation) -> bool:
+    def _blocks_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
         return self.core.settings.follows(evaluation.task) and not evaluation.released
 
@@ -134,24 +134,24 @@ class PublishPermits:
         return {
             v
             for (v, _), evaluation in state.evaluations.items()
-            if v < version and self._holds_publish(evaluation)
+            if v < version and self._blocks_publish(evaluation)
             if v in overwritten or (version > state.published and v not in held)
         }
 
-    def _release_holds(self, now: float) -> None:
+    def _end_blocks(self, now: float) -> None:
         """Release the evaluations that have held a publish for too long, or whose version no member holds any more."""
         core = self.core
-        for version in list(self._holds):
+        for version in list(self._blocks):
             evaluations = [
-                e for e in core.state.evaluations.values() if e.version == version and self._holds_publish(e)
+                e for e in core.state.evaluations.values() if e.version == version and self._blocks_publish(e)
             ]
             if not evaluations:
-                del self._holds[version]
+                del self._blocks[version]
                 continue
-            hold = self._holds[version]
+            block = self._blocks[version]
             if any(m.healthy and m.version == version for m in core.membership.members.values()):
-                hold.last_measurable = now
-            waited, unserved = hold.waited(now), now - hold.last_measurable
+                block.last_measurable = now
+            waited, unserved = block.waited(now), now - block.last_measurable
             if waited >= core.settings.hold_seconds or unserved >= core.membership.timeout_seconds:
                 for evaluation in evaluations:
                     log.warning(
@@ -159,14 +159,14 @@ class PublishPermits:
                         *(version, len(evaluation.results), evaluation.prompts, waited),
                     )
                     core.commit(r.EvaluationReleased(version, evaluation.task))
-                del self._holds[version]
+                del self._blocks[version]
 
     def reset(self) -> None:
-        """Forget the holds: a new trainer publishes."""
-        self._holds.clear()
+        """Forget the blocks: a new trainer publishes."""
+        self._blocks.clear()
 
     def tick(self, now: float) -> bool:
-        """Release holds that are over; returns whether one may time out."""
-        if self._holds:
-            self._release_holds(now)
-        return bool(self._holds)
+        """End blocks that are over; returns whether one may time out."""
+        if self._blocks:
+            self._end_blocks(now)
+        return bool(self._blocks)

@@ -22,7 +22,7 @@ from typing import Protocol
 from scalerl_api.recipe import CurriculumSpec
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import KnownHistory
-from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
+from scalerl_coordinator.prompt_sequence import MAX_WALK, Sampler, SamplerInput
 from scalerl_coordinator.self_evolving_curriculum import LEARNING_RATE, SelfEvolvingCurriculum
 from scalerl_tasks import Mixture, PromptSource
 
@@ -36,7 +36,7 @@ class Rule(Protocol):
 class RuleSampler(Sampler):
     """Chooses the next prompt of the sequence that ``rule`` does not pass over.
 
-    If the rule passes over a whole epoch, or :data:`~.prompt_sequence.LONGEST_WALK` consecutive prompts, the next prompt is
+    If the rule passes over a whole epoch, or :data:`~.prompt_sequence.MAX_WALK` consecutive prompts, the next prompt is
     chosen regardless: a run continues with all prompts rather than with none, and no choice takes long.
     """
 
@@ -44,12 +44,12 @@ class RuleSampler(Sampler):
         super().__init__(prompts, seed)
         self._rule = rule
 
-    def choose(self, view: View) -> tuple[int, int]:
-        for cursor in range(view.cursor, view.cursor + min(self._prompts, LONGEST_WALK)):
+    def choose(self, inputs: SamplerInput) -> tuple[int, int]:
+        for cursor in range(inputs.cursor, inputs.cursor + min(self._prompts, MAX_WALK)):
             prompt = self._epochs.choose(cursor)
-            if not self._rule.passes_over(prompt, cursor, view.history):
+            if not self._rule.passes_over(prompt, cursor, inputs.history):
                 return prompt, cursor + 1
-        return self._epochs.choose(view.cursor), view.cursor + 1
+        return self._epochs.choose(inputs.cursor), inputs.cursor + 1
 
 
 @dataclass(frozen=True, slots=True)

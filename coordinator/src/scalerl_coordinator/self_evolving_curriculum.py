@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory, Tried
-from scalerl_coordinator.prompt_sequence import LONGEST_WALK, Sampler, View
+from scalerl_coordinator.prompt_sequence import MAX_WALK, Sampler, SamplerInput
 from scalerl_tasks import SourceError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class SelfEvolvingCurriculum(Sampler):
     :data:`~.prompt_history.RECENT_STEPS` known steps, so a category without a prompt in them has its initial value.
 
     ``edges`` divide difficulties into categories. Prompts without a difficulty, including those that the source cannot read,
-    are one more category. A category without a prompt among the next :data:`~.prompt_sequence.LONGEST_WALK` is excluded.
+    are one more category. A category without a prompt among the next :data:`~.prompt_sequence.MAX_WALK` is excluded.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class SelfEvolvingCurriculum(Sampler):
         self._values_at: dict[int, list[float]] = {}
         self._rewards: dict[int, dict[int, float]] = {}
 
-    def choose(self, view: View) -> tuple[int, int]:
-        values = self._values(view.history)
-        drawn = self._draw(values, range(len(values)), view.cursor, "category")
+    def choose(self, inputs: SamplerInput) -> tuple[int, int]:
+        values = self._values(inputs.history)
+        drawn = self._draw(values, range(len(values)), inputs.cursor, "category")
         first: dict[int, tuple[int, int]] = {}  # by category: its next prompt, and the cursor after it
-        for cursor in range(view.cursor, view.cursor + min(self._prompts, LONGEST_WALK)):
+        for cursor in range(inputs.cursor, inputs.cursor + min(self._prompts, MAX_WALK)):
             prompt = self._epochs.choose(cursor)
             if (category := self._category(prompt)) == drawn:
                 return prompt, cursor + 1
             first.setdefault(category, (prompt, cursor + 1))
         # The category is empty or rare. A second draw among those found preserves their proportions, and does not depend on
         # which prompts this process has read.
-        return first[self._draw(values, sorted(first), view.cursor, "category found")]
+        return first[self._draw(values, sorted(first), inputs.cursor, "category found")]
 
     def _draw(self, values: Sequence[float], categories: Sequence[int], cursor: int, purpose: str) -> int:
         """Draw one of ``categories`` from the Boltzmann distribution over them."""

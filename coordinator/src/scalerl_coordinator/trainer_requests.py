@@ -179,7 +179,7 @@ class TrainerRequests:
             due = closed and any(self.evaluations.due(version, t) for t in core.settings.identity.set_tasks)
             if self.permits.to_update(version, now):
                 return publish
-            if due and not self.permits.held(version, now) and not self.permits.in_backoff(version, now):
+            if due and not self.permits.blocking(version, now) and not self.permits.in_backoff(version, now):
                 return publish  # to none: no generator is there
             return None if due else train
         if train is not None and version >= state.published:
@@ -193,9 +193,9 @@ class TrainerRequests:
         hopeless = not state.leased and bool(core.publish_problem or not core.membership.members)
         if core.interrupted or hopeless:
             return self._finish(now)
-        held, to_update = self.permits.held(version, now), self.permits.to_update(version, now)
+        blocking, to_update = self.permits.blocking(version, now), self.permits.to_update(version, now)
         unpublished = state.published != version
-        if (unpublished and not held) or (to_update and not self.evaluations.has_points(version)):
+        if (unpublished and not blocking) or (to_update and not self.evaluations.has_points(version)):
             if core.publish_problem and self.evaluations.final_stalled(version, now):
                 return self._finish(now)
             if not to_update and self.permits.in_backoff(version, now):
@@ -206,7 +206,7 @@ class TrainerRequests:
         for task in core.settings.identity.set_tasks:
             if not self.evaluations.has_point(version, task) and (version, task) not in state.evaluations:
                 self.evaluations.start(version, task)
-        if not held and (
+        if not blocking and (
             self.evaluations.has_points(version)
             or self.evaluations.final_stalled(version, now)
             or self.evaluations.out_of_attempts(version)
@@ -288,7 +288,7 @@ class TrainerRequests:
         self._check_version("the trainer publishes version", request.version)
         state = self.core.state
         outdated = self.permits.to_update(request.version, now)
-        if not outdated and self.permits.held(request.version, now):
+        if not outdated and self.permits.blocking(request.version, now):
             return None
         self._permitted = request.version
         members = [

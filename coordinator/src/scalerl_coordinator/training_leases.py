@@ -28,22 +28,22 @@ from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member
 from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.prompt_history import KnownHistory
-from scalerl_coordinator.prompt_sequence import View as PromptView
+from scalerl_coordinator.prompt_sequence import SamplerInput
 from scalerl_coordinator.scheduling import (
     ByLength,
     Generator,
     LeastLoaded,
+    OpenSlot,
     Pace,
-    Place,
-    Policy,
-    View,
+    SchedulerInput,
+    SchedulingPolicy,
     expected_load,
 )
 from scalerl_coordinator.slots import lease_limit, on_policy_slots
 
 PATIENCE_SECONDS = 1.0
-_MAX_PLACES = 1024
-"""Bound on the places ordered by length in one assignment: each takes about 10 µs of the event loop."""
+_MAX_OPEN_SLOTS = 1024
+"""Bound on the slots ordered by length in one assignment: each takes about 10 µs of the event loop."""
 
 _Expected = Callable[[PromptRef], float]
 """Expected tokens of a completion of a prompt."""
@@ -79,7 +79,7 @@ class TrainingLeases:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._policy: Policy = policy_of(core.settings.schedule)
+        self._policy: SchedulingPolicy = policy_of(core.settings.schedule)
         self._uses_lengths = not isinstance(self._policy, LeastLoaded)
         self._requests: dict[str, _Request] = {}
         self._assignment: _Assignment | None = None
@@ -149,7 +149,7 @@ class TrainingLeases:
         elif request.passed_over_at is None:
             request.passed_over_at = now
         if slots and not others_have_slots:
-            self._assignment = None  # it may have covered only some of the places, or only this generator
+            self._assignment = None  # it may have covered only some of the slots, or only this generator
         return failed + slots
 
     def _assign(self, member: Member, limit: int, now: float, *, exclusive: bool) -> _Assignment:
@@ -167,25 +167,27 @@ class TrainingLeases:
             and member.version <= other.version <= core.newest_possible
         ]
         expected = self._expected_tokens() if self._uses_lengths else None
-        max_places = _MAX_PLACES if self._uses_lengths else sum(groups for _, groups in requesting)
-        places = self._places(member, limit, max_places, expected, now)
-        generators = [self._generator(other, groups, expected, now) for other, groups in requesting if places]
-        assigned = self._policy.assign(View(places, generators, self._pace.tokens_per_step))
-        slots = {member_id: [place.slot for place in given] for member_id, given in assigned.items()}
+        max_open_slots = _MAX_OPEN_SLOTS if self._uses_lengths else sum(groups for _, groups in requesting)
+        open_slots = self._open_slots(member, limit, max_open_slots, expected, now)
+        generators = [
+            self._generator(other, groups, expected, now) for other, groups in requesting if open_slots
+        ]
+        assigned = self._policy.assign(SchedulerInput(open_slots, generators, self._pace.tokens_per_step))
+        slots = {member_id: [open_slot.slot for open_slot in given] for member_id, given in assigned.items()}
         return _Assignment(member.version, core.changes, slots)
 
-    def _places(
-        self, member: Member, limit: int, max_places: int, expected: _Expected | None, now: float
-    ) -> list[Place]:
-        """The first places, at most ``max_places``, that may be leased now to ``member`` and members with newer weights."""
+    def _open_slots(
+        self, member: Member, limit: int, max_open_slots: int, expected: _Expected | None, now: float
+    ) -> list[OpenSlot]:
+        """The first slots, at most ``max_open_slots``, that may be leased now to ``member`` and members with newer weights."""
         state = self._core.state
         retries = {
             slot: retry for (_, split, slot), retry in self._core.book.retries.items() if split is Split.TRAIN
         }
-        places: list[Place] = []
+        open_slots: list[OpenSlot] = []
         step, end, waiting = -1, -1, range(0)
         for slot in state.open_slots:
-            if slot >= limit or len(places) == max_places:
+            if slot >= limit or len(open_slots) == max_open_slots:
                 break
             if slot >= end:
                 step = state.step_of(slot)
@@ -194,8 +196,8 @@ class TrainingLeases:
             retry = retries.get(slot)
             if slot in waiting or (retry is not None and (retry.failed_by or now < retry.not_before)):
                 continue
-            places.append(Place(slot, step, expected(state.prompts[slot]) if expected else 1.0))
-        return places
+            open_slots.append(OpenSlot(slot, step, expected(state.prompts[slot]) if expected else 1.0))
+        return open_slots
 
     def _failed(self, member: Member, limit: int, max_slots: int, now: float) -> list[int]:
         """The first slots, at most ``max_slots``, that failed with a generator and may be leased to ``member`` now."""
@@ -250,16 +252,16 @@ class TrainingLeases:
                 if (lease := core.state.leases[lease_id]).split is Split.TRAIN
             ]
             tokens = expected_load(
-                (expected(prompt), self._pace.tokens(core.book.held_seconds(lease_id, now)))
+                (expected(prompt), self._pace.tokens(core.book.open_seconds(lease_id, now)))
                 for lease_id, prompt in training
             )
         return Generator(member.member_id, groups, len(leases), tokens)
 
 
-def policy_of(spec: ScheduleSpec) -> Policy:
+def policy_of(spec: ScheduleSpec) -> SchedulingPolicy:
     """The policy of ``spec.schedule``. Raises ``PluginError``."""
     if spec.plugin is not None:
-        made: Policy = make(Kind.SCHEDULE, spec.plugin.name, spec.plugin.parameters)
+        made: SchedulingPolicy = make(Kind.SCHEDULE, spec.plugin.name, spec.plugin.parameters)
         return made
     return ByLength() if spec.by_length is not None else LeastLoaded()
 
@@ -286,6 +288,6 @@ class _NewPrompts:
         task = core.samplers.task(slot)
         if task not in self._known:
             self._known[task] = state.histories[task].as_of(step - k)
-        view = PromptView(self.cursors[task], self._known[task])
-        index, self.cursors[task] = core.samplers[task].choose(view)
+        inputs = SamplerInput(self.cursors[task], self._known[task])
+        index, self.cursors[task] = core.samplers[task].choose(inputs)
         return PromptRef(task, Split.TRAIN, index)

@@ -16,7 +16,7 @@ A forecast, from the request on the wire to the answer::
       │                  forecasting.forecast() ▶ ForecastPool.reward() ▶ interval()
       │                  decision_quantities: gain(), p_gain_above(), compute_to(), best_block()
       │                  plateau.detect_plateau(), with a budget
-      │◀ ForecastAnswer    _fit_answer(), _guard_answer(), _outlook()
+      │◀ ForecastAnswer    _fit_answer(), _collapse_answer(), _outlook()
 
 Further modules: `compare` (two recipes; `compare_seeds` with several runs each), `hindcast` (calibration), `baselines` (the
 paper's grid search, and a power law), `simulate` (curves for tests).
@@ -33,7 +33,7 @@ True
 """
 
 from .baselines import GridSearch, PowerLaw, paper_grid_search, power_law
-from .collapse import CollapseCheck, Fall, detect_collapse
+from .collapse import Collapse, CollapseCheck, detect_collapse
 from .compare import Better, Comparison, SeedComparison, compare, compare_seeds
 from .curve import SIGNED_SCALE, UNIT_SCALE, Curve, Segment
 from .decision_quantities import (
@@ -83,6 +83,7 @@ __all__ = [
     "UNIT_SCALE",
     "Better",
     "Block",
+    "Collapse",
     "CollapseCheck",
     "Comparison",
     "ComputeSpanError",
@@ -96,7 +97,6 @@ __all__ = [
     "EarlierUse",
     "Edge",
     "Estimate",
-    "Fall",
     "Family",
     "Fit",
     "FitSettings",

@@ -55,7 +55,7 @@ CUT_TO_SD: Final = 1.03
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
+class Collapse:
     """A fall of the reward below its best by more than noise.
 
     points: number of points of the segment before the fall; the last of them was within noise of the best.
@@ -90,7 +90,7 @@ class CollapseCheck:
     checked: whether there were enough evaluations to compare (if not, only truncation was checked).
     latest: the last three evaluations, oldest first.
     floor: the mean of three evaluations that ends the alarm.
-    fall: None if the reward has not fallen.
+    collapse: None if the reward has not fallen.
     """
 
     broken: bool
@@ -98,7 +98,7 @@ class CollapseCheck:
     checked: bool
     latest: tuple[float, ...]
     floor: float | None = None
-    fall: Fall | None = None
+    collapse: Collapse | None = None
 
 
 def detect_collapse(
@@ -128,19 +128,19 @@ def detect_collapse(
     latest = tuple(float(r) for r in last.reward[-CONSECUTIVE:])
     first = int(np.searchsorted(last.compute, after, side="right"))
     checked = len(last) - first >= MIN_HISTORY
-    fall = _current_fall(last, first, least) if checked else None
-    if fall is None:
+    collapse = _current_collapse(last, first, least) if checked else None
+    if collapse is None:
         return CollapseCheck(bool(reasons), tuple(reasons), checked, latest)
     reasons.insert(
         0,
-        f"the mean of the last {CONSECUTIVE} evaluations, {_format_reward(fall.newest)}, is {_format_reward(fall.depth)} below the best "
-        f"of {CONSECUTIVE} in a row, {_format_reward(fall.best)} at compute {fall.best_compute + start:.4g}; noise explains "
-        f"{_format_reward(fall.noise)}",
+        f"the mean of the last {CONSECUTIVE} evaluations, {_format_reward(collapse.newest)}, is {_format_reward(collapse.depth)} below the best "
+        f"of {CONSECUTIVE} in a row, {_format_reward(collapse.best)} at compute {collapse.best_compute + start:.4g}; noise explains "
+        f"{_format_reward(collapse.noise)}",
     )
-    return CollapseCheck(True, tuple(reasons), True, latest, fall.best - fall.noise, fall)
+    return CollapseCheck(True, tuple(reasons), True, latest, collapse.best - collapse.noise, collapse)
 
 
-def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
+def _current_collapse(last: Curve, first: int, least: float) -> Collapse | None:
     """The fall that is active after the last evaluation, from the evaluations from index `first` on; None without one."""
     reward = last.reward[first:]
     count = np.arange(MIN_HISTORY, reward.size + 1)
@@ -169,7 +169,7 @@ def _current_fall(last: Curve, first: int, least: float) -> Fall | None:
     alarm = begin + int(np.argmax(raised[begin:]))
     before = reward[: count[alarm]]
     points = first + int(np.flatnonzero(before >= best[alarm] - noise[alarm])[-1]) + 1
-    return Fall(
+    return Collapse(
         points=points,
         compute=float(last.compute[points]),
         best=float(best[-1]),

@@ -39,7 +39,7 @@ class Comparison:
     shared_a: mean of the fitted A; None unless `same_asymptote`.
     probability: probability that the better recipe (the first, if none is better) has the larger A or B, from the two
         posteriors; ties count half.
-    doubts: reasons to distrust the result, such as an A that is set by its bound.
+    warnings: reasons to distrust the result, such as an A that is set by its bound.
     """
 
     first: Fit
@@ -49,7 +49,7 @@ class Comparison:
     by: str
     better: Better
     probability: float
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +76,10 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
 
     Both curves need the same unit of compute and the same evaluation set. Raises what `fit` raises.
     """
-    doubts = tuple(
-        f"{name} curve: {doubt}"
+    warnings = tuple(
+        f"{name} curve: {warning}"
         for name, fitted in (("first", fit(a, settings)), ("second", fit(b, settings)))
-        for doubt in (*fitted.doubts, *bounds_met(fitted))
+        for warning in (*fitted.warnings, *bounds_met(fitted))
     )
     ruled = compare_seeds((a,), (b,), settings)
     return Comparison(
@@ -90,7 +90,7 @@ def compare(a: Curve, b: Curve, settings: FitSettings | None = None) -> Comparis
         ruled.by,
         ruled.better,
         ruled.probability,
-        doubts,
+        warnings,
     )
 
 

@@ -56,7 +56,7 @@ NOISE_FACTOR: Final = 2.0
 standard deviation."""
 FOREIGN: Final = 1.5
 """A run whose mean distance from the earlier runs is this many times the largest of theirs from one another is of another task."""
-FEWEST_FOR_FOREIGN: Final = 3
+MIN_FOR_FOREIGN: Final = 3
 """Fewest earlier runs whose distances from one another can be compared."""
 SCATTER_POINTS: Final = 8
 SCATTER_FLOOR: Final = 0.006
@@ -354,7 +354,7 @@ def _foreign(apart: FloatArray, path_ik: FloatArray) -> str:
     apart: distance of each earlier run's path from the new one's. path_ik: their paths.
     """
     count = apart.size
-    if count < FEWEST_FOR_FOREIGN:
+    if count < MIN_FOR_FOREIGN:
         return ""
     path_ki = path_ik.T.copy()
     between_ij = np.sqrt(np.mean((path_ki[:, :, None] - path_ki[:, None]) ** 2, axis=0))

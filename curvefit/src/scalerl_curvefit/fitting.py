@@ -46,9 +46,9 @@ SMALLEST: Final = 1e-6
 """Change of one of several equal rewards, so that they can be fitted."""
 OUTLIER: Final = 0.1
 """An evaluation of a smaller weight is an outlier."""
-LEAST_SPAN: Final = 1.05
+MIN_SPAN: Final = 1.05
 """Smallest ratio of the compute of the last point to that of the first."""
-LEAST_TRUST: Final = 1e-6
+MIN_TRUST: Final = 1e-6
 """Smallest weight of a point: the likelihood needs a precision above 0."""
 EDGE_MASS: Final = 0.05
 """A bound of the prior is reported from this posterior mass next to it."""
@@ -106,7 +106,7 @@ class Fit:
     rho: its AR(1) coefficient, posterior mean.
     point: the least-squares curve.
     identifiable: whether the points determine A.
-    doubts: reasons why they do not; empty if `identifiable`.
+    warnings: reasons why they do not; empty if `identifiable`.
     edges: prior bounds with posterior mass next to them.
     p_before_cmid: probability that Cmid lies beyond the last point.
     points_used: number of points at compute > 0.
@@ -132,7 +132,7 @@ class Fit:
     rho: float
     point: LeastSquaresFit
     identifiable: bool
-    doubts: tuple[str, ...]
+    warnings: tuple[str, ...]
     edges: tuple[Edge, ...]
     p_before_cmid: float
     points_used: int
@@ -209,7 +209,7 @@ def fit(
     used = len(curve) - at
     point = _point(main, points)
     checked = _checked(point, points, trust)
-    doubts = _doubts(used, a, before, checked)
+    warnings = _warnings(used, a, before, checked)
     return Fit(
         curve=curve,
         settings=settings,
@@ -220,8 +220,8 @@ def fit(
         sigma=sigma,
         rho=float(np.mean(drawn.rho)),
         point=point,
-        identifiable=not doubts,
-        doubts=doubts,
+        identifiable=not warnings,
+        warnings=warnings,
         edges=_edges(drawn, points.prior, settings),
         p_before_cmid=before,
         points_used=used,
@@ -279,10 +279,10 @@ def summarize_run(run: EarlierRun, settings: FitSettings | None = None) -> Summa
         trained = curve.reward[curve.first_trained :]
         if trained.size and np.ptp(trained) == 0.0:
             curve = with_changed_last_reward(curve)  # a run that learned nothing is evidence too
-        fall = detect_collapse(curve).fall
-        if fall is not None:
-            curve = curve.head(fall.points)
-        compute = None if fall is None else fall.compute
+        collapse = detect_collapse(curve).collapse
+        if collapse is not None:
+            curve = curve.head(collapse.points)
+        compute = None if collapse is None else collapse.compute
         summary: RunSummary | str = summarize(curve, fit(curve, settings).pool, compute)
     except CurveError as error:
         summary = str(error)
@@ -353,9 +353,9 @@ def _require_points(curve: Curve) -> None:
             f"and {ENOUGH_POINTS} before its asymptote means anything"
         )
     first = float(curve.compute[curve.first_trained])
-    if curve.now < LEAST_SPAN * first:
+    if curve.now < MIN_SPAN * first:
         raise ComputeSpanError(
-            f"compute runs from {first:g} to {curve.now:g}, within a factor of {LEAST_SPAN:g}: it must count from the start "
+            f"compute runs from {first:g} to {curve.now:g}, within a factor of {MIN_SPAN:g}: it must count from the start "
             "of the run (Unix seconds do not; subtract their value at the start), and grow further before a curve can be fitted"
         )
     if np.ptp(reward) == 0.0:
@@ -380,7 +380,7 @@ def _prepare(
         noise_sd = math.sqrt((noise_dof * noise_sd**2 + dof * theirs**2) / (noise_dof + dof))
         noise_dof += dof
     precision[:burnt] /= settings.burn_in_sd_factor
-    precision *= np.sqrt(np.maximum(trust, LEAST_TRUST))
+    precision *= np.sqrt(np.maximum(trust, MIN_TRUST))
     begin = curve.reward[0] if first else reward[np.argmax(trust >= OUTLIER)]
     prior = make_prior(settings, float(compute[0]), float(compute[-1]), float(begin), noise_sd, noise_dof)
     return _Points(compute, np.log(compute), reward, precision, burnt, prior)
@@ -412,17 +412,17 @@ def _point(nodes: Nodes, points: _Points) -> LeastSquaresFit:
     )
 
 
-def _doubts(points: int, a: Estimate, before: float, checked: PredictiveCheck) -> tuple[str, ...]:
-    doubts = []
+def _warnings(points: int, a: Estimate, before: float, checked: PredictiveCheck) -> tuple[str, ...]:
+    warnings = []
     if points < ENOUGH_POINTS:
-        doubts.append(f"{points} points, fewer than {ENOUGH_POINTS}")
+        warnings.append(f"{points} points, fewer than {ENOUGH_POINTS}")
     if a.width > MAX_A_WIDTH:
-        doubts.append(f"90 % interval of A is {a.width:.2f} wide, more than {MAX_A_WIDTH}")
+        warnings.append(f"90 % interval of A is {a.width:.2f} wide, more than {MAX_A_WIDTH}")
     if before > MAX_P_BEFORE_CMID:
-        doubts.append(f"half of the gain still lies ahead with probability {before:.2f}")
-    if checked.doubt:
-        doubts.append(checked.doubt)
-    return tuple(doubts)
+        warnings.append(f"half of the gain still lies ahead with probability {before:.2f}")
+    if checked.warning:
+        warnings.append(checked.warning)
+    return tuple(warnings)
 
 
 def _checked(point: LeastSquaresFit, points: _Points, trust: FloatArray) -> PredictiveCheck:

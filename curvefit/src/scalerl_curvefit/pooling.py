@@ -46,7 +46,7 @@ FLAT_GAIN: Final = 0.04
 FLAT_ROOM: Final = 0.1
 FLAT_REACH: Final = 0.4
 """Largest size of such a rise, as a share of the distance to 1: they took .08 to .39 of it, .19 in the median."""
-MOST_KNOWN: Final = 4
+MAX_KNOWN: Final = 4
 """Expected rewards are kept of questions about so many computes at most: a picture asks for hundreds."""
 CLOSED_DOF: Final = 4.0
 """Degrees of freedom at which the distribution function of Student's t is taken in closed form, 20 times as fast."""
@@ -156,9 +156,9 @@ class ForecastPool:
 
         Before now they are those of the fitted curves, from now on those of the experts, moved towards their mean.
         """
-        if compute.size > MOST_KNOWN:
+        if compute.size > MAX_KNOWN:
             return self._expected(compute).T
-        if len(self.known) > 2 * MOST_KNOWN:
+        if len(self.known) > 2 * MAX_KNOWN:
             self.known.clear()
         wanted = [c for c in compute.tolist() if c not in self.known]
         if wanted:

@@ -22,10 +22,10 @@ from .curve import FloatArray
 
 RHO: Final = 0.6
 """Correlation of successive evaluations that is taken for noise."""
-LEAST_SD: Final = 0.004
+MIN_SD: Final = 0.004
 FEWEST: Final = 6
 """With fewer residuals nothing is checked."""
-LARGEST_RUN: Final = 2.5
+MAX_RUN: Final = 2.5
 """A larger run of residuals of one sign is no noise: the curve does not fit."""
 
 
@@ -44,9 +44,9 @@ class PredictiveCheck:
     misfit: float = 0.0
 
     @property
-    def doubt(self) -> str:
+    def warning(self) -> str:
         """Why the curve does not fit; empty if it does."""
-        if self.run <= LARGEST_RUN:
+        if self.run <= MAX_RUN:
             return ""
         side = "below" if self.mean < 0 else "above"
         return (
@@ -61,7 +61,7 @@ def predictive_check(residual: FloatArray) -> PredictiveCheck:
     if n < FEWEST:
         return PredictiveCheck()
     step = robust_sd(np.diff(residual))
-    sd = max(step / math.sqrt(2.0 * (1.0 - RHO)), LEAST_SD)
+    sd = max(step / math.sqrt(2.0 * (1.0 - RHO)), MIN_SD)
     start = np.concatenate([[0], np.flatnonzero(np.diff(np.sign(residual))) + 1])
     length = np.diff(np.append(start, n))
     total = np.add.reduceat(residual, start)

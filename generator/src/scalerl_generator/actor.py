@@ -76,7 +76,7 @@ from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.past_responses import PastResponseFeed
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
-from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Section, Strategy, sample_plain
+from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Strategy, TaskRuntime, sample_plain
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.vllm_client import VllmClient
@@ -203,13 +203,13 @@ async def run_actor(
             episode_sampler(problem, codecs[i], graders[i], thread, metrics, busy)
             for i, problem in enumerate(problems)
         ]
-        sections = {
-            (i, Split.TRAIN): Section(task.train, codecs[i], graders[i], episodes[i])
+        runtimes = {
+            (i, Split.TRAIN): TaskRuntime(task.train, codecs[i], graders[i], episodes[i])
             for i, task in enumerate(tasks.tasks)
         }
         held_out = [*(task.held_out for task in tasks.tasks), *(one.prompts for one in tasks.sets)]
         for i, prompts in enumerate(held_out):
-            sections[i, Split.HELD_OUT] = Section(prompts, codecs[i], graders[i], episodes[i])
+            runtimes[i, Split.HELD_OUT] = TaskRuntime(prompts, codecs[i], graders[i], episodes[i])
         partials = PartialReports(
             coordinator,
             registration,
@@ -229,7 +229,7 @@ async def run_actor(
             state,
             busy,
             metrics,
-            sections,
+            runtimes,
             thread,
             max_sequences=capacity,
             kept=KeptCompletions(

@@ -47,7 +47,7 @@ _RESTORED: Final = "restored"
 """File with the names and sizes of the files of the archive; empty if there was none, or it was not usable."""
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     print(f"compile cache: {text}", file=sys.stderr, flush=True)
 
 
@@ -101,16 +101,16 @@ def restore(archive: Path, local: Path) -> bool:
             with tarfile.open(fileobj=file, mode="r|") as packed:
                 packed.extractall(staged, filter="data")
     except FileNotFoundError:
-        say(f"{archive.name} does not exist yet: vLLM compiles")
+        echo(f"{archive.name} does not exist yet: vLLM compiles")
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-        say(f"{archive} is not usable, vLLM compiles: {error}")
+        echo(f"{archive} is not usable, vLLM compiles: {error}")
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir()
     found = _files(staged)
     (staged / _RESTORED).write_text(repr(found))
     staged.rename(local)
     if found:
-        say(f"{len(found)} files of {archive.name} in {time.monotonic() - begin:.1f} s")
+        echo(f"{len(found)} files of {archive.name} in {time.monotonic() - begin:.1f} s")
     return bool(found)
 
 
@@ -127,7 +127,7 @@ def store(archive: Path, local: Path) -> bool:
         if not files or _was_restored(local) == repr(files):
             return False
         if size > MAX_BYTES:
-            say(f"{size / 2**30:.1f} GiB are not stored, more than {MAX_BYTES / 2**30:.0f} GiB")
+            echo(f"{size / 2**30:.1f} GiB are not stored, more than {MAX_BYTES / 2**30:.0f} GiB")
             return False
         for other in archive.parent.glob(".*.new"):
             if time.time() - other.stat().st_mtime > _STALE_SECONDS:
@@ -144,11 +144,11 @@ def store(archive: Path, local: Path) -> bool:
             os.fsync(file.fileno())
         staged.replace(archive)
     except (OSError, tarfile.TarError, ValueError) as error:
-        say(f"{archive} is not written: {error}")
+        echo(f"{archive} is not written: {error}")
         with suppress(OSError):
             staged.unlink(missing_ok=True)
         return False
-    say(f"{len(files)} files ({size / 2**20:.0f} MiB) stored in {archive.name}")
+    echo(f"{len(files)} files ({size / 2**20:.0f} MiB) stored in {archive.name}")
     return True
 
 

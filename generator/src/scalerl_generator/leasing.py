@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from scalerl_api.generator_spec import MOST_LEASED
+from scalerl_api.generator_spec import MAX_LEASED
 from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
 from scalerl_generator.completion_streams import ServerLost
@@ -55,7 +55,7 @@ _EMPTY_ANSWER_SECONDS = 0.05
 """The next lease request waits this long if the coordinator answered without leases and without waiting."""
 _PREFETCH_FRACTION = 0.125
 """Surplus of leased groups over those that fill the server."""
-MIN_OCCUPANCY = 1 / MOST_LEASED
+MIN_OCCUPANCY = 1 / MAX_LEASED
 """Least occupancy that leases reckon with."""
 _SMOOTHING = 0.05
 """Weight of the newest group in the running mean of occupancy."""

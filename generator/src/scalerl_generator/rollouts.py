@@ -173,7 +173,7 @@ async def sample_plain(streams: CompletionStreams) -> None:
 
 
 @dataclass(frozen=True)
-class Section:
+class TaskRuntime:
     """The prompts of one split of a task or evaluation set, with their prompt format and verifier."""
 
     source: PromptSource
@@ -188,7 +188,7 @@ class Generated:
     """A sampled group that is not graded yet."""
 
     lease: Lease
-    section: Section
+    task: TaskRuntime
     prompt: Prompt
     encoded: EncodedPrompt
     completions: list[Sampled]
@@ -202,7 +202,7 @@ class RolloutGenerator:
     """Generates the groups of leases, with the run's prompts, server and verifiers.
 
     Args:
-        sections: by the task and split of a lease's prompt.
+        tasks: by the task and split of a lease's prompt.
         thread: generates and tokenizes prompts and decodes completions, which can take seconds (a generated puzzle, a long
             context); with one thread, leases are served in order of arrival.
         max_sequences: maximum number of completions in one request (the server's limit).
@@ -217,7 +217,7 @@ class RolloutGenerator:
         state: ServerState,
         busy: BusyClock,
         metrics: ActorMetrics,
-        sections: Mapping[tuple[int, Split], Section],
+        tasks: Mapping[tuple[int, Split], TaskRuntime],
         thread: Executor,
         *,
         max_sequences: int,
@@ -228,7 +228,7 @@ class RolloutGenerator:
         past_responses: PastResponseFeed | None = None,
     ) -> None:
         self._server, self._monitor, self._state, self._busy = server, monitor, state, busy
-        self._metrics, self._sections = metrics, sections
+        self._metrics, self._tasks = metrics, tasks
         self._thread = thread
         self._logged_grading_errors: set[str] = set()
         self._logged_unusable = False
@@ -251,15 +251,15 @@ class RolloutGenerator:
             PromptTooLong: no server of this run can serve this prompt.
             PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
-        section, prompt, encoded = await self._in_thread(self._encoded, lease)
+        task, prompt, encoded = await self._in_thread(self._encoded, lease)
         await self._state.serving()
         if self._past_responses is not None:
             await self._past_responses.prepare(lease, encoded)
         started, server_start = time.monotonic(), self._state.start_count
-        kept, handed_over = self._kept.take(lease), self._partials.read(lease, encoded)
-        # Both may exist: ``kept`` from an earlier server of this actor, ``handed_over`` from another actor. The longer ones
+        kept, reported = self._kept.take(lease), self._partials.read(lease, encoded)
+        # Both may exist: ``kept`` from an earlier server of this actor, ``reported`` from another actor. The longer ones
         # are the newer ones.
-        begun = max(kept or [], handed_over or [], key=lambda group: sum(c.tokens for c in group))
+        resumed_from = max(kept or [], reported or [], key=lambda group: sum(c.tokens for c in group))
         streams = CompletionStreams(
             self._server,
             self._monitor,
@@ -267,21 +267,21 @@ class RolloutGenerator:
             self._metrics,
             lease,
             encoded,
-            stop_token_ids=section.codec.tokenizer.stop_token_ids,
+            stop_token_ids=task.codec.tokenizer.stop_token_ids,
             max_sequences=self._max_sequences,
             on_tokens=on_tokens,
-            completions=begun,
+            completions=resumed_from,
         )
-        resumed = streams.tokens
-        counter = self._metrics.handed_over_tokens if begun is handed_over else self._metrics.resumed_tokens
+        metrics, resumed = self._metrics, streams.tokens
+        counter = metrics.handed_over_tokens if resumed_from is reported else metrics.resumed_tokens
         counter.inc(resumed)
         self._partials.track(streams)
         try:
-            if section.episodes is None:
+            if task.episodes is None:
                 with self._busy.request():
                     await self._strategy(streams)
             else:
-                await section.episodes.sample(streams, prompt, grading)
+                await task.episodes.sample(streams, prompt, grading)
         except (ServerLost, asyncio.CancelledError):
             # Completions without a new token are not kept, because they may have made the server fail. Nor are tokens from
             # weights that were not published to the server, whose version is unknown.
@@ -292,8 +292,8 @@ class RolloutGenerator:
         completions = [completion.sampled() for completion in streams.completions]
         seconds = time.monotonic() - started
         self._record(lease, completions, seconds)
-        episodes = None if section.episodes is None else streams.completions
-        return Generated(lease, section, prompt, encoded, completions, seconds, episodes)
+        episodes = None if task.episodes is None else streams.completions
+        return Generated(lease, task, prompt, encoded, completions, seconds, episodes)
 
     async def grade(
         self,
@@ -382,12 +382,12 @@ class RolloutGenerator:
         self, generated: Generated, on_graded: Callable[[], None]
     ) -> tuple[Verdicts, Sample | None, GroupText | None]:
         started = time.monotonic()
-        section = generated.section
+        task = generated.task
         texts = [episode.text for episode in generated.episodes or () if episode.text is not None]
         if len(texts) < len(generated.completions):
-            texts = await self._in_thread(section.codec.texts, [c.token_ids for c in generated.completions])
+            texts = await self._in_thread(task.codec.texts, [c.token_ids for c in generated.completions])
         if generated.episodes is None:
-            graded = await section.grader.score_group(
+            graded = await task.grader.score_group(
                 generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded
             )
         else:
@@ -396,7 +396,7 @@ class RolloutGenerator:
                 for episode in generated.episodes
             ]
         self._metrics.grading_seconds.observe(time.monotonic() - started)
-        verdicts = group_verdicts(graded, section.grader.part_names)
+        verdicts = group_verdicts(graded, task.grader.part_names)
         errors = [error for error in verdicts.errors.values() if error != NOT_APPLICABLE]
         self._log_grading_errors(generated.prompt, errors)
         text = await self._in_thread(self._text, (generated, texts)) if generated.lease.record else None
@@ -410,7 +410,7 @@ class RolloutGenerator:
         """The texts of a group for the record of rollouts."""
         generated, completions = of
         ids, prompt = generated.encoded.token_ids, generated.prompt
-        tokenizer = generated.section.codec.tokenizer
+        tokenizer = generated.task.codec.tokenizer
         (rendered,) = tokenizer.texts([ids])
         recorded = [
             _recorded(text, len(sampled.token_ids))
@@ -431,26 +431,26 @@ class RolloutGenerator:
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
 
-    def _encoded(self, lease: Lease) -> tuple[Section, Prompt, EncodedPrompt]:
-        section, prompt = self._prompt(lease)
-        return section, prompt, section.codec.encode(prompt, lease.max_tokens)
+    def _encoded(self, lease: Lease) -> tuple[TaskRuntime, Prompt, EncodedPrompt]:
+        task, prompt = self._prompt(lease)
+        return task, prompt, task.codec.encode(prompt, lease.max_tokens)
 
-    def _prompt(self, lease: Lease) -> tuple[Section, Prompt]:
-        section, index = self._sections.get((lease.prompt.task, lease.split)), lease.prompt.index
+    def _prompt(self, lease: Lease) -> tuple[TaskRuntime, Prompt]:
+        task, index = self._tasks.get((lease.prompt.task, lease.split)), lease.prompt.index
         where = f"{lease.split.value} prompt {index} of task {lease.prompt.task}"
-        if section is None or not 0 <= index < len(section.source):
-            known = "has no such task" if section is None else f"has {len(section.source)} prompts"
+        if task is None or not 0 <= index < len(task.source):
+            known = "has no such task" if task is None else f"has {len(task.source)} prompts"
             raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is not among this actor's prompts: it {known}"
             )
-        source = section.source
+        source = task.source
         prompt = source[index]
         if prompt.id != lease.prompt_id:
             raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is {prompt.id!r}, but {lease.prompt_id!r} at the coordinator: "
                 "coordinator and actor must read the same data with the same versions of the task libraries"
             )
-        return section, prompt
+        return task, prompt
 
     def _log_grading_errors(self, prompt: Prompt, errors: Sequence[str]) -> None:
         """Count all errors, and log each kind (the error without its numbers and quotations) once."""

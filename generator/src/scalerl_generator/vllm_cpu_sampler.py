@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 
-def mend_cpu_sampler() -> None:
+def patch_cpu_sampler() -> None:
     """Replace the kernel before a worker registers it. Does nothing if vLLM does not run on CPUs."""
     from vllm.platforms import current_platform
 

@@ -57,7 +57,7 @@ from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
 from scalerl_generator.merged_adapters import merged_weights
 from scalerl_generator.sampling_seed import seed_generators
-from scalerl_generator.vllm_cpu_sampler import mend_cpu_sampler
+from scalerl_generator.vllm_cpu_sampler import patch_cpu_sampler
 from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
 from scalerl_generator.vllm_replies import FetchReport
 from scalerl_generator.weight_files import SharedBuckets, WeightFetcher
@@ -81,7 +81,7 @@ def register() -> None:
     """Entry point of ``vllm.general_plugins``; vLLM may call it more than once."""
     kill_spawned_with_parent()
     vllm_failures.watch()
-    mend_cpu_sampler()
+    patch_cpu_sampler()
     if RUNTIME_LORA in os.environ:
         from scalerl_generator.vllm_adapters import leave_out_embeddings
 

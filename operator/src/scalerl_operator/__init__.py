@@ -16,7 +16,7 @@ A reconcile, on a cluster::
 On one machine :mod:`.local` does the same with processes: ``plan()`` ▶ supervisor, the same policies.
 
 Lives here: the plan (:mod:`.role_containers`: spec → :mod:`.workloads`, the same on a cluster and on a laptop), the policies
-(:mod:`.policy` and :mod:`.autoscaling`, pure), the Kubernetes objects of a plan (:mod:`.build`, pure), the reconcile of a
+(:mod:`.policy` and :mod:`.autoscaling`, pure), the Kubernetes objects of a plan (:mod:`.manifests`, pure), the reconcile of a
 run on a cluster (:mod:`.controller`, on :mod:`.kube`), and the same run as processes of one machine (:mod:`.local`).
 
 Never lives here: torch, a task, a model, a loss, or anything a role does once it has started; the

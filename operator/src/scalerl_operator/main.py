@@ -29,7 +29,6 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.controller.claimed_runs import MakeReconcile, Parts, Reconcile, reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
@@ -40,13 +39,14 @@ from scalerl_operator.kube.leader_election import Leader
 from scalerl_operator.kube.run_stream import Resync, Watches
 from scalerl_operator.kube.scrape_access import REFUSALS, ScrapeAccess
 from scalerl_operator.kube.work_queue import WorkQueue
+from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.settings import Settings, SettingsError
 from scalerl_processes.waiting import pause
 
 LAG_SECONDS: Final = 0.5
 """Between two measurements of the event loop's delay."""
-LONGEST_WITHOUT_WATCHES_SECONDS: Final = 120.0
+MAX_SECONDS_WITHOUT_WATCHES: Final = 120.0
 """After so long without kopf's stream, while the API server responds, the kubelet restarts the process."""
 log = logging.getLogger("scalerl_operator")
 
@@ -261,7 +261,7 @@ class Operator:
     async def _health(self, _: web.Request) -> web.Response:
         """Alive: the event loop runs this handler, and kopf's stream is up or not down for long."""
         down = self.watches.down_seconds()
-        if down > LONGEST_WITHOUT_WATCHES_SECONDS:
+        if down > MAX_SECONDS_WITHOUT_WATCHES:
             return web.Response(status=503, text=f"no watches since {down:.0f} s\n")
         return web.Response(text="ok\n")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.models import Decision
 from scalerl_operator.policy.eta import Rates
-from scalerl_operator.policy.lifecycle_types import Ended, Outcome
+from scalerl_operator.policy.lifecycle_types import ContainerExit, RunOutcome
 from scalerl_operator.workloads import Role
 
 
@@ -49,10 +49,10 @@ class Failure:
     line: str = ""
 
     @property
-    def end(self) -> Ended:
+    def end(self) -> ContainerExit:
         """The same, for the lifecycle."""
         code = 1 if self.exit_code is None else as_of_a_container(self.exit_code)
-        return Ended(code, self.line or self.reason)
+        return ContainerExit(code, self.line or self.reason)
 
 
 def as_of_a_container(code: int) -> int:
@@ -129,4 +129,4 @@ class RunResult:
     peak_memory_bytes: int
     restarts: dict[str, int]
     decision: Decision | None = None
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None

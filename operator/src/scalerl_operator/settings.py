@@ -27,8 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from scalerl_operator.build.scope import Images
 from scalerl_operator.kube.leader_election import LEASE_NAME
+from scalerl_operator.manifests.scope import Images
 
 _POLICIES = ("Always", "IfNotPresent", "Never")
 _ACCESS = ("open", "authenticated")

@@ -13,13 +13,13 @@ from scalerl_api.load import load_run
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_operator.build import render
-from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.coordinator_problems import update_trouble
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
 from scalerl_operator.policy.problems import Problem
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -81,15 +81,20 @@ def findings(
     decision: LifecycleDecision | None = None,
     invalid: Problem | None = None,
     blocked: Problem | None = None,
-    memory: Memory | None = None,
+    persisted: PersistedState | None = None,
     state: RunState | None = None,
     **checks: Any,
 ) -> Findings:
     """A run at one reconcile. ``checks``: fields of :class:`Checks`."""
     metadata = {"uid": UID, "generation": 1, "namespace": "ml", "name": "math"}
-    status, decided = before or RunStatus(), decision or LifecycleDecision(Phase.PENDING, Memory())
+    status, decided = before or RunStatus(), decision or LifecycleDecision(Phase.PENDING, PersistedState())
     made = Run(
-        {"metadata": metadata}, objects or {}, unix_seconds, status, memory or Memory(), state or RunState()
+        {"metadata": metadata},
+        objects or {},
+        unix_seconds,
+        status,
+        persisted or PersistedState(),
+        state or RunState(),
     )
     found = replace(observed or Observed(), coordinator=coordinator, trouble=status.trouble)
     if coordinator is not None:

@@ -67,7 +67,7 @@ def answer(
         rho=0.3,
         point=wire.LeastSquares(A=0.6, B=1.9, Cmid=now / 4, R0=0.2, residual_sd=0.01),
         identifiable=width <= 0.15 and before_cmid <= 0.2 and points >= 10,
-        doubts=[],
+        warnings=[],
         edges=[],
         discrepancy=0.01,
         p_before_cmid=before_cmid,
@@ -78,18 +78,22 @@ def answer(
     )
     if broken is not None:
         newest = 0.56 - broken
-        guard = wire.GuardAnswer(
+        guard = wire.CollapseAnswer(
             broken=True,
             checked=True,
             reasons=["the mean of the last 3 evaluations lies below the best"],
             seen=[newest] * 3,
             floor=[0.55],
-            fall=wire.Fall(compute=0.9 * now, best=0.56, best_compute=0.8 * now, newest=newest, noise=0.01),
+            collapse=wire.Collapse(
+                compute=0.9 * now, best=0.56, best_compute=0.8 * now, newest=newest, noise=0.01
+            ),
         )
-        return wire.ForecastAnswer(fit=fit, guard=guard, forecasts=[], outlook=None, method=wire.METHOD)
-    guard = wire.GuardAnswer(broken=False, checked=True, reasons=[], seen=[0.56] * 3, floor=[])
+        return wire.ForecastAnswer(
+            fit=fit, collapse_check=guard, forecasts=[], outlook=None, method=wire.METHOD
+        )
+    guard = wire.CollapseAnswer(broken=False, checked=True, reasons=[], seen=[0.56] * 3, floor=[])
     ahead = wire.Outlook(marginal_gain=at(1e-9), gain=at(0.02), p_gain_above_min=p_gain, **outlook)
-    return wire.ForecastAnswer(fit=fit, guard=guard, forecasts=[], outlook=ahead, method=wire.METHOD)
+    return wire.ForecastAnswer(fit=fit, collapse_check=guard, forecasts=[], outlook=ahead, method=wire.METHOD)
 
 
 def progress(

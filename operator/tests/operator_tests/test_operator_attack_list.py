@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from operator_tests.children import run_spec
-from scalerl_operator.build import render
-from scalerl_operator.build.scope import Desired, Images
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.names import COMPONENT, MASTER_PORT_NUMBER, PORTS, SCRAPE, selector
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import MASTER_PORT

@@ -183,7 +183,7 @@ def test_gain_below_the_noise_of_an_evaluation_is_undecidable(samples: int | Non
 def test_repeated_evaluation_counts_once_and_repeats_the_stop() -> None:
     decisions = chain(decide, spec(), [seen(200, 0.05)] * 9)
     assert states(decisions) == ["CONTINUE"] * 9
-    assert decisions[-1].history.streak == 1
+    assert decisions[-1].history.consecutive_votes == 1
     decisions = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210, 220, 220, 220)])
     assert [d.action for d in decisions[2:]] == [STOP] * 3
 
@@ -191,7 +191,7 @@ def test_repeated_evaluation_counts_once_and_repeats_the_stop() -> None:
 def test_evaluations_made_again_after_a_restart_count_once() -> None:
     decisions = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210, 200, 210, 200, 210)])
     assert states(decisions) == ["CONTINUE"] * 6
-    assert decisions[-1].history.streak == 2
+    assert decisions[-1].history.consecutive_votes == 2
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,17 @@ def test_evaluations_made_again_after_a_restart_count_once() -> None:
         (answer(0.0, width=0.16), "0.16 wide"),
         (answer(0.0, before_cmid=0.21), "probability 0.21"),
         (replace(answer(0.0), outlook=None), "no outlook"),
-        (replace(answer(0.0), fit=replace(answer().fit, identifiable=False, doubts=["an edge"])), "an edge"),
+        (
+            replace(answer(0.0), fit=replace(answer().fit, identifiable=False, warnings=["an edge"])),
+            "an edge",
+        ),
     ],
 )
 def test_implausible_forecast_is_insufficient(forecast: wire.ForecastAnswer, says: str) -> None:
     agreed = [seen(v, 0.05) for v in (200, 210)]
     doubted = [seen(v, forecast=forecast) for v in (220, 230, 240)]
     *_, last = chain(decide, spec(), [*agreed, *doubted])
-    assert (last.state, last.action, last.history.streak) == (State.INSUFFICIENT, Action(), 0)
+    assert (last.state, last.action, last.history.consecutive_votes) == (State.INSUFFICIENT, Action(), 0)
     assert says in last.reasons[0]
 
 
@@ -233,7 +236,7 @@ def test_broken_stands_until_what_broke_is_well_again(
     decisions = chain(decide, spec(), observations)
     assert states(decisions)[2:] == ["BROKEN", "BROKEN", "CONTINUE"]
     assert [d.action.kind for d in decisions] == ["none"] * 5
-    assert [d.history.streak for d in decisions[2:]] == [1, 1 if "trouble" in not_over else 2, 1]
+    assert [d.history.consecutive_votes for d in decisions[2:]] == [1, 1 if "trouble" in not_over else 2, 1]
     assert all(d.reasons for d in decisions[2:4])
 
 
@@ -262,7 +265,7 @@ def test_votes_for_stop_and_hold_are_counted_apart() -> None:
     observations = [seen(v, 0.05) for v in (170, 180)] + [seen(v, **FALLEN) for v in (190, 200)]
     observations += [seen(v, 0.05) for v in (210, 220)]
     assert kinds(spec(), observations) == ["none"] * 6
-    assert chain(decide, spec(), observations)[-1].history.streak == 2
+    assert chain(decide, spec(), observations)[-1].history.consecutive_votes == 2
 
 
 def test_unread_evaluation_does_not_count_for_a_hold() -> None:
@@ -361,8 +364,8 @@ def test_cancelled_stop_needs_new_evaluations() -> None:
 
 def test_other_policy_resets_counts() -> None:
     *_, second = chain(decide, spec(), [seen(v, 0.05) for v in (200, 210)])
-    assert second.history.streak == 2
-    assert decide(spec(minGain="0.03"), seen(220, 0.05), second.history).history.streak == 1
+    assert second.history.consecutive_votes == 2
+    assert decide(spec(minGain="0.03"), seen(220, 0.05), second.history).history.consecutive_votes == 1
     assert decide(spec(cooldownSeconds=5), seen(220, 0.05), second.history).state is State.STOP
 
 
@@ -475,17 +478,17 @@ def test_invariants(rules: Any, observations: list[Observation]) -> None:
             assert action.generators is None or action.generators < observation.generators.wanted
         if action.kind == "hold":
             assert (decision.state, rules.on_broken) == (State.BROKEN, "Hold")
-            assert decision.history.streak >= rules.stop_after
+            assert decision.history.consecutive_votes >= rules.stop_after
             assert not observation.resumed or rules.stop_after == 1
         assert (decision.state is State.STOP) == (action.kind == "stop")
         if decision.state is State.GROW:
             assert action.generators > observation.generators.wanted
-        if decision.history.streak > history.streak:
+        if decision.history.consecutive_votes > history.consecutive_votes:
             assert (decision.state is State.BROKEN, observation.points.version) not in agreed
             agreed.add((decision.state is State.BROKEN, observation.points.version))
-        assert decision.history.streak <= len(agreed)
+        assert decision.history.consecutive_votes <= len(agreed)
         if action.kind == "stop":
-            assert decision.history.streak >= rules.stop_after
+            assert decision.history.consecutive_votes >= rules.stop_after
         if action.kind == "scale":
             assert rules.generators.min <= action.generators <= rules.generators.max
             assert observation.generators.quota is None or action.generators <= max(

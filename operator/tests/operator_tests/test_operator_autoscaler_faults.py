@@ -67,7 +67,7 @@ async def test_sidecar_that_fails(tmp_path: Path, serve: Any, trouble: str) -> N
         return
     well = True
     watched.clock.monotonic += LAST_RETRY_SECONDS
-    assert (await watched.must(curve[:41])).decision.history.streak == 1
+    assert (await watched.must(curve[:41])).decision.history.consecutive_votes == 1
     longer = evaluations([p.reward for p in curve] + [0.61])
     if trouble != "slow":
         assert (await watched.must(longer)).action.kind == "stop"
@@ -109,7 +109,7 @@ async def test_points_that_cannot_be_fitted(tmp_path: Path, url: str, spoil: Any
     no_stop(await watched.must(spoil(curve)), State.INSUFFICIENT, says)
     # Once the points are as they should be, the count begins.
     mended = evaluations([*[p.reward for p in curve], 0.61])
-    assert (await watched.must(mended)).decision.history.streak == 1
+    assert (await watched.must(mended)).decision.history.consecutive_votes == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
@@ -128,7 +128,7 @@ async def test_thirty_thousand_points(tmp_path: Path, url: str) -> None:
     watched = Watched(tmp_path / "d", url)
     step = await watched.must(flat_curve(30_000))
     assert step.decision.state is State.CONTINUE
-    assert step.decision.history.streak == 1
+    assert step.decision.history.consecutive_votes == 1
     assert step.decision.history.version == 300_000
 
 
@@ -144,7 +144,7 @@ async def test_mixed_and_non_finite_points_are_excluded(tmp_path: Path, url: str
         line.observation.points.not_finite,
         line.observation.points.used,
     ) == (1, 1, 39)
-    assert step.decision.history.streak == 1
+    assert step.decision.history.consecutive_votes == 1
 
 
 async def test_nan_reward_is_an_alarm(tmp_path: Path, url: str) -> None:

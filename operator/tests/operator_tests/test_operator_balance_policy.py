@@ -72,7 +72,7 @@ def test_without_a_range_there_is_nothing_to_balance() -> None:
 
 def test_trial_step_is_measured_before_the_next() -> None:
     trial = Change(before=1, after=2, at=0.0, exploratory=True, measuring=True, pace=None)
-    history = History(change=trial, generators=2, settled=0.0)
+    history = History(change=trial, generators=2, ready_since=0.0)
     assert "being measured" in balance(spec(**RULES), observed(**WAITS), history).reasons[0]
 
 

@@ -197,7 +197,7 @@ async def test_cancelled_stop_stays_cancelled(url: str) -> None:
     stepped.loop.close()
     assert not (await one.settled(curve)).stop, "the coordinator knows"
     lines, _ = verify(stepped.api.content())
-    assert (lines[-1].observation.resumed, lines[-1].decision.history.streak) == (True, 0)
+    assert (lines[-1].observation.resumed, lines[-1].decision.history.consecutive_votes) == (True, 0)
     longer = evaluations([p.reward for p in curve] + [0.61, 0.61])
     assert not (await one.settled(longer[:42])).stop
     await one.settled(longer)

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from operator_tests.manifests import UID, cluster_run
 from operator_tests.scaling import evaluations
 from scalerl_api.curve import CURVE_COLUMNS, curve_csv
-from scalerl_operator.build import storage
-from scalerl_operator.build.storage import CURVE_DIGEST, CURVE_LEFT_OUT, curve_config_map
+from scalerl_operator.manifests import storage
+from scalerl_operator.manifests.storage import CURVE_DIGEST, CURVE_LEFT_OUT, curve_config_map
 
 RUN = cluster_run()
 POINTS = evaluations([0.2, 0.31, 0.4])

@@ -20,7 +20,7 @@ from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import End, LifecycleDecision, Memory, Outcome
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, OutcomeKind, PersistedState, RunOutcome
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
@@ -47,13 +47,13 @@ def conditions(
     found: Observed | None = None,
     *,
     coordinator_report: Status | None = None,
-    outcome: Outcome | None = None,
+    outcome: RunOutcome | None = None,
     blocked: Problem | None = None,
     run: ScaleRLRun = RUN,
     before: RunStatus | None = None,
     queue_missing: str = "",
 ) -> dict[str, Condition]:
-    decision = LifecycleDecision(phase, Memory(attempt=1, outcome=outcome))
+    decision = LifecycleDecision(phase, PersistedState(attempt=1, outcome=outcome))
     found_now = findings(
         run,
         before,
@@ -69,12 +69,12 @@ def conditions(
 @pytest.mark.parametrize(
     ("phase", "end", "other"),
     [
-        (Phase.COMPLETED, End.COMPLETED, ConditionType.FAILED),
-        (Phase.FAILED, End.FAILED, ConditionType.COMPLETED),
+        (Phase.COMPLETED, OutcomeKind.COMPLETED, ConditionType.FAILED),
+        (Phase.FAILED, OutcomeKind.FAILED, ConditionType.COMPLETED),
     ],
 )
-def test_conditions_of_an_ended_run(phase: Phase, end: End, other: ConditionType) -> None:
-    found = conditions(phase, outcome=Outcome(end, Reason.BUDGET_REACHED, "maxSteps"))
+def test_conditions_of_an_ended_run(phase: Phase, end: OutcomeKind, other: ConditionType) -> None:
+    found = conditions(phase, outcome=RunOutcome(end, Reason.BUDGET_REACHED, "maxSteps"))
     for type_ in (*ROLES, other):
         assert (found[type_].status, found[type_].reason) == ("False", phase), type_
     said = " ".join(c.message for c in found.values())
@@ -89,7 +89,7 @@ def test_conditions_of_a_suspended_run() -> None:
 
 
 def test_phase_reason_names_what_a_drain_waits_for() -> None:
-    decision = LifecycleDecision(Phase.PREPARING, Memory(attempt=1), note="the checkpoint")
+    decision = LifecycleDecision(Phase.PREPARING, PersistedState(attempt=1), waiting_for="the checkpoint")
     found = {c.type: c for c in report(findings(RUN, observed=observed(), decision=decision)).conditions}
     for type_ in ROLES:
         assert (found[type_].reason, found[type_].message) == ("Preparing", "Waiting for the checkpoint")

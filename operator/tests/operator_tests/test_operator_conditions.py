@@ -18,8 +18,15 @@ from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import merge_patch, report
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.lifecycle_types import End, Job, LifecycleDecision, Memory, Outcome, Suspension
-from scalerl_operator.policy.memory_status import remembered
+from scalerl_operator.policy.lifecycle_types import (
+    Job,
+    LifecycleDecision,
+    OutcomeKind,
+    PersistedState,
+    RunOutcome,
+    Suspension,
+)
+from scalerl_operator.policy.persisted_state import persisted_state
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
@@ -64,7 +71,7 @@ def test_merge_patch_removes_old_fields(before: dict[str, Any], after: dict[str,
 
 times = st.none() | st.integers(1, 2_000_000_000).map(float)
 memories = st.builds(
-    Memory,
+    PersistedState,
     attempt=st.integers(0, 5),
     last_recorded_attempt=st.integers(0, 5),
     record=st.builds(Record, *[st.integers(0, 9)] * 2, *[st.booleans()] * 3, st.integers(0, 9)),
@@ -72,48 +79,52 @@ memories = st.builds(
     ready_since=times,
     drain_since=times,
     unreachable_since=times,
-    held_since=times,
+    gated_since=times,
     coordinator_attempt=st.integers(1, 9),
-    rest=st.sampled_from(Suspension),
+    suspension=st.sampled_from(Suspension),
     resumed=st.booleans(),
     outcome=st.none()
     | st.builds(
-        Outcome,
-        st.sampled_from(End),
+        RunOutcome,
+        st.sampled_from(OutcomeKind),
         st.sampled_from([Reason.BAD_INPUT, Reason.BUDGET_REACHED]),
         st.just("why"),
     ),
     has_trained=st.booleans(),
     unproven_since=st.none() | st.integers(0, 9),
-    holding=st.none()
-    | st.builds(Outcome, st.just(End.HELD), st.sampled_from(Reason), st.text("why", min_size=1)),
+    suspending_for=st.none()
+    | st.builds(
+        RunOutcome, st.just(OutcomeKind.SUSPENDED), st.sampled_from(Reason), st.text("why", min_size=1)
+    ),
     awaited_since=times,
-).filter(lambda memory: memory.outcome is None or memory.rest is Suspension.NO)
+).filter(lambda persisted: persisted.outcome is None or persisted.suspension is Suspension.NO)
 
 
 @given(memories, memories)
-def test_reconcile_state_round_trips_over_any_earlier_state(first: Memory, second: Memory) -> None:
+def test_reconcile_state_round_trips_over_any_earlier_state(
+    first: PersistedState, second: PersistedState
+) -> None:
     stored: dict[str, Any] = {}
-    for memory in (first, second):
+    for persisted in (first, second):
         before = RunStatus.model_validate(stored)
         new = report(
-            findings(None, before, decision=LifecycleDecision(Phase.RUNNING, memory), invalid=INVALID)
+            findings(None, before, decision=LifecycleDecision(Phase.RUNNING, persisted), invalid=INVALID)
         ).to_object()
         stored = merged(stored, merge_patch(stored, new))
         assert stored == new
-        assert remembered(RunStatus.model_validate(stored)) == memory
+        assert persisted_state(RunStatus.model_validate(stored)) == persisted
 
 
-@pytest.mark.parametrize("end", End)
-def test_outcome_is_read_also_from_a_later_release(end: End) -> None:
+@pytest.mark.parametrize("end", OutcomeKind)
+def test_outcome_is_read_also_from_a_later_release(end: OutcomeKind) -> None:
     """Or it would be run again."""
     ended = {"type": end.value, "status": "True", "reason": "ProphecyFulfilled", "message": "as foretold"}
     stored = {"phase": "Legendary", "conditions": [ended | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
     for _ in range(2):
         before = RunStatus.read(stored)
-        memory = remembered(before)
-        assert memory.outcome == Outcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
-        decision = LifecycleDecision(Phase(end.value), memory)
+        persisted = persisted_state(before)
+        assert persisted.outcome == RunOutcome(end, Reason.OTHER_RELEASE, "ProphecyFulfilled: as foretold")
+        decision = LifecycleDecision(Phase(end.value), persisted)
         stored = report(findings(None, before, decision=decision, invalid=INVALID)).to_object()
 
 
@@ -124,7 +135,7 @@ def test_every_condition_has_a_message(phase: Phase) -> None:
     status = report(
         findings(
             RUN,
-            decision=LifecycleDecision(phase, Memory()),
+            decision=LifecycleDecision(phase, PersistedState()),
             coordinator=coordinator_report,
             observed=trainer,
         )
@@ -142,7 +153,9 @@ def test_every_condition_has_a_message(phase: Phase) -> None:
     ("refused", "reason"), [("HTTP 426: 2, not 1", "CoordinatorRefused"), ("", "CoordinatorUnreachable")]
 )
 def test_refused_connection_is_distinguished_from_unreachable(refused: str, reason: str) -> None:
-    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1), note="the coordinator to answer")
+    decision = LifecycleDecision(
+        Phase.RUNNING, PersistedState(attempt=1), waiting_for="the coordinator to answer"
+    )
     pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
     pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
     observed = observe({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})

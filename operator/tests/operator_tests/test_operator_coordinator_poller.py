@@ -92,7 +92,7 @@ def a_pod(ip: str, *, ready: bool = True) -> PodView:
         creating=False,
         restarts=0,
         problem=None,
-        ends=(),
+        exits=(),
         bad_input=None,
     )
 

@@ -129,7 +129,7 @@ def test_forecast_request_names_acknowledged_low_evaluations() -> None:
     evaluated = flat_curve(20)
     points = [point(e) for e in evaluated]
     seen = observe(run(), status(evaluated), points, Generators(wanted=1, ready=1), unix_seconds=1.7e9)
-    request = build_request(RULES, points, seen, History(forgiven=120))
+    request = build_request(RULES, points, seen, History(alarms_acknowledged_until=120))
     assert isinstance(request, ForecastRequest)
     assert request.alarms_after == next(p.tokens for p in points if p.version == 120)
     request = build_request(RULES, points, seen, History())
@@ -143,7 +143,8 @@ def test_another_decision_than_follows_is_named_by_field(recorded: tuple[bytes, 
     for number, line in enumerate(lines):
         if number == 10:
             line = replace(
-                line, decision=replace(line.decision, history=replace(line.decision.history, streak=7))
+                line,
+                decision=replace(line.decision, history=replace(line.decision.history, consecutive_votes=7)),
             )
         forged.append(line)
     _, found = verify(b"".join(msgspec.json.encode(line) + b"\n" for line in forged))

@@ -16,8 +16,8 @@ from scalerl_api.wire import Tracker, Uploads
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.coordinator_problems import QUIET_SECONDS
 from scalerl_operator.controller.status import report
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
-from scalerl_operator.policy.memory_status import waits_for_progress_only
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
+from scalerl_operator.policy.persisted_state import waits_for_progress_only
 
 _COUNTS = dict.fromkeys(
     [
@@ -61,7 +61,7 @@ class Reconciles:
     ) -> str:
         """The reason of Degraded; what was reported stays until it is reported again."""
         self.coordinator_report = msgspec.structs.replace(self.coordinator_report, **coordinator_report)
-        decision = LifecycleDecision(phase, Memory(attempt=1))
+        decision = LifecycleDecision(phase, PersistedState(attempt=1))
         word = None if silent else self.coordinator_report
         before = RunStatus.model_validate(self.stored)
         self.after = report(findings(RUN, before, unix_seconds=1e9 + at, decision=decision, coordinator=word))

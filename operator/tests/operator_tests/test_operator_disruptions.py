@@ -20,14 +20,14 @@ from scalerl_operator.names import ATTEMPT
 from scalerl_operator.policy.attempts import EXIT_CODE_GRACE_SECONDS
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import (
-    Ended,
+    ContainerExit,
     Job,
     JobState,
     LifecycleDecision,
     LifecycleInput,
-    Memory,
+    PersistedState,
 )
-from scalerl_operator.policy.memory_status import remembered, rfc3339
+from scalerl_operator.policy.persisted_state import persisted_state, rfc3339
 from scalerl_operator.policy.restarts import Record
 from scalerl_operator.workloads import Role
 
@@ -44,7 +44,7 @@ def a_pod(
     role: Role = Role.TRAINER,
     code: int | None = None,
     age: float = 60,
-    leaving: bool = False,
+    terminating: bool = False,
     **status: Any,
 ) -> dict[str, Any]:
     over = {"terminated": {"exitCode": code, "message": f"exit {code}"}}
@@ -54,7 +54,7 @@ def a_pod(
         *([] if code is None else [builders.container(over)]),
         job="j",
         created=rfc3339(NOW - age),
-        deleted=rfc3339(NOW) if leaving else None,
+        deleted=rfc3339(NOW) if terminating else None,
         phase=phase,
         **status,
     )
@@ -78,7 +78,7 @@ CRASHED = a_pod("b", "Failed", code=1)
     [
         ([REFUSED], "", True),
         ([a_pod("a", "Failed", reason="OutOfnvidia.com/gpu", message="0 free"), CRASHED], "", True),
-        ([a_pod("a", "Running", leaving=True, conditions=[TAKEN]), CRASHED], "", True),
+        ([a_pod("a", "Running", terminating=True, conditions=[TAKEN]), CRASHED], "", True),
         ([a_pod("a", "Failed", code=137, reason="Evicted", conditions=[TAKEN])], "", True),
         (
             [a_pod("a", "Failed", code=137, reason="Evicted", message="exceeds the limit of its disk")],
@@ -167,19 +167,21 @@ def test_job_failure_waits_for_pod_termination_reason(
 ) -> None:
     """They are watched apart from it, and each judgement is for good."""
 
-    def reconciled(pod: dict[str, Any], seconds: float, memory: Memory) -> LifecycleDecision:
+    def reconciled(pod: dict[str, Any], seconds: float, persisted: PersistedState) -> LifecycleDecision:
         job = getattr(seen(pod, role=role), role.value)
         trainer = replace(job, attempt=1) if role is Role.TRAINER else Job()
         prepare = job if role is Role.PREPARE else RUNNING.prepare
         facts = replace(RUNNING, unix_seconds=NOW + seconds, trainer=trainer, prepare=prepare)
-        last = Memory(attempt=1, record=Record(consecutive_failures=5, failed_starts=5))
-        return decide(spec(trainer={"maxRestarts": 5}), facts, last if memory == Memory() else memory)
+        last = PersistedState(attempt=1, record=Record(consecutive_failures=5, failed_starts=5))
+        return decide(
+            spec(trainer={"maxRestarts": 5}), facts, last if persisted == PersistedState() else persisted
+        )
 
-    decision = reconciled(a_pod("a", "Running"), 0.5, Memory())
-    assert (decision.memory.outcome, decision.memory.last_recorded_attempt) == (None, 0)
+    decision = reconciled(a_pod("a", "Running"), 0.5, PersistedState())
+    assert (decision.persisted.outcome, decision.persisted.last_recorded_attempt) == (None, 0)
     assert decision.again_seconds is not None
     assert decision.prepare, "its pods are kept"
-    outcome = reconciled(news, EXIT_CODE_GRACE_SECONDS, decision.memory).memory.outcome
+    outcome = reconciled(news, EXIT_CODE_GRACE_SECONDS, decision.persisted).persisted.outcome
     if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
         reason = Reason.PREPARE_FAILED
     assert (outcome and outcome.reason) == reason
@@ -188,65 +190,71 @@ def test_job_failure_waits_for_pod_termination_reason(
 # --- what follows ----------------------------------------------------------------------------------
 
 
-def stored(memory: Memory, now: float) -> Memory:
+def stored(persisted: PersistedState, now: float) -> PersistedState:
     """As the next reconcile finds it."""
-    decision = LifecycleDecision(Phase.RUNNING, memory)
-    return remembered(report(findings(RUN, unix_seconds=now, decision=decision)))
+    decision = LifecycleDecision(Phase.RUNNING, persisted)
+    return persisted_state(report(findings(RUN, unix_seconds=now, decision=decision)))
 
 
-def tries(memory: Memory, failed: Job, seconds: float, **trainer: Any) -> tuple[Memory, int]:
+def tries(
+    persisted: PersistedState, failed: Job, seconds: float, **trainer: Any
+) -> tuple[PersistedState, int]:
     """The run while each attempt fails at once: what is remembered when it is over, or so long has passed, and tries."""
     now, end = 1000.25, 1000.25 + seconds
-    state, first = replace(failed, attempt=memory.attempt), memory.attempt
-    while now < end and memory.outcome is None:
-        decision = decide(spec(trainer=trainer), replace(RUNNING, unix_seconds=now, trainer=state), memory)
-        memory = stored(decision.memory, now)
+    state, first = replace(failed, attempt=persisted.attempt), persisted.attempt
+    while now < end and persisted.outcome is None:
+        decision = decide(spec(trainer=trainer), replace(RUNNING, unix_seconds=now, trainer=state), persisted)
+        persisted = stored(decision.persisted, now)
         if decision.trainer is None:
             state = Job()
         elif state.state is JobState.ABSENT:
             state = replace(failed, attempt=decision.trainer)
-        now = max(now + 1.0, memory.next_at)
-    return memory, memory.attempt - first
+        now = max(now + 1.0, persisted.next_at)
+    return persisted, persisted.attempt - first
 
 
-CRASH = Job(JobState.FAILED, ends=(Ended(1, "volume: stale file handle"),))
+CRASH = Job(JobState.FAILED, exits=(ContainerExit(1, "volume: stale file handle"),))
 LOST = Job(JobState.FAILED, disrupted=True)
 
 
 def test_run_never_ready_fails_soon() -> None:
-    memory, made = tries(Memory(attempt=1), CRASH, 3600)
-    assert memory.outcome is not None
-    assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
+    persisted, made = tries(PersistedState(attempt=1), CRASH, 3600)
+    assert persisted.outcome is not None
+    assert (persisted.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
 def test_run_once_ready_survives_half_an_hour_without_start() -> None:
-    memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 1800)
-    assert memory.outcome is None
+    persisted, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 1800)
+    assert persisted.outcome is None
     assert 8 <= made <= 15
-    memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 7200)
-    assert memory.outcome is not None
-    assert (memory.outcome.reason, made) == (Reason.BACKOFF_LIMIT_EXCEEDED, 20)
-    assert "stale file handle" in memory.outcome.message
-    memory, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 7200, maxRestarts=2)
-    assert (memory.outcome is not None, made) == (True, 2)
+    persisted, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 7200)
+    assert persisted.outcome is not None
+    assert (persisted.outcome.reason, made) == (Reason.BACKOFF_LIMIT_EXCEEDED, 20)
+    assert "stale file handle" in persisted.outcome.message
+    persisted, made = tries(replace(FIRST, attempt=3, last_recorded_attempt=2), CRASH, 7200, maxRestarts=2)
+    assert (persisted.outcome is not None, made) == (True, 2)
 
 
 @pytest.mark.parametrize("failed", [LOST, Job(JobState.COMPLETE)])
-@pytest.mark.parametrize("memory", [Memory(attempt=1), replace(FIRST, attempt=3, last_recorded_attempt=2)])
-def test_run_outlives_whatever_nodes_do(memory: Memory, failed: Job) -> None:
-    memory, made = tries(memory, failed, 86400, maxRestarts=0)
-    assert memory.outcome is None
+@pytest.mark.parametrize(
+    "persisted", [PersistedState(attempt=1), replace(FIRST, attempt=3, last_recorded_attempt=2)]
+)
+def test_run_outlives_whatever_nodes_do(persisted: PersistedState, failed: Job) -> None:
+    persisted, made = tries(persisted, failed, 86400, maxRestarts=0)
+    assert persisted.outcome is None
     assert 250 < made < 320, "every five minutes at last"
-    assert (memory.record.consecutive_failures, memory.record.failed_starts) == (0, 0)
+    assert (persisted.record.consecutive_failures, persisted.record.failed_starts) == (0, 0)
 
 
 def test_longest_back_off_is_not_cut_by_rounding() -> None:
-    memory = replace(FIRST, attempt=3, last_recorded_attempt=2, ready_since=None)
-    memory = replace(memory, record=replace(memory.record, consecutive_failures=15, has_been_ready=True))
+    persisted = replace(FIRST, attempt=3, last_recorded_attempt=2, ready_since=None)
+    persisted = replace(
+        persisted, record=replace(persisted.record, consecutive_failures=15, has_been_ready=True)
+    )
     failed = replace(RUNNING, unix_seconds=1000.25, trainer=replace(CRASH, attempt=3))
-    memory = stored(decide(SPEC, failed, memory).memory, 1000.25)
-    assert memory.next_at == 1301.0
-    assert decide(SPEC, replace(failed, unix_seconds=1000.3), memory).trainer == 3, "it stays until then"
+    persisted = stored(decide(SPEC, failed, persisted).persisted, 1000.25)
+    assert persisted.next_at == 1301.0
+    assert decide(SPEC, replace(failed, unix_seconds=1000.3), persisted).trainer == 3, "it stays until then"
 
 
 @pytest.mark.parametrize(
@@ -263,48 +271,54 @@ def test_restart_request_retries_at_once(
     between: LifecycleInput,
 ) -> None:
     """Its image may be another one, and a wrong one."""
-    memory = replace(FIRST, last_recorded_attempt=1, next_at=250.0)
-    memory = replace(
-        memory, record=replace(memory.record, consecutive_failures=20, failed_starts=7, has_been_ready=True)
+    persisted = replace(FIRST, last_recorded_attempt=1, next_at=250.0)
+    persisted = replace(
+        persisted,
+        record=replace(persisted.record, consecutive_failures=20, failed_starts=7, has_been_ready=True),
     )
-    memory = decide(SPEC, between, memory).memory
-    memory = decide(SPEC, replace(RUNNING, trainer=Job(), prepare=Job()), memory).memory
-    decision = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
-    assert (decision.trainer, decision.memory.record) == (2, Record())
-    memory, made = tries(decision.memory, CRASH, 3600)
-    assert memory.outcome is not None
-    assert (memory.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
+    persisted = decide(SPEC, between, persisted).persisted
+    persisted = decide(SPEC, replace(RUNNING, trainer=Job(), prepare=Job()), persisted).persisted
+    decision = decide(SPEC, replace(RUNNING, trainer=Job()), persisted)
+    assert (decision.trainer, decision.persisted.record) == (2, Record())
+    persisted, made = tries(decision.persisted, CRASH, 3600)
+    assert persisted.outcome is not None
+    assert (persisted.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
 
 
 def test_evicted_preparation_is_recreated_with_back_off() -> None:
-    now, memory, state, made = 1000.0, Memory(), Job(JobState.FAILED, disrupted=True, failed_at=1000.0), 0
+    now, persisted, state, made = (
+        1000.0,
+        PersistedState(),
+        Job(JobState.FAILED, disrupted=True, failed_at=1000.0),
+        0,
+    )
     while now < 1000.0 + 3600:
-        decision = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), memory)
-        memory = stored(decision.memory, now)
-        assert memory.outcome is None
+        decision = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), persisted)
+        persisted = stored(decision.persisted, now)
+        assert persisted.outcome is None
         if not decision.prepare:
             state = Job()
         elif state.state is JobState.ABSENT:
             state, made = Job(JobState.FAILED, disrupted=True, failed_at=now), made + 1
         now += decision.again_seconds or 1.0
     assert 15 < made < 25
-    decision = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), memory)
-    assert (decision.trainer, decision.memory.record) == (1, Record()), "the trainer has lost nothing yet"
-    crashed = Job(JobState.FAILED, ends=(Ended(1, "boom"),))
-    over = decide(SPEC, replace(RUNNING, prepare=crashed, trainer=Job()), memory).memory.outcome
+    decision = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), persisted)
+    assert (decision.trainer, decision.persisted.record) == (1, Record()), "the trainer has lost nothing yet"
+    crashed = Job(JobState.FAILED, exits=(ContainerExit(1, "boom"),))
+    over = decide(SPEC, replace(RUNNING, prepare=crashed, trainer=Job()), persisted).persisted.outcome
     assert over is not None
     assert over.reason is Reason.PREPARE_FAILED
 
 
 def test_on_what_the_next_attempt_waits_is_said() -> None:
-    leaving = a_pod("trainer-1-0", "Running", leaving=True)
+    terminating = a_pod("trainer-1-0", "Running", terminating=True)
     for next_at, said in (
         (NOW + 60.5, f"attempt 2 follows at {rfc3339(NOW + 61)}"),
         (NOW - 1, "attempt 2 follows when trainer-1-0 has ended"),
     ):
-        memory = replace(FIRST, last_recorded_attempt=1, next_at=next_at)
-        decision = LifecycleDecision(Phase.RUNNING, memory)
-        found = findings(RUN, unix_seconds=NOW, observed=seen(leaving), decision=decision)
+        persisted = replace(FIRST, last_recorded_attempt=1, next_at=next_at)
+        decision = LifecycleDecision(Phase.RUNNING, persisted)
+        found = findings(RUN, unix_seconds=NOW, observed=seen(terminating), decision=decision)
         condition = report(found).condition("TrainerReady")
         assert condition is not None
         assert (condition.reason, condition.message) == (Reason.BACK_OFF, said)
@@ -323,18 +337,18 @@ def ready(pod: str, containers: str) -> list[dict[str, str]]:
     ("pod", "after", "lost"),
     [
         # What Kubernetes writes: Ready alone, then the eviction.
-        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")]), 0, True),
-        (a_pod("a", "Running", leaving=False, conditions=[TAINTED, *ready("False", "True")]), 999, False),
+        (a_pod("a", "Running", terminating=True, conditions=[TAINTED, *ready("False", "True")]), 0, True),
+        (a_pod("a", "Running", terminating=False, conditions=[TAINTED, *ready("False", "True")]), 999, False),
         # A kubelet that answers: it ends the pod, and writes both.
-        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("True", "True")]), 0, False),
-        (a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "False")]), 0, False),
+        (a_pod("a", "Running", terminating=True, conditions=[TAINTED, *ready("True", "True")]), 0, False),
+        (a_pod("a", "Running", terminating=True, conditions=[TAINTED, *ready("False", "False")]), 0, False),
         # Evicted by somebody else, while the node only just stopped answering.
-        (a_pod("a", "Running", leaving=True, conditions=[TAKEN, *ready("False", "True")]), 0, False),
+        (a_pod("a", "Running", terminating=True, conditions=[TAKEN, *ready("False", "True")]), 0, False),
         # Any pod that outlives its grace period.
-        (a_pod("a", "Running", leaving=True), LOST_SECONDS, False),
-        (a_pod("a", "Running", leaving=True), LOST_SECONDS + 1, True),
-        (a_pod("a", "Pending", leaving=True), LOST_SECONDS + 1, True),
-        (a_pod("a", "Failed", leaving=True, code=1), LOST_SECONDS + 1, False),
+        (a_pod("a", "Running", terminating=True), LOST_SECONDS, False),
+        (a_pod("a", "Running", terminating=True), LOST_SECONDS + 1, True),
+        (a_pod("a", "Pending", terminating=True), LOST_SECONDS + 1, True),
+        (a_pod("a", "Failed", terminating=True, code=1), LOST_SECONDS + 1, False),
         (a_pod("a", "Running"), 1e6, False),
     ],
 )
@@ -347,13 +361,13 @@ def test_lost_pod_is_one_whose_node_cannot_confirm_its_end(
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6], ids=["behind", "alike", "ahead"])
 def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
     """skew: of the operator's monotonic clock, against that of deletionTimestamp."""
-    pod = {"kind": "Pod", **a_pod("a", "Running", leaving=True)}
+    pod = {"kind": "Pod", **a_pod("a", "Running", terminating=True)}
     pod["metadata"]["deletionGracePeriodSeconds"] = 300
     state, objects = RunState(), {("Pod", "a"): pod}
 
     def lost(now: float) -> bool:
-        leaving = state.terminating_seconds(objects.values(), NOW + skew + now)
-        (seen,) = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, leaving).pods
+        terminating = state.terminating_seconds(objects.values(), NOW + skew + now)
+        (seen,) = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, terminating).pods
         return seen.lost
 
     limit = 300 + LOST_SECONDS
@@ -379,25 +393,35 @@ def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False)
     return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
-LOST = a_pod("a", "Running", leaving=True, conditions=[TAINTED, *ready("False", "True")])
+LOST = a_pod("a", "Running", terminating=True, conditions=[TAINTED, *ready("False", "True")])
 
 
 @pytest.mark.parametrize(
     ("pods", "deleted", "later", "expected"),
     [
-        ([LOST, a_pod("b", "Running")], False, False, Job(JobState.FAILED, 1, ending=True, disrupted=True)),
+        (
+            [LOST, a_pod("b", "Running")],
+            False,
+            False,
+            Job(JobState.FAILED, 1, pods_terminating=True, disrupted=True),
+        ),
         # What a rank said before its node was lost comes first.
         (
             [LOST, a_pod("b", "Failed", code=2)],
             False,
             False,
-            Job(JobState.FAILED, 1, ends=(Ended(2, "exit 2"),), ending=True),
+            Job(JobState.FAILED, 1, exits=(ContainerExit(2, "exit 2"),), pods_terminating=True),
         ),
         # The others of the gang are still ending.
-        ([LOST, a_pod("b", "Running", leaving=True)], True, False, Job(JobState.LEAVING, 1, ending=True)),
+        (
+            [LOST, a_pod("b", "Running", terminating=True)],
+            True,
+            False,
+            Job(JobState.TERMINATING, 1, pods_terminating=True),
+        ),
         ([LOST, a_pod("b", "Failed", code=1)], True, False, Job(abandoned=1)),
         ([LOST], True, False, Job(abandoned=1)),
-        ([], True, False, Job(JobState.LEAVING, 1)),
+        ([], True, False, Job(JobState.TERMINATING, 1)),
         ([LOST], True, True, Job(JobState.ACTIVE, 2, abandoned=1)),
     ],
 )
@@ -407,19 +431,20 @@ def test_job_with_lost_pods(pods: list[Any], deleted: bool, later: bool, expecte
 
 def test_number_of_an_abandoned_attempt_is_not_used_again() -> None:
     """Its end was not recorded, as when the run was suspended meanwhile."""
-    memory = Memory(attempt=3, last_recorded_attempt=2)
-    gone = decide(SPEC, replace(RUNNING, trainer=Job(abandoned=3)), memory)
-    assert (gone.trainer, gone.memory.attempt) == (4, 4)
-    deleted_by_hand = decide(SPEC, replace(RUNNING, trainer=Job()), memory)
+    persisted = PersistedState(attempt=3, last_recorded_attempt=2)
+    gone = decide(SPEC, replace(RUNNING, trainer=Job(abandoned=3)), persisted)
+    assert (gone.trainer, gone.persisted.attempt) == (4, 4)
+    deleted_by_hand = decide(SPEC, replace(RUNNING, trainer=Job()), persisted)
     assert deleted_by_hand.trainer == 3
     assert (
-        decide(SPEC, replace(RUNNING, trainer=Job(JobState.ACTIVE, 4, abandoned=3)), gone.memory).trainer == 4
+        decide(SPEC, replace(RUNNING, trainer=Job(JobState.ACTIVE, 4, abandoned=3)), gone.persisted).trainer
+        == 4
     )
 
 
 def coordinators(*numbers: int) -> Observed:
     """Pods of coordinators on lost nodes, with those numbers; 0: without one."""
-    pods = [a_pod(f"c{n}", "Running", role=Role.COORDINATOR, leaving=True) for n in numbers]
+    pods = [a_pod(f"c{n}", "Running", role=Role.COORDINATOR, terminating=True) for n in numbers]
     for pod, number in zip(pods, numbers, strict=True):
         pod["status"]["conditions"] = [TAINTED, *ready("False", "True")]
         if number:
@@ -438,6 +463,6 @@ def test_coordinator_after_a_lost_one_has_a_greater_number(
     assert [pod.attempt for pod in coordinators(*lost).lost_coordinators] == [n for n in lost if n]
     for observed in (found, replace(found, suspend=True), replace(found, deleting=True)):
         decision = decide(SPEC, observed, replace(FIRST, coordinator_attempt=before))
-        assert decision.memory.coordinator_attempt == after
+        assert decision.persisted.coordinator_attempt == after
         status = report(findings(RUN, decision=decision))
-        assert remembered(status).coordinator_attempt == after
+        assert persisted_state(status).coordinator_attempt == after

@@ -30,18 +30,18 @@ from scalerl_api.status import Phase, RunStatus
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_history import ALWAYS_COUNTED, NOT_COUNTED, rules
 from scalerl_operator.autoscaling.decision_log import as_recorded
-from scalerl_operator.autoscaling.earlier_runs import MOST_EXAMINED, MOST_POINTS, earlier_run, evenly
+from scalerl_operator.autoscaling.earlier_runs import MAX_EXAMINED, MAX_POINTS, earlier_run, evenly
 from scalerl_operator.autoscaling.forecast_request import implausibility
 from scalerl_operator.autoscaling.models import Generators, State
 from scalerl_operator.autoscaling.replay import replay_under, verify
 from scalerl_operator.autoscaling.vote import prior_note
-from scalerl_operator.build.scope import Images
-from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.local.run_directory import DirectoryRuns
+from scalerl_operator.manifests.scope import Images
+from scalerl_operator.manifests.storage import curve_config_map
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.settings import Settings
 
@@ -73,7 +73,7 @@ def test_long_run_is_thinned_out() -> None:
     found = earlier_run("a", curve_csv(evaluations([0.5] * 50_000)))
     assert found is not None
     compute = found.points.compute
-    assert len(compute) <= MOST_POINTS
+    assert len(compute) <= MAX_POINTS
     assert (compute[0], compute[-1]) == (0.0, 49_999 * 1e5)
     assert sum(c > compute[-1] / 2 for c in compute) >= 6, (
         "evenly in log compute: 100 points over 16 doublings"
@@ -217,7 +217,7 @@ async def test_thousand_finished_runs_are_bounded() -> None:
                     copy["status"]["completionTime"] = f"2026-08-01T{i:06d}"
                 there.put(copy)
     found = await there.names()
-    assert len(found) == (MOST_EXAMINED - 120) // 2
+    assert len(found) == (MAX_EXAMINED - 120) // 2
     assert found[:2] == ["run-878", "run-876"]
     there = Namespace()
     for i in range(MAX_EARLIER_RUNS + 10):

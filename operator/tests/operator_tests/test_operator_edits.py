@@ -6,7 +6,7 @@ import pytest
 from edited_fields import Edited, edits, entry_edits
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import spec_hash
+from scalerl_operator.manifests import spec_hash
 from scalerl_operator.policy.resume_changes import forbidden_changes
 from scalerl_operator.workloads import Role
 

@@ -25,12 +25,19 @@ from operator_tests.manifests import (
 )
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import render
-from scalerl_operator.build.gang import Gang
-from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.observe import observe, pod_view
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.gang import Gang
+from scalerl_operator.manifests.scope import spec_hash
 from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, LifecycleInput, Memory, Service
+from scalerl_operator.policy.lifecycle_types import (
+    ContainerExit,
+    Job,
+    JobState,
+    LifecycleInput,
+    PersistedState,
+    Service,
+)
 from scalerl_operator.role_containers import environment_replicas, plan
 from scalerl_operator.workloads import Role, expand
 
@@ -194,22 +201,22 @@ SEEN = LifecycleInput(100.0, prepare=Job(JobState.COMPLETE), trainer=Job(JobStat
         (Service(restarts=20, restarted="e"), False),
         (Service(restarts=21, restarted="e"), True),
         (Service(ready=1, restarts=21), False),
-        (Service(given_up=Ended(1, "no module named game")), True),
-        (Service(starting=1, given_up=Ended(1, "no module named game")), False),
+        (Service(given_up=ContainerExit(1, "no module named game")), True),
+        (Service(starting=1, given_up=ContainerExit(1, "no module named game")), False),
         (Service(starting=2), False),
         (None, False),
     ],
 )
 def test_run_ends_when_no_server_starts_any_more(environment_servers: Service | None, ends: bool) -> None:
     seen = replace(SEEN, environment=environment_servers)
-    fresh = lifecycle.decide(SPEC, seen, Memory(attempt=1))
-    trained = lifecycle.decide(SPEC, seen, Memory(attempt=1, has_trained=True))
+    fresh = lifecycle.decide(SPEC, seen, PersistedState(attempt=1))
+    trained = lifecycle.decide(SPEC, seen, PersistedState(attempt=1, has_trained=True))
     assert (fresh.phase, trained.phase) == (
         (Phase.FAILED, Phase.SUSPENDED) if ends else (Phase.RUNNING, Phase.RUNNING)
     )
     if ends:
-        assert trained.memory.outcome is not None
-        assert trained.memory.outcome.message.startswith("environment: ")
+        assert trained.persisted.outcome is not None
+        assert trained.persisted.outcome.message.startswith("environment: ")
 
 
 def test_exit_codes_of_a_users_program_have_no_meaning() -> None:

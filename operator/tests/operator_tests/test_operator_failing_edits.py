@@ -20,16 +20,16 @@ from operator_tests.scaling import status
 from scalerl_api.edits import Effect
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.build import render
-from scalerl_operator.build.scope import Desired
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import COMPONENT, SPEC_HASH
-from scalerl_operator.policy.memory_status import remembered
+from scalerl_operator.policy.persisted_state import persisted_state
 from scalerl_operator.workloads import Role
 
 STEPS = 120
@@ -62,7 +62,7 @@ class World:
     def reconcile(self) -> RunStatus:
         self.now += 5.0
         before = RunStatus.read(json.loads(json.dumps(self.obj["status"])))
-        run = Run(self.obj, dict(self.objects), self.now, before, remembered(before))
+        run = Run(self.obj, dict(self.objects), self.now, before, persisted_state(before))
         accepted = accept(run)
         assert accepted.invalid is None, accepted.invalid
         observed = observe(run.objects, UID, accepted.spec_hashes())
@@ -96,7 +96,7 @@ class World:
         for key, obj in wanted.items():
             hashed = obj["spec"]["template"]["metadata"]["annotations"][SPEC_HASH]
             pod = self.objects.get(("Pod", f"{key[1]}-pod"))
-            replaced = key[0] != "Job" and not findings.decision.frozen
+            replaced = key[0] != "Job" and findings.decision.update_existing
             if key not in self.objects or (replaced and pod is not None and _hash(pod) != hashed):
                 self._delete(key)
                 self.objects[key] = obj
@@ -206,7 +206,7 @@ def test_covered_fields_are_those_of_the_models() -> None:
 @pytest.mark.parametrize("edited", RESTARTING, ids=str)
 def test_edit_that_fails_is_held_and_its_revert_goes_on(edited: Edited) -> None:
     world = started(edited.before)
-    attempt = remembered(RunStatus.read(world.obj["status"])).attempt
+    attempt = persisted_state(RunStatus.read(world.obj["status"])).attempt
     world.edit(edited.manifest)
     line = world.fail(edited.edit.effect.roles)
     found = world.until("Suspended", works=False)

@@ -12,11 +12,11 @@ import pytest
 from operator_tests import builders
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api.conditions import Phase
-from scalerl_operator.build.scope import Desired, Images
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.observe import pod_view
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, PodView, Run
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
 
 RUN = cluster_run()
 IMAGES = Images("t", "g", "c")
@@ -41,14 +41,14 @@ def place(*changes: Callable[[Objects], object]) -> Findings:
     for change in changes:
         change(objects)
     run = {"metadata": {"uid": UID, "generation": 1, "name": "r", "namespace": "n"}}
-    decision = LifecycleDecision(Phase.RUNNING, Memory())
+    decision = LifecycleDecision(Phase.RUNNING, PersistedState())
     return Findings(Run(run, objects, 0.0), Accepted(RUN), Observed(), decision)
 
 
 def said(
-    at: Findings, desired: Desired = DESIRED, images: Images = IMAGES, *, frozen: bool = False
+    at: Findings, desired: Desired = DESIRED, images: Images = IMAGES, *, update_existing: bool = True
 ) -> int | None:
-    decision = replace(at.decision, frozen=frozen)
+    decision = replace(at.decision, update_existing=update_existing)
     return fingerprint(replace(at, decision=decision), desired, images)
 
 
@@ -126,6 +126,6 @@ def test_fingerprint_changes_with_its_inputs() -> None:
     now, run = said(place()), place()
     assert said(place(), Desired(prepare=True)) != now
     assert said(place(), images=Images("t2", "g", "c")) != now
-    assert said(place(), frozen=True) != now
+    assert said(place(), update_existing=False) != now
     run.run.obj["metadata"]["generation"] = 2
     assert said(run) != now

@@ -16,7 +16,6 @@ from operator_tests.manifests import EVERYTHING, UID, cluster_run, findings, pod
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.build.gang import Gang, minimum
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.conditions import _admitted
@@ -31,9 +30,16 @@ from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
 from scalerl_operator.main import Operator
+from scalerl_operator.manifests.gang import Gang, minimum
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
-from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.policy.lifecycle_types import (
+    Job,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    PersistedState,
+)
 from scalerl_operator.settings import Settings
 from scalerl_operator.workloads import Role
 
@@ -118,7 +124,7 @@ def seen(
     workload: Object | None,
     *pods: Object,
     run: Any = None,
-    memory: Memory = FIRST,
+    persisted: PersistedState = FIRST,
     gang: Gang | None = None,
     trainer: Job | None = None,
 ) -> Findings:
@@ -130,7 +136,7 @@ def seen(
     observed = replace(observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}), gang=gang)
     if trainer is not None:
         observed = replace(observed, trainer=trainer)
-    made = findings(run or queued(), objects=objects, memory=memory, observed=observed)
+    made = findings(run or queued(), objects=objects, persisted=persisted, observed=observed)
     made.run.obj["metadata"]["labels"] = LABELS
     return made
 
@@ -178,7 +184,7 @@ def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_
 
 def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     from operator_tests.manifests import IMAGES
-    from scalerl_operator.build import render
+    from scalerl_operator.manifests import render
 
     desired = replace(
         EVERYTHING,
@@ -203,7 +209,7 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
 
 def test_no_selector_has_pods_of_another_run_or_role() -> None:
     from operator_tests.manifests import IMAGES
-    from scalerl_operator.build import render
+    from scalerl_operator.manifests import render
 
     desired = replace(EVERYTHING, generators=5, gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
     made = {
@@ -322,24 +328,24 @@ TRAINER = pod("t", Role.TRAINER, container({"running": {}}))
 
 
 @pytest.mark.parametrize(
-    ("workload", "pods", "memory", "expected"),
+    ("workload", "pods", "persisted", "expected"),
     [
-        (live(), [], FIRST, Job(JobState.ACTIVE, FIRST.attempt, held=True)),
+        (live(), [], FIRST, Job(JobState.ACTIVE, FIRST.attempt, gated=True)),
         (
             live("QuotaReserved", "Evicted"),
             [TRAINER],
             FIRST,
-            Job(JobState.ACTIVE, FIRST.attempt, held=True, ending=True),
+            Job(JobState.ACTIVE, FIRST.attempt, gated=True, pods_terminating=True),
         ),
         (None, [], FIRST, Job()),
         (live(), [], replace(FIRST, last_recorded_attempt=FIRST.attempt), Job()),
-        (live(), [], Memory(), Job()),
+        (live(), [], PersistedState(), Job()),
     ],
 )
 def test_trainer_of_a_gang_is_seen_as_a_held_job(
-    workload: Object | None, pods: list[Object], memory: Memory, expected: Job
+    workload: Object | None, pods: list[Object], persisted: PersistedState, expected: Job
 ) -> None:
-    made = seen(workload, *pods, memory=memory, gang=Gang(3))
+    made = seen(workload, *pods, persisted=persisted, gang=Gang(3))
     assert gang.observed_in_queue(made.run, made.observed).trainer == expected
     admitted = replace(made.observed, gang=Gang(3, "{}", admitted=True))
     assert gang.observed_in_queue(made.run, admitted) == admitted
@@ -350,11 +356,11 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
     # The Workload was deleted by hand: its Job runs until the next reconcile.
     for trainer in (
         Job(JobState.ACTIVE, 1, ready=True),
-        Job(JobState.ACTIVE, 1, held=True, ending=True),
-        Job(JobState.LEAVING, 1),
+        Job(JobState.ACTIVE, 1, gated=True, pods_terminating=True),
+        Job(JobState.TERMINATING, 1),
     ):
         assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
-    decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, held=True)), FIRST)
+    decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, gated=True)), FIRST)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
     assert gang.is_wanted(decision, DONE), "it stays in the queue"
     between = decide(SPEC, replace(evicted, trainer=Job(JobState.FAILED, 1)), FIRST)
@@ -369,12 +375,12 @@ def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
     assert wanted(Phase.RUNNING, prepare=True, coordinator=True), "between two attempts too"
     assert wanted(Phase.PENDING, prepare=True)
     assert wanted(Phase.SUSPENDING, coordinator=True, trainer=1)
-    held = Job(JobState.ACTIVE, held=True)
+    held = Job(JobState.ACTIVE, gated=True)
     assert not wanted(Phase.PREPARING, 0, held, prepare=True)
     assert not wanted(Phase.PENDING, prepare=False)
     assert not wanted(Phase.COMPLETED, prepare=True, trainer=1), "an ended run keeps its Jobs, and no quota"
     assert not wanted(Phase.SUSPENDED)
-    first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), Memory())
+    first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), PersistedState())
     assert (first.phase, exists(first)) == ("Pending", (True, False, 0, 1))
     assert gang.is_wanted(first, DONE)
     resumed = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=held), FIRST)
@@ -440,10 +446,10 @@ async def test_quota_is_given_back_though_a_node_is_lost() -> None:
     assert await answered(evicted, *pods) is not None
     made = seen(evicted, *pods, gang=Gang(3, "{}"), trainer=Job(abandoned=FIRST.attempt))
     held = gang.observed_in_queue(made.run, made.observed).trainer
-    assert held == Job(JobState.ACTIVE, FIRST.attempt, held=True, abandoned=FIRST.attempt)
+    assert held == Job(JobState.ACTIVE, FIRST.attempt, gated=True, abandoned=FIRST.attempt)
     decision = decide(SPEC, replace(RUNNING, queued=True, serving=True, unadmitted=True, trainer=held), FIRST)
     assert exists(decision)[1:3] == (False, 0)
-    assert decision.memory.last_recorded_attempt == FIRST.attempt, "its number is not used again"
+    assert decision.persisted.last_recorded_attempt == FIRST.attempt, "its number is not used again"
 
 
 async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:

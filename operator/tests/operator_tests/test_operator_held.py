@@ -17,18 +17,18 @@ from scalerl_operator.policy.edits_of_run import SpecEdit, edit_between
 from scalerl_operator.policy.failures import PROVEN_STEPS
 from scalerl_operator.policy.lifecycle import DRAIN_SECONDS, decide
 from scalerl_operator.policy.lifecycle_types import (
-    End,
-    Ended,
+    ContainerExit,
     Job,
     JobState,
     LifecycleDecision,
     LifecycleInput,
-    Memory,
-    Outcome,
+    OutcomeKind,
+    PersistedState,
+    RunOutcome,
     Service,
     Suspension,
 )
-from scalerl_operator.policy.memory_status import memory_fields, remembered
+from scalerl_operator.policy.persisted_state import persisted_fields, persisted_state
 from scalerl_operator.policy.restarts import Record
 
 FIELDS = ("recipe.loss.cispo.ratioCap", "podTemplate.volumeMounts.0.mountPath")
@@ -37,35 +37,35 @@ SENTENCE = (
 )
 EDITED = replace(FIRST, has_trained=True, unproven_since=120)
 LIVE = replace(RUNNING, steps=120, unproven=FIELDS, status=status([], step=120, published_version=120))
-BAD = Ended(2, "task.jsonl.path: /data/dat.jsonl does not exist")
-FAILED = Job(JobState.FAILED, ends=(BAD,))
+BAD = ContainerExit(2, "task.jsonl.path: /data/dat.jsonl does not exist")
+FAILED = Job(JobState.FAILED, exits=(BAD,))
 NO_STATUS: dict[str, Any] = {"status": None, "trainer": Job()}
 
-FAILURES: dict[str, tuple[dict[str, Any], Memory, str]] = {
+FAILURES: dict[str, tuple[dict[str, Any], PersistedState, str]] = {
     "preparation rejects its input": (NO_STATUS | {"prepare": FAILED}, EDITED, "BadInput: task.jsonl.path:"),
     "preparation runs out of memory": (
-        NO_STATUS | {"prepare": Job(JobState.FAILED, ends=(Ended(137, "OOMKilled"),))},
+        NO_STATUS | {"prepare": Job(JobState.FAILED, exits=(ContainerExit(137, "OOMKilled"),))},
         EDITED,
         "PrepareFailed: OOMKilled",
     ),
     "trainer rejects its input": ({"trainer": replace(FAILED, attempt=1)}, EDITED, "BadInput: trainer: "),
     "trainer never becomes ready": (
-        {"trainer": Job(JobState.FAILED, 1, (Ended(137, "OOMKilled"),))},
+        {"trainer": Job(JobState.FAILED, 1, (ContainerExit(137, "OOMKilled"),))},
         replace(EDITED, ready_since=None, record=Record(consecutive_failures=5, failed_starts=5)),
         "StartsFailed: trainer: it failed 6 times in a row before it was ready: OOMKilled",
     ),
     "trainer fails at its first step, again and again": (
-        {"trainer": Job(JobState.FAILED, 1, (Ended(1, "out of memory"),))},
+        {"trainer": Job(JobState.FAILED, 1, (ContainerExit(1, "out of memory"),))},
         replace(EDITED, record=Record(consecutive_failures=20, has_been_ready=True)),
         "BackoffLimitExceeded: trainer: it was restarted 20 times",
     ),
     "training diverges": (
-        {"trainer": Job(JobState.FAILED, 1, (Ended(3, "loss is nan"),))},
+        {"trainer": Job(JobState.FAILED, 1, (ContainerExit(3, "loss is nan"),))},
         replace(EDITED, record=Record(diverged=True)),
         "Diverged: trainer: BROKEN",
     ),
     "coordinator rejects its input": (
-        {"status": None, "coordinator": Service(bad_input=Ended(2, "no tracker"))},
+        {"status": None, "coordinator": Service(bad_input=ContainerExit(2, "no tracker"))},
         EDITED,
         "BadInput: coordinator: no tracker",
     ),
@@ -75,35 +75,41 @@ FAILURES: dict[str, tuple[dict[str, Any], Memory, str]] = {
         "BackoffLimitExceeded: math-coordinator-0 was restarted 21 times",
     ),
     "generators reject their input": (
-        {"trainer": Job(JobState.COMPLETE, 1), "generators": Service(bad_input=Ended(2, "no such option"))},
+        {"trainer": Job(JobState.COMPLETE, 1), "generators": Service(bad_input=ContainerExit(2, "no such option"))},
         EDITED,
         "BadInput: generator: no such option",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "memory", "says"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(("change", "persisted", "says"), FAILURES.values(), ids=FAILURES)
 def test_failure_after_an_edit_holds_a_run_that_has_trained(
-    change: dict[str, Any], memory: Memory, says: str
+    change: dict[str, Any], persisted: PersistedState, says: str
 ) -> None:
-    decision = decide(SPEC, replace(LIVE, **change), memory)
-    outcome = decision.memory.outcome
+    decision = decide(SPEC, replace(LIVE, **change), persisted)
+    outcome = decision.persisted.outcome
     assert outcome is not None
-    assert (decision.phase, outcome.end, outcome.reason) == ("Suspended", End.HELD, "EditFailed")
+    assert (decision.phase, outcome.kind, outcome.reason) == (
+        "Suspended",
+        OutcomeKind.SUSPENDED,
+        "EditFailed",
+    )
     assert outcome.message.startswith(says)
     assert outcome.message.endswith(SENTENCE)
     assert (decision.coordinator, decision.generators) == (False, 0), "it holds no devices"
 
 
-@pytest.mark.parametrize(("change", "memory", "says"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(("change", "persisted", "says"), FAILURES.values(), ids=FAILURES)
 def test_failure_of_a_run_that_has_not_trained_ends_it(
-    change: dict[str, Any], memory: Memory, says: str
+    change: dict[str, Any], persisted: PersistedState, says: str
 ) -> None:
     new = status([], step=0, published_version=-1) if change.get("status", LIVE.status) else None
     never = replace(LIVE, **{**change, "status": new}, steps=0, edit=SpecEdit(FIELDS))
-    outcome = decide(SPEC, never, replace(memory, has_trained=False, unproven_since=None)).memory.outcome
+    outcome = decide(
+        SPEC, never, replace(persisted, has_trained=False, unproven_since=None)
+    ).persisted.outcome
     assert outcome is not None
-    assert outcome.end is End.FAILED
+    assert outcome.kind is OutcomeKind.FAILED
     assert outcome.reason == says.partition(":")[0]
 
 
@@ -111,86 +117,88 @@ def test_failure_of_a_run_that_has_not_trained_ends_it(
 def test_edit_is_proven_by_steps(steps: int) -> None:
     ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
     later = replace(ready, status=status([], step=120 + steps), steps=120 + steps)
-    memory = decide(SPEC, later, EDITED).memory
-    assert (memory.unproven_since is None) == (steps == PROVEN_STEPS)
+    persisted = decide(SPEC, later, EDITED).persisted
+    assert (persisted.unproven_since is None) == (steps == PROVEN_STEPS)
     failed = replace(later, trainer=replace(FAILED, attempt=1))
-    outcome = decide(SPEC, failed, memory).memory.outcome
+    outcome = decide(SPEC, failed, persisted).persisted.outcome
     assert outcome is not None
-    assert outcome.end is (End.FAILED if steps == PROVEN_STEPS else End.HELD)
+    assert outcome.kind is (OutcomeKind.FAILED if steps == PROVEN_STEPS else OutcomeKind.SUSPENDED)
 
 
 def test_edit_without_a_restart_is_no_cause() -> None:
-    memory = decide(SPEC, replace(LIVE, edit=SpecEdit(("budget.maxSeconds",))), FIRST).memory
-    assert (memory.has_trained, memory.unproven_since) == (True, None)
-    memory = decide(SPEC, replace(LIVE, edit=SpecEdit(("trace",))), FIRST).memory
-    assert memory.unproven_since == 120
+    persisted = decide(SPEC, replace(LIVE, edit=SpecEdit(("budget.maxSeconds",))), FIRST).persisted
+    assert (persisted.has_trained, persisted.unproven_since) == (True, None)
+    persisted = decide(SPEC, replace(LIVE, edit=SpecEdit(("trace",))), FIRST).persisted
+    assert persisted.unproven_since == 120
 
 
 def test_steps_with_the_generators_before_prove_no_edit() -> None:
     """They train on while those of the edited spec crash."""
     ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
     later = replace(ready, status=status([], step=180), steps=180, started=False)
-    memory = decide(SPEC, later, EDITED).memory
-    assert memory.unproven_since == 180
-    memory = decide(SPEC, replace(later, status=status([], step=189), started=True), memory).memory
-    assert memory.unproven_since == 180
-    assert decide(SPEC, replace(ready, status=status([], step=190)), memory).memory.unproven_since is None
+    persisted = decide(SPEC, later, EDITED).persisted
+    assert persisted.unproven_since == 180
+    persisted = decide(SPEC, replace(later, status=status([], step=189), started=True), persisted).persisted
+    assert persisted.unproven_since == 180
+    assert (
+        decide(SPEC, replace(ready, status=status([], step=190)), persisted).persisted.unproven_since is None
+    )
 
 
 @pytest.mark.parametrize("recorded", [0, 100])
 def test_steps_that_are_not_recorded_yet_prove_no_edit(recorded: int) -> None:
     """The status has the first steps seconds later, others up to 15 s later; a drain ends with a step of the spec before."""
-    memory = FIRST if recorded == 0 else replace(FIRST, has_trained=True)
+    persisted = FIRST if recorded == 0 else replace(FIRST, has_trained=True)
     observed = replace(LIVE, steps=recorded, edit=SpecEdit(FIELDS), prepare=replace(DONE, stale=True))
-    memory = decide(SPEC, observed, memory).memory
-    assert (memory.has_trained, memory.unproven_since) == (True, 120)
+    persisted = decide(SPEC, observed, persisted).persisted
+    assert (persisted.has_trained, persisted.unproven_since) == (True, 120)
     draining = replace(observed, edit=SpecEdit(), status=status([], step=121, published_version=121))
-    memory = decide(SPEC, draining, memory).memory
-    assert memory.unproven_since == 121
-    outcome = decide(SPEC, replace(LIVE, **NO_STATUS | {"prepare": FAILED}), memory).memory.outcome
+    persisted = decide(SPEC, draining, persisted).persisted
+    assert persisted.unproven_since == 121
+    outcome = decide(SPEC, replace(LIVE, **NO_STATUS | {"prepare": FAILED}), persisted).persisted.outcome
     assert outcome is not None
-    assert outcome.end is End.HELD
+    assert outcome.kind is OutcomeKind.SUSPENDED
 
 
 def test_resumption_that_fails_holds_the_run() -> None:
     """Nothing was edited: another release of the operator, or a hub that is away."""
-    rest = replace(EDITED, rest=Suspension.YES, unproven_since=None)
+    rest = replace(EDITED, suspension=Suspension.YES, unproven_since=None)
     quiet = replace(LIVE, **NO_STATUS, prepare=Job(), unproven=())
-    resumed = decide(SPEC, quiet, rest).memory
-    outcome = decide(SPEC, replace(quiet, prepare=FAILED), resumed).memory.outcome
+    resumed = decide(SPEC, quiet, rest).persisted
+    outcome = decide(SPEC, replace(quiet, prepare=FAILED), resumed).persisted.outcome
     assert outcome is not None
-    assert (outcome.end, outcome.reason, outcome.message) == (End.HELD, "BadInput", BAD.message)
+    assert (outcome.kind, outcome.reason, outcome.message) == (OutcomeKind.SUSPENDED, "BadInput", BAD.message)
 
 
-def held(**change: Any) -> tuple[LifecycleInput, Memory]:
+def held(**change: Any) -> tuple[LifecycleInput, PersistedState]:
     """A run that is held since its preparation failed, whose Job is still there."""
     observed = replace(LIVE, **NO_STATUS, prepare=FAILED)
-    memory = decide(SPEC, observed, EDITED).memory
-    assert memory.outcome is not None
-    return replace(observed, **change), memory
+    persisted = decide(SPEC, observed, EDITED).persisted
+    assert persisted.outcome is not None
+    return replace(observed, **change), persisted
 
 
-def until_started(observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+def until_started(observed: LifecycleInput, persisted: PersistedState) -> LifecycleDecision:
     """The decisions until the preparation is created again, with an operator that dies before it acts on any of them."""
     observed = replace(observed, edit=SpecEdit())
     for _ in range(3):  # its Jobs are still there
-        decision = decide(SPEC, observed, memory)
+        decision = decide(SPEC, observed, persisted)
         assert exists(decision) == (False, False, 0, None)
-        assert (decision.phase, decision.memory) == ("Pending", memory)
-    leaving = replace(observed, prepare=replace(observed.prepare, state=JobState.LEAVING))
-    assert exists(decide(SPEC, leaving, memory)) == (False, False, 0, None)
-    return decide(SPEC, replace(observed, prepare=Job(), trainer=Job()), memory)
+        assert (decision.phase, decision.persisted) == ("Pending", persisted)
+    terminating = replace(observed, prepare=replace(observed.prepare, state=JobState.TERMINATING))
+    assert exists(decide(SPEC, terminating, persisted)) == (False, False, 0, None)
+    return decide(SPEC, replace(observed, prepare=Job(), trainer=Job()), persisted)
 
 
 def test_mended_spec_continues_from_the_checkpoint() -> None:
-    observed, memory = held(edit=SpecEdit(("podTemplate.volumeMounts.0.mountPath",)))
-    decision = decide(SPEC, observed, memory)
+    observed, persisted = held(edit=SpecEdit(("podTemplate.volumeMounts.0.mountPath",)))
+    decision = decide(SPEC, observed, persisted)
     assert (decision.phase, exists(decision)) == ("Pending", (False, False, 0, None))
-    assert decision.memory.outcome is None
-    decision = until_started(observed, decision.memory)
-    assert (exists(decision), decision.memory.resumed) == ((True, False, 0, None), True)
+    assert decision.persisted.outcome is None
+    decision = until_started(observed, decision.persisted)
+    assert (exists(decision), decision.persisted.resumed) == ((True, False, 0, None), True)
     started = replace(observed, edit=SpecEdit(), prepare=DONE, trainer=Job())
-    decision = decide(SPEC, started, decision.memory)
+    decision = decide(SPEC, started, decision.persisted)
     assert exists(decision) == (True, True, 1, 1)
 
 
@@ -198,31 +206,31 @@ def test_mended_spec_continues_from_the_checkpoint() -> None:
     "field", ["ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling.mode"]
 )
 def test_edit_that_mends_nothing_starts_nothing(field: str) -> None:
-    observed, memory = held(edit=SpecEdit((field,), raises_limit=True))
-    assert decide(SPEC, observed, memory).memory.outcome == memory.outcome
+    observed, persisted = held(edit=SpecEdit((field,), raises_limit=True))
+    assert decide(SPEC, observed, persisted).persisted.outcome == persisted.outcome
 
 
 def test_held_run_is_tried_again_by_suspending_and_resuming_it() -> None:
-    observed, memory = held(suspend=True, edit=SpecEdit(("suspend",)))
-    decision = decide(SPEC, observed, memory)
-    assert (decision.phase, decision.memory.outcome, decision.memory.rest) == (
+    observed, persisted = held(suspend=True, edit=SpecEdit(("suspend",)))
+    decision = decide(SPEC, observed, persisted)
+    assert (decision.phase, decision.persisted.outcome, decision.persisted.suspension) == (
         *("Suspended", None),
         Suspension.YES,
     )
-    decision = decide(SPEC, replace(observed, prepare=Job(), edit=SpecEdit()), decision.memory)
+    decision = decide(SPEC, replace(observed, prepare=Job(), edit=SpecEdit()), decision.persisted)
     assert (decision.phase, decision.again_seconds) == ("Suspended", None)
-    decision = decide(SPEC, replace(observed, prepare=Job(), suspend=False), decision.memory)
+    decision = decide(SPEC, replace(observed, prepare=Job(), suspend=False), decision.persisted)
     assert (decision.phase, decision.prepare) == ("Pending", True)
 
 
 def test_held_run_is_deleted_at_once() -> None:
-    observed, memory = held(deleting=True, edit=SpecEdit(FIELDS))
-    assert decide(None, observed, memory).release
+    observed, persisted = held(deleting=True, edit=SpecEdit(FIELDS))
+    assert decide(None, observed, persisted).release
 
 
 def test_generator_failure_saves_the_training_first() -> None:
     """The coordinator answers; and an edit that is reverted meanwhile stops nothing."""
-    bad = Service(bad_input=Ended(2, "no such option"))
+    bad = Service(bad_input=ContainerExit(2, "no such option"))
     observed = replace(LIVE, generators=bad, trainer=Job(JobState.ACTIVE, 1, ready=True))
     decision = decide(SPEC, observed, EDITED)
     assert (decision.phase, decision.request_stop, exists(decision)) == (
@@ -231,28 +239,35 @@ def test_generator_failure_saves_the_training_first() -> None:
     )
     told = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
     starting = replace(observed, generators=Service(starting=1), status=told)
-    mended = decide(SPEC, replace(starting, edit=SpecEdit(FIELDS)), decision.memory)
-    assert (mended.phase, mended.request_stop, mended.memory.drain_since) == ("Running", "", None)
-    assert mended.memory.holding is None
+    mended = decide(SPEC, replace(starting, edit=SpecEdit(FIELDS)), decision.persisted)
+    assert (mended.phase, mended.request_stop, mended.persisted.drain_since) == ("Running", "", None)
+    assert mended.persisted.suspending_for is None
     left = replace(observed, trainer=Job(JobState.COMPLETE, 1), status=told)
-    assert decide(SPEC, left, decision.memory).phase == "Suspended"
+    assert decide(SPEC, left, decision.persisted).phase == "Suspended"
 
 
 @pytest.mark.parametrize("bad", ["generators", "coordinator"])
 def test_drain_of_a_held_run_goes_on_until_a_user_ends_it(bad: str) -> None:
     """Also without an answer, and when what has failed starts again; through the run's status."""
-    failed: dict[str, Any] = {bad: Service(bad_input=Ended(2, "no such option"))}
+    failed: dict[str, Any] = {bad: Service(bad_input=ContainerExit(2, "no such option"))}
     ready = replace(LIVE, trainer=Job(JobState.ACTIVE, 1, ready=True))
-    memory = decide(SPEC, replace(ready, **failed), EDITED).memory
-    assert memory.holding is not None
-    assert remembered(RunStatus().model_copy(update=memory_fields(memory))).holding == memory.holding
+    persisted = decide(SPEC, replace(ready, **failed), EDITED).persisted
+    assert persisted.suspending_for is not None
+    assert (
+        persisted_state(RunStatus().model_copy(update=persisted_fields(persisted))).suspending_for
+        == persisted.suspending_for
+    )
     later = replace(ready, unix_seconds=160.0)
     for change in ({"status": None, **failed}, {bad: Service(starting=1)}):
-        decision = decide(SPEC, replace(later, **change), memory)
-        assert (decision.phase, decision.trainer, decision.memory.drain_since) == ("Suspending", 1, 100.0)
-        assert decision.memory.holding == memory.holding
-    ended = decide(SPEC, replace(later, trainer=Job(JobState.COMPLETE, 1)), memory)
-    assert (ended.phase, ended.memory.outcome, ended.memory.holding) == ("Suspended", memory.holding, None)
+        decision = decide(SPEC, replace(later, **change), persisted)
+        assert (decision.phase, decision.trainer, decision.persisted.drain_since) == ("Suspending", 1, 100.0)
+        assert decision.persisted.suspending_for == persisted.suspending_for
+    ended = decide(SPEC, replace(later, trainer=Job(JobState.COMPLETE, 1)), persisted)
+    assert (ended.phase, ended.persisted.outcome, ended.persisted.suspending_for) == (
+        "Suspended",
+        persisted.suspending_for,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,22 +283,22 @@ def test_limit_ends_a_run_whose_trainer_cannot_return(saved: int, lost: str) -> 
         checkpoint_version=saved,
         wall_seconds=2000.0,
     )
-    observed, memory = replace(LIVE, status=given), replace(EDITED, ready_since=None)
-    decision = decide(SPEC, observed, memory)
-    assert (decision.phase, decision.memory.awaited_since) == ("Finishing", 100.0)
+    observed, persisted = replace(LIVE, status=given), replace(EDITED, ready_since=None)
+    decision = decide(SPEC, observed, persisted)
+    assert (decision.phase, decision.persisted.awaited_since) == ("Finishing", 100.0)
     early = replace(observed, unix_seconds=99.0 + DRAIN_SECONDS)
-    assert decide(SPEC, early, decision.memory).phase == "Finishing"
+    assert decide(SPEC, early, decision.persisted).phase == "Finishing"
     back = replace(early, trainer=Job(JobState.ACTIVE, 1, ready=True))
-    assert decide(SPEC, back, decision.memory).memory.awaited_since is None
-    silent = decide(SPEC, replace(early, status=None), decision.memory).memory
+    assert decide(SPEC, back, decision.persisted).persisted.awaited_since is None
+    silent = decide(SPEC, replace(early, status=None), decision.persisted).persisted
     ended = decide(SPEC, replace(observed, unix_seconds=100.0 + DRAIN_SECONDS), silent)
-    assert ended.memory.outcome is not None
+    assert ended.persisted.outcome is not None
     assert (ended.phase, exists(ended)) == ("Completed", (True, False, 0, None))
-    assert lost in ended.memory.outcome.message
+    assert lost in ended.persisted.outcome.message
 
 
 def test_failed_run_that_was_suspended_before_stays_failed() -> None:
-    failed = replace(FIRST, outcome=Outcome(End.FAILED, "BadInput", "x"))  # type: ignore[arg-type]
+    failed = replace(FIRST, outcome=RunOutcome(OutcomeKind.FAILED, "BadInput", "x"))  # type: ignore[arg-type]
     observed = replace(LIVE, **NO_STATUS, suspend=True)
     assert decide(SPEC, observed, failed).phase == "Failed"
     assert decide(SPEC, replace(observed, edit=SpecEdit(("suspend",))), failed).phase == "Suspended"
@@ -291,21 +306,27 @@ def test_failed_run_that_was_suspended_before_stays_failed() -> None:
 
 def test_refused_publish_holds_the_run_whatever_it_has_trained() -> None:
     """A first publish, too; with the edited fields, if there are any."""
-    failed = Job(JobState.FAILED, 1, (Ended(5, "PUBLISH REFUSED: KL of generator-0 3 nats"),))
+    failed = Job(JobState.FAILED, 1, (ContainerExit(5, "PUBLISH REFUSED: KL of generator-0 3 nats"),))
     observed = replace(RUNNING, trainer=failed)
-    memory = replace(FIRST, record=Record(publish_refused=True))
-    decision = decide(SPEC, observed, memory)
-    outcome = decision.memory.outcome
+    persisted = replace(FIRST, record=Record(publish_refused=True))
+    decision = decide(SPEC, observed, persisted)
+    outcome = decision.persisted.outcome
     assert outcome is not None
-    assert (decision.phase, outcome.end, outcome.reason) == ("Suspended", End.HELD, "PublishRefused")
+    assert (decision.phase, outcome.kind, outcome.reason) == (
+        "Suspended",
+        OutcomeKind.SUSPENDED,
+        "PublishRefused",
+    )
     assert outcome.message.endswith("KL of generator-0 3 nats")
-    outcome = decide(SPEC, replace(observed, unproven=FIELDS), memory).memory.outcome
+    outcome = decide(SPEC, replace(observed, unproven=FIELDS), persisted).persisted.outcome
     assert outcome is not None
     assert (outcome.reason, outcome.message.endswith(SENTENCE)) == ("PublishRefused", True)
     mended = replace(observed, edit=SpecEdit(("weightSync.probeLimit",)))
-    decision = decide(SPEC, mended, decision.memory)
-    decision = decide(SPEC, replace(mended, edit=SpecEdit(), prepare=Job(), trainer=Job()), decision.memory)
-    assert (decision.prepare, decision.memory.record.publish_refused) == (True, False)
+    decision = decide(SPEC, mended, decision.persisted)
+    decision = decide(
+        SPEC, replace(mended, edit=SpecEdit(), prepare=Job(), trainer=Job()), decision.persisted
+    )
+    assert (decision.prepare, decision.persisted.record.publish_refused) == (True, False)
 
 
 # --- completed and failed runs -------------------------------------------------------------------
@@ -313,7 +334,7 @@ def test_refused_publish_holds_the_run_whatever_it_has_trained() -> None:
 COMPLETED = replace(
     *(FIRST,),
     has_trained=True,
-    outcome=Outcome(End.COMPLETED, "BudgetReached", "maxSteps"),  # type: ignore[arg-type]
+    outcome=RunOutcome(OutcomeKind.COMPLETED, "BudgetReached", "maxSteps"),  # type: ignore[arg-type]
 )
 
 
@@ -321,30 +342,30 @@ COMPLETED = replace(
 def test_raised_limit_continues_a_completed_run(reason: str) -> None:
     ended = replace(LIVE, status=None, trainer=Job(JobState.COMPLETE, 1))
     again = decide(SPEC, ended, COMPLETED)
-    assert again.memory.outcome == COMPLETED.outcome
-    assert again.memory == decide(SPEC, replace(ended, suspend=True), COMPLETED).memory
+    assert again.persisted.outcome == COMPLETED.outcome
+    assert again.persisted == decide(SPEC, replace(ended, suspend=True), COMPLETED).persisted
     raised = replace(ended, edit=SpecEdit(("budget.maxSteps",), raises_limit=True))
     decision = decide(SPEC, raised, COMPLETED)
-    assert (decision.phase, decision.memory.outcome) == ("Pending", None)
-    decision = until_started(replace(ended, prepare=DONE), decision.memory)
-    assert decision.memory.resumed
+    assert (decision.phase, decision.persisted.outcome) == ("Pending", None)
+    decision = until_started(replace(ended, prepare=DONE), decision.persisted)
+    assert decision.persisted.resumed
     # The coordinator has the reason of the last end in its journal; its own ends are void by the new limit.
     phase = CoordinatorPhase.WAITING if reason == "maxSteps" else CoordinatorPhase.FINISHED
     told = replace(LIVE, status=reported(phase, reason), trainer=Job())
-    decision = decide(SPEC, told, decision.memory)
-    assert decision.memory.outcome is None
+    decision = decide(SPEC, told, decision.persisted)
+    assert decision.persisted.outcome is None
     assert (decision.trainer, decision.request_stop) == (1, None if reason == "maxSteps" else "")
     assert decision.phase == "Running"
 
 
 def test_mended_spec_continues_a_failed_run() -> None:
-    failed = decide(SPEC, LifecycleInput(0.0, prepare=FAILED), Memory())
+    failed = decide(SPEC, LifecycleInput(0.0, prepare=FAILED), PersistedState())
     assert failed.phase == "Failed"
     decision = decide(
-        SPEC, LifecycleInput(0.0, prepare=FAILED, edit=SpecEdit(("podTemplate",))), failed.memory
+        SPEC, LifecycleInput(0.0, prepare=FAILED, edit=SpecEdit(("podTemplate",))), failed.persisted
     )
-    decision = until_started(LifecycleInput(0.0, prepare=FAILED), decision.memory)
-    assert (decision.prepare, decision.memory.unproven_since) == (True, None)
+    decision = until_started(LifecycleInput(0.0, prepare=FAILED), decision.persisted)
+    assert (decision.prepare, decision.persisted.unproven_since) == (True, None)
 
 
 def spec_of(**sections: Any) -> RunSpec:

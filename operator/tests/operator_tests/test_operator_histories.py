@@ -25,8 +25,8 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.local.run import LocalRun
 from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_operator.local.supervisor import Roles
-from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState, LifecycleDecision, Service
-from scalerl_operator.policy.memory_status import memory_fields, remembered
+from scalerl_operator.policy.lifecycle_types import ContainerExit, Job, JobState, LifecycleDecision, Service
+from scalerl_operator.policy.persisted_state import persisted_fields, persisted_state
 from scalerl_operator.policy.runtime import step
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role
@@ -44,7 +44,7 @@ class Scene:
     trainer: Job = NONE
     ready: bool = True
     """Coordinator and generators."""
-    bad_input: Ended | None = None
+    bad_input: ContainerExit | None = None
     """Of the generators."""
     suspend: bool = False
     coordinator: dict[str, Any] | None = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Scene:
 
 def trainer(attempt: int, *codes: int, state: JobState = JobState.ACTIVE) -> Job:
     """A ready attempt, or one that has failed with these exit codes."""
-    ends = tuple(Ended(code, f"line {code}") for code in codes)
+    ends = tuple(ContainerExit(code, f"line {code}") for code in codes)
     return Job(
         JobState.FAILED if codes else state, attempt, ends, ready=not codes and state is JobState.ACTIVE
     )
@@ -113,12 +113,12 @@ SCRIPTS: dict[str, tuple[list[Scene], str, str]] = {
         "StartsFailed",
     ),
     "wrong input of the preparation": (
-        [*BEGIN[:2], Scene(prepare=Job(JobState.FAILED, ends=(Ended(2, "no model"),)), coordinator=None)],
+        [*BEGIN[:2], Scene(prepare=Job(JobState.FAILED, exits=(ContainerExit(2, "no model"),)), coordinator=None)],
         "Failed",
         "BadInput",
     ),
     "wrong input of the generators": (
-        [*BEGIN, Scene(ready=False, bad_input=Ended(2, "no layer"), coordinator={"published_version": -1})],
+        [*BEGIN, Scene(ready=False, bad_input=ContainerExit(2, "no layer"), coordinator={"published_version": -1})],
         "Failed",
         "BadInput",
     ),
@@ -142,7 +142,7 @@ class ClusterHistory:
     def reconcile(self, scene: Scene, now: float) -> tuple[LifecycleDecision, RunStatus]:
         self.obj["spec"]["suspend"] = scene.suspend
         before = RunStatus.read(self.obj["status"])
-        run = Run(self.obj, {}, now, before, remembered(before))
+        run = Run(self.obj, {}, now, before, persisted_state(before))
         accepted = accept(run)
         pods = tuple(_pod(role, scene) for role in (Role.COORDINATOR, Role.GENERATOR))
         observed = Observed(pods, scene.prepare, scene.trainer, serving=scene.ready, coordinator=scene.status)
@@ -203,12 +203,12 @@ async def test_histories_are_the_same(tmp_path: Path, name: str) -> None:
             processes.scene, local._suspend = scene, scene.suspend
             coordinator.changes = {"step": 20, "published_version": 20} | (scene.coordinator or {})
             decided, expected = cluster.reconcile(scene, now[0])
-            decision = await step(local, local._run.spec, local._memory)
-            local._memory = decision.memory
+            decision = await step(local, local._run.spec, local._persisted)
+            local._persisted = decision.persisted
             found = local._file.status
             at = f"{name}, scene {number}: {scene}"
-            assert replace(decision, memory=decided.memory) == decided, at
-            assert memory_fields(remembered(found)) == memory_fields(remembered(expected)), at
+            assert replace(decision, persisted=decided.persisted) == decided, at
+            assert persisted_fields(persisted_state(found)) == persisted_fields(persisted_state(expected)), at
             assert _ends(found) == _ends(expected), at
             await asyncio.sleep(0)
     assert (found.phase, next(c.reason for c in found.conditions if c.status == "True")) == (phase, reason)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
-from scalerl_operator.build import render, spec_hash
-from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.apply import pinned
 from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Run
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import render, spec_hash
+from scalerl_operator.manifests.scope import Images
 from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle_types import LifecycleInput, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleInput, PersistedState
 from scalerl_operator.workloads import Role
 
 OLD = Images("trainer:1", "generator:1", "operator:1")
@@ -90,7 +90,7 @@ def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> 
     roles = (Role.PREPARE, Role.TRAINER)
     observed = observe(cluster.objects, UID, {role: spec_hash(run, role) for role in roles})
     inputs = LifecycleInput(unix_seconds=0.0, prepare=observed.prepare, trainer=observed.trainer)
-    decision = lifecycle.decide(run.spec, inputs, Memory(attempt=1))
+    decision = lifecycle.decide(run.spec, inputs, PersistedState(attempt=1))
     assert (decision.prepare, decision.coordinator, decision.generators, decision.trainer) == (
         *(False, False, 0, None),
     )

@@ -7,7 +7,7 @@ import pytest
 from operator_tests.builders import container, pod
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
 from scalerl_operator.controller.observe import pod_view
-from scalerl_operator.policy.lifecycle_types import Ended
+from scalerl_operator.policy.lifecycle_types import ContainerExit
 from scalerl_operator.workloads import Role
 
 
@@ -17,7 +17,7 @@ def test_exit_codes_of_init_containers_mean_nothing(code: int) -> None:
     failed = container({"terminated": {"exitCode": code, "message": "no such bucket"}}) | {"name": "fetch"}
     waiting = container({"waiting": {"reason": "PodInitializing"}})
     view = pod_view(pod("p", Role.TRAINER, waiting, initContainerStatuses=[failed], phase="Failed"))
-    assert view.ends == (Ended(1, "init container fetch: no such bucket"),)
+    assert view.exits == (ContainerExit(1, "init container fetch: no such bucket"),)
     assert view.bad_input is None
     assert not view.steps_lost
 

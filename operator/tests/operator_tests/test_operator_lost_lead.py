@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from kubernetes.aio.client.configuration import Configuration
 
-from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import Unreachable
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.transport import Call, translated
+from scalerl_operator.manifests.scope import Images
 
 
 async def test_decisions_of_an_earlier_lead_are_forgotten() -> None:

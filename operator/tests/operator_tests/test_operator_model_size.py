@@ -17,13 +17,13 @@ from scalerl_api.memory import ModelSize, trainer_rank_memory
 from scalerl_api.pod_memory import container_bytes
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus
-from scalerl_operator.build import render
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.observe import observe, pod_view
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.lifecycle_types import JobState, LifecycleDecision, Memory
+from scalerl_operator.manifests import render
+from scalerl_operator.policy.lifecycle_types import JobState, LifecycleDecision, PersistedState
 from scalerl_operator.workloads import Role
 
 QWEN_1_5B = ModelStatus(
@@ -187,7 +187,7 @@ def test_preparation_ends_with_its_pod() -> None:
 
 
 def test_report_is_stored_and_kept_without_its_pod() -> None:
-    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
+    decision = LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1))
     at = findings(cluster_run(model=PATH), decision=decision)
     assert report(at).model is None
     observed = Observed(pods=(pod_view(ended(QWEN_1_5B.model_dump_json(by_alias=True))),))
@@ -198,7 +198,7 @@ def test_report_is_stored_and_kept_without_its_pod() -> None:
 
 
 def test_new_report_is_rendered() -> None:
-    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
+    decision = LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1))
     at = findings(cluster_run(model=PATH), decision=decision)
     then = findings(cluster_run(model=PATH), RunStatus(model=QWEN_1_5B), decision=decision)
     assert fingerprint(then, EVERYTHING, IMAGES) != fingerprint(at, EVERYTHING, IMAGES)
@@ -208,7 +208,7 @@ def test_new_report_is_rendered() -> None:
 
 
 def accepted(size: ModelStatus | None = QWEN_1_5B, **spec: Any) -> tuple[str, str]:
-    decision = LifecycleDecision(Phase.RUNNING, Memory(attempt=1))
+    decision = LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1))
     at = findings(cluster_run(model=PATH, **spec), RunStatus(model=size), decision=decision)
     condition = next(c for c in report(at).conditions if c.type == ConditionType.ACCEPTED)
     return condition.reason, condition.message

@@ -12,7 +12,6 @@ import pytest
 
 from operator_tests.virtual_time import run
 from scalerl_api.spec import API_VERSION, KIND
-from scalerl_operator.build.scope import Images
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import errors
@@ -26,6 +25,7 @@ from scalerl_operator.kube.namespace_claims import (
     NamespaceClaims,
 )
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.scope import Images
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.settings import Settings
 

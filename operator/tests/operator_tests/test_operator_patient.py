@@ -9,7 +9,7 @@ from scalerl_api.conditions import Reason
 from scalerl_operator.controller.observe import ignore_young_pods, observe
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.memory_status import rfc3339
+from scalerl_operator.policy.persisted_state import rfc3339
 from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0

@@ -20,32 +20,32 @@ from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import (
-    HELD_SECONDS,
+    GATED_SECONDS,
     Job,
     JobState,
     LifecycleDecision,
     LifecycleInput,
-    Memory,
+    PersistedState,
 )
 from scalerl_operator.workloads import Role
 
-HELD = Job(JobState.ACTIVE, 1, held=True)
+HELD = Job(JobState.ACTIVE, 1, gated=True)
 QUEUED = replace(RUNNING, queued=True, serving=True)
 
 
 def test_run_starts_with_admitted_workloads() -> None:
     """No generator holds a device that the trainer then lacks."""
-    waiting = LifecycleInput(0.0, queued=True, prepare=Job(JobState.ACTIVE, held=True))
-    decision = decide(SPEC, waiting, Memory())
+    waiting = LifecycleInput(0.0, queued=True, prepare=Job(JobState.ACTIVE, gated=True))
+    decision = decide(SPEC, waiting, PersistedState())
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, None))
-    decision = decide(SPEC, replace(waiting, prepare=DONE), Memory())
+    decision = decide(SPEC, replace(waiting, prepare=DONE), PersistedState())
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
     assert decision.again_seconds is not None, "the Job is yet to be seen"
     held = replace(waiting, prepare=DONE, trainer=HELD)
-    decision = decide(SPEC, held, decision.memory)
+    decision = decide(SPEC, held, decision.persisted)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
     assert decision.again_seconds is None, "the queue's word wakes us"
-    decision = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), decision.memory)
+    decision = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), decision.persisted)
     assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
 
 
@@ -53,9 +53,9 @@ def test_run_starts_with_admitted_workloads() -> None:
     ("trainer", "at_work"),
     [
         (HELD, False),
-        (replace(HELD, ending=True), True),
-        (replace(HELD, held=False), True),
-        (Job(JobState.LEAVING, 1), True),
+        (replace(HELD, pods_terminating=True), True),
+        (replace(HELD, gated=False), True),
+        (Job(JobState.TERMINATING, 1), True),
         (Job(JobState.FAILED, 1), False),
     ],
 )
@@ -65,77 +65,86 @@ def test_queued_trainer_has_no_volume_mounted(trainer: Job, at_work: bool) -> No
 
 
 def test_without_a_queue_all_begins_at_once() -> None:
-    assert exists(decide(SPEC, LifecycleInput(0.0, prepare=DONE), Memory())) == (True, True, 1, 1)
+    assert exists(decide(SPEC, LifecycleInput(0.0, prepare=DONE), PersistedState())) == (True, True, 1, 1)
 
 
 def test_requeued_trainer_is_no_failure_and_frees_the_run() -> None:
     """Generators would idle on their devices, and the coordinator's clock use the budget up."""
-    saving = replace(QUEUED, trainer=replace(HELD, ending=True))
-    for now in (100.0, 100.0 + 2 * HELD_SECONDS):
-        decision = decide(SPEC, replace(saving, unix_seconds=now), replace(FIRST, held_since=100.0))
+    saving = replace(QUEUED, trainer=replace(HELD, pods_terminating=True))
+    for now in (100.0, 100.0 + 2 * GATED_SECONDS):
+        decision = decide(SPEC, replace(saving, unix_seconds=now), replace(FIRST, gated_since=100.0))
         assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
-        assert decision.memory == replace(FIRST, held_since=100.0)
-    saved = replace(saving, unix_seconds=100.0 + 2 * HELD_SECONDS, trainer=HELD)
-    assert decide(SPEC, saved, decision.memory).phase == "Pending", "it has been held for long"
+        assert decision.persisted == replace(FIRST, gated_since=100.0)
+    saved = replace(saving, unix_seconds=100.0 + 2 * GATED_SECONDS, trainer=HELD)
+    assert decide(SPEC, saved, decision.persisted).phase == "Pending", "it has been held for long"
     short = replace(QUEUED, trainer=HELD, unix_seconds=100.0)
-    memory = decide(SPEC, short, FIRST).memory
-    short = replace(short, unix_seconds=99.0 + HELD_SECONDS)
-    decision = decide(SPEC, short, memory)
+    persisted = decide(SPEC, short, FIRST).persisted
+    short = replace(short, unix_seconds=99.0 + GATED_SECONDS)
+    decision = decide(SPEC, short, persisted)
     assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
-    assert (decision.memory.restarts, decision.memory.record, decision.memory.ready_since) == (
+    assert (decision.persisted.restarts, decision.persisted.record, decision.persisted.ready_since) == (
         0,
         FIRST.record,
         None,
     )
-    long = replace(short, unix_seconds=100.0 + HELD_SECONDS)
-    decision = decide(SPEC, long, decision.memory)
+    long = replace(short, unix_seconds=100.0 + GATED_SECONDS)
+    decision = decide(SPEC, long, decision.persisted)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
     back = replace(long, status=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
-    decision = decide(SPEC, back, decision.memory)
-    assert (decision.phase, exists(decision), decision.memory.attempt) == ("Running", (True, True, 1, 1), 1)
-    assert decision.memory.held_since is None
+    decision = decide(SPEC, back, decision.persisted)
+    assert (decision.phase, exists(decision), decision.persisted.attempt) == (
+        "Running",
+        (True, True, 1, 1),
+        1,
+    )
+    assert decision.persisted.gated_since is None
 
 
 def test_trainer_hold_uses_one_clock() -> None:
     """The API server's may go otherwise, and what it said of an earlier hold is past."""
     observed = seen(suspend=True, over=True).trainer
-    memory = FIRST
+    persisted = FIRST
     for now, there in (
         (5000.0, True),
         (4000.0, True),
-        (3999.0 + HELD_SECONDS, True),
-        (4000.0 + HELD_SECONDS, False),
+        (3999.0 + GATED_SECONDS, True),
+        (4000.0 + GATED_SECONDS, False),
     ):
-        decision = decide(SPEC, replace(QUEUED, trainer=observed, unix_seconds=now), memory)
-        memory = decision.memory
+        decision = decide(SPEC, replace(QUEUED, trainer=observed, unix_seconds=now), persisted)
+        persisted = decision.persisted
         assert (now, decision.coordinator) == (now, there)
 
 
 def test_next_attempt_is_admitted_again_while_others_stay() -> None:
     between = decide(SPEC, replace(QUEUED, trainer=Job()), replace(FIRST, last_recorded_attempt=1))
     assert exists(between) == (True, True, 1, 2)
-    held = replace(QUEUED, trainer=Job(JobState.ACTIVE, 2, held=True))
-    assert exists(decide(SPEC, held, between.memory)) == (True, True, 1, 2)
+    held = replace(QUEUED, trainer=Job(JobState.ACTIVE, 2, gated=True))
+    assert exists(decide(SPEC, held, between.persisted)) == (True, True, 1, 2)
 
 
 def test_requeue_at_the_end_needs_no_devices() -> None:
     over = replace(QUEUED, status=reported(CoordinatorPhase.FINISHED, "maxSteps"), trainer=HELD)
-    outcome = decide(SPEC, over, FIRST).memory.outcome
+    outcome = decide(SPEC, over, FIRST).persisted.outcome
     assert outcome is not None
     assert outcome.reason == "BudgetReached"
-    assert decide(SPEC, replace(over, trainer=replace(HELD, ending=True)), FIRST).memory.outcome is None
+    assert (
+        decide(SPEC, replace(over, trainer=replace(HELD, pods_terminating=True)), FIRST).persisted.outcome
+        is None
+    )
 
 
 @pytest.mark.parametrize(("ending", "released"), [(True, False), (False, True)])
 def test_deletion_while_requeued_saves_first(ending: bool, released: bool) -> None:
-    decision = decide(SPEC, replace(QUEUED, deleting=True, trainer=replace(HELD, ending=ending)), FIRST)
+    decision = decide(
+        SPEC, replace(QUEUED, deleting=True, trainer=replace(HELD, pods_terminating=ending)), FIRST
+    )
     assert decision.release == released
 
 
 # --- what is seen, and what is said of it -------------------------------------------------------------
 
 
-def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed:
+def seen(*, suspend: bool, over: bool = False, terminating: bool = True) -> Observed:
     """A trainer's Job that has been requeued, or admitted again, and one pod of it that is terminating, or not yet."""
     labels = {RUN_UID: UID, COMPONENT: Role.TRAINER, ATTEMPT: "1"}
     put_back = {"type": "Suspended", "status": str(suspend), "lastTransitionTime": "1970-01-01T00:01:40Z"}
@@ -145,7 +154,7 @@ def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed
         "status": {"conditions": [put_back]},
     }
     metadata = {"name": "pod", "labels": labels | {JOB_NAME: "job"}}
-    if leaving:
+    if terminating:
         metadata["deletionTimestamp"] = "1970-01-01T00:06:40Z"
     pod = {"metadata": metadata, "status": {"phase": "Succeeded" if over else "Running"}}
     return observe({("Job", "job"): job, ("Pod", "pod"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
@@ -153,11 +162,13 @@ def seen(*, suspend: bool, over: bool = False, leaving: bool = True) -> Observed
 
 def test_requeued_job_and_its_ending_pods_are_observed() -> None:
     trainer = seen(suspend=True).trainer
-    assert (trainer.held, trainer.ending) == (True, True)
-    assert not seen(suspend=True, over=True).trainer.ending
-    assert seen(suspend=True, leaving=False).trainer.ending, "the Job's controller has not deleted them yet"
-    assert not seen(suspend=False, leaving=False).trainer.ending
-    assert not seen(suspend=False).trainer.held
+    assert (trainer.gated, trainer.pods_terminating) == (True, True)
+    assert not seen(suspend=True, over=True).trainer.pods_terminating
+    assert seen(suspend=True, terminating=False).trainer.pods_terminating, (
+        "the Job's controller has not deleted them yet"
+    )
+    assert not seen(suspend=False, terminating=False).trainer.pods_terminating
+    assert not seen(suspend=False).trainer.gated
 
 
 def nothing() -> Observed:
@@ -165,7 +176,7 @@ def nothing() -> Observed:
 
 
 def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:
-    decision = LifecycleDecision(phase, Memory(attempt=1))
+    decision = LifecycleDecision(phase, PersistedState(attempt=1))
     run = cluster_run(labels={QUEUE: "team"})
     found = findings(run, before, observed=observed, decision=decision, coordinator=QUIET)
     condition = report(found).condition(type_)
@@ -195,7 +206,7 @@ def test_admitted_says_what_the_queue_has_done(
 def test_recreated_preparation_waits_for_quota_again() -> None:
     old = {"type": "Prepared", "status": "True", "reason": "Prepared", "message": ""}
     before = RunStatus.read({"conditions": [old | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]})
-    waiting = replace(nothing(), prepare=Job(JobState.ACTIVE, held=True))
+    waiting = replace(nothing(), prepare=Job(JobState.ACTIVE, gated=True))
     now = said(waiting, Phase.PENDING, before, ConditionType.PREPARED)
     assert now == ("False", Reason.WAITING_FOR_QUOTA)
     assert said(nothing(), Phase.SUSPENDED, before, ConditionType.PREPARED) == ("True", Reason.PREPARED)

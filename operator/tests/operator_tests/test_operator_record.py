@@ -7,12 +7,18 @@ from typing import Any, cast
 
 import pytest
 
-from scalerl_operator.build import run_record as module
-from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY, record
 from scalerl_operator.controller.parts import Run
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.manifests import run_record as module
+from scalerl_operator.manifests.run_record import (
+    EVENTS_KEY,
+    POINTS_LEFT_OUT,
+    RECORDED_CURVE_KEY,
+    RUN_KEY,
+    record,
+)
 from scalerl_operator.names import ENDED, RUN, RUN_UID, Names
 
 

@@ -21,8 +21,8 @@ from operator_tests.manifests import (
 )
 from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_run, parse_run
 from scalerl_operator import names
-from scalerl_operator.build import render, secret
-from scalerl_operator.build.scope import Desired
+from scalerl_operator.manifests import render, secret
+from scalerl_operator.manifests.scope import Desired
 from scalerl_trainer.launch import rank_environments
 
 

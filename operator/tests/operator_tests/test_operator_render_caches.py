@@ -16,8 +16,8 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import spec_hash
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import spec_hash
 from scalerl_operator.workloads import Role
 
 HUB: Object = {"hub": {"name": "me/model"}}

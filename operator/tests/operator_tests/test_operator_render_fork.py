@@ -14,7 +14,7 @@ from operator_tests.manifests import (
     pod_spec,
     rendered,
 )
-from scalerl_operator.build import spec_hash
+from scalerl_operator.manifests import spec_hash
 from scalerl_operator.workloads import Role
 
 FORK = cluster_run(**{"from": {"run": "v1.5-math", "step": 20}})

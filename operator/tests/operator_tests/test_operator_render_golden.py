@@ -13,7 +13,7 @@ import yaml
 
 from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, example
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import render
+from scalerl_operator.manifests import render
 from scalerl_operator.names import RENDERED_HASH
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scalerl_operator.policy.restarts import (
     Cause,
     GiveUp,
-    ProcessEnd,
+    ProcessExit,
     Record,
     Restart,
     RestartPolicy,
@@ -16,8 +16,8 @@ from scalerl_operator.policy.restarts import (
 )
 
 POLICY = RestartPolicy()
-CRASH = ProcessEnd(Cause.EXIT, 1, ready_seconds=5.0)
-EARLY = ProcessEnd(Cause.EXIT, 1, ready_seconds=None)
+CRASH = ProcessExit(Cause.EXIT, 1, ready_seconds=5.0)
+EARLY = ProcessExit(Cause.EXIT, 1, ready_seconds=None)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ EARLY = ProcessEnd(Cause.EXIT, 1, ready_seconds=None)
         (Record(4), CRASH, 16.0),
         (Record(5), CRASH, 30.0),
         (Record(19), CRASH, 30.0),
-        (Record(19), ProcessEnd(Cause.EXIT, -9, 599.0), 30.0),
-        (Record(19), ProcessEnd(Cause.EXIT, -9, 600.0), 1.0),  # ten healthy minutes
-        (Record(), ProcessEnd(Cause.EXIT, 0, 5.0), 1.0),  # a service that leaves early
-        (Record(), ProcessEnd(Cause.STARTUP_PROBE, None, None), 1.0),
-        (Record(), ProcessEnd(Cause.LIVENESS_PROBE, None, 50.0), 1.0),
+        (Record(19), ProcessExit(Cause.EXIT, -9, 599.0), 30.0),
+        (Record(19), ProcessExit(Cause.EXIT, -9, 600.0), 1.0),  # ten healthy minutes
+        (Record(), ProcessExit(Cause.EXIT, 0, 5.0), 1.0),  # a service that leaves early
+        (Record(), ProcessExit(Cause.STARTUP_PROBE, None, None), 1.0),
+        (Record(), ProcessExit(Cause.LIVENESS_PROBE, None, 50.0), 1.0),
         (Record(3, failed_starts=4), EARLY, 8.0),
         (Record(5, failed_starts=5), EARLY, "6 times in a row before it was ready"),
         (Record(5, failed_starts=5), CRASH, 30.0),  # it was ready: not a failed start
@@ -48,28 +48,28 @@ EARLY = ProcessEnd(Cause.EXIT, 1, ready_seconds=None)
             "restarted 20 times without 10 minutes of quiet",
         ),
         (Record(20), CRASH, "restarted 20 times without 10 minutes of quiet"),
-        (Record(), ProcessEnd(Cause.EXIT, 3, 5.0), 1.0),
+        (Record(), ProcessExit(Cause.EXIT, 3, 5.0), 1.0),
         (Record(1, diverged=True), CRASH, 2.0),
         (
             Record(1, diverged=True),
-            ProcessEnd(Cause.EXIT, 3, 5.0),
+            ProcessExit(Cause.EXIT, 3, 5.0),
             "BROKEN: training diverged again",
         ),
         (
             Record(1, diverged=True),
-            ProcessEnd(Cause.EXIT, 3, 600.0),
+            ProcessExit(Cause.EXIT, 3, 600.0),
             1.0,
         ),  # ten minutes on: not the same place
-        (Record(), ProcessEnd(Cause.EXIT, 5, 5.0), 1.0),
+        (Record(), ProcessExit(Cause.EXIT, 5, 5.0), 1.0),
         (Record(1, publish_refused=True), CRASH, 2.0),
-        (Record(1, diverged=True), ProcessEnd(Cause.EXIT, 5, 5.0), 2.0),
-        (Record(1, publish_refused=True), ProcessEnd(Cause.EXIT, 5, 5.0), "PUBLISH REFUSED: again after"),
-        (Record(1, publish_refused=True), ProcessEnd(Cause.EXIT, 5, 600.0), 1.0),
-        (Record(), ProcessEnd(Cause.EXIT, 2, None), "input is wrong"),
-        (Record(), ProcessEnd(Cause.EXIT, 2, 1000.0), "input is wrong"),
+        (Record(1, diverged=True), ProcessExit(Cause.EXIT, 5, 5.0), 2.0),
+        (Record(1, publish_refused=True), ProcessExit(Cause.EXIT, 5, 5.0), "PUBLISH REFUSED: again after"),
+        (Record(1, publish_refused=True), ProcessExit(Cause.EXIT, 5, 600.0), 1.0),
+        (Record(), ProcessExit(Cause.EXIT, 2, None), "input is wrong"),
+        (Record(), ProcessExit(Cause.EXIT, 2, 1000.0), "input is wrong"),
     ],
 )
-def test_table(record: Record, end: ProcessEnd, expected: float | str) -> None:
+def test_table(record: Record, end: ProcessExit, expected: float | str) -> None:
     outcome = decide(POLICY, record, end)
     if isinstance(expected, str):
         assert isinstance(outcome, GiveUp)
@@ -92,10 +92,10 @@ def test_table(record: Record, end: ProcessEnd, expected: float | str) -> None:
 def test_refused_update_is_remembered_across_crashes(codes: list[int], gives_up: bool) -> None:
     record = Record()
     for code in codes[:-1]:
-        outcome = decide(POLICY, record, ProcessEnd(Cause.EXIT, code, 5.0))
+        outcome = decide(POLICY, record, ProcessExit(Cause.EXIT, code, 5.0))
         assert isinstance(outcome, Restart)
         record = outcome.record
-    last = decide(POLICY, record, ProcessEnd(Cause.EXIT, codes[-1], 5.0))
+    last = decide(POLICY, record, ProcessExit(Cause.EXIT, codes[-1], 5.0))
     assert isinstance(last, GiveUp) is gives_up
 
 
@@ -114,7 +114,7 @@ def test_unit_without_quiet_time_is_given_up(policy: RestartPolicy, ends: list[f
     """But where it worked at last, after long waits for it to start."""
     record, delays = Record(), [0.0]
     for ready_seconds in ends:
-        outcome = decide(policy, record, ProcessEnd(Cause.EXIT, 1, ready_seconds))
+        outcome = decide(policy, record, ProcessExit(Cause.EXIT, 1, ready_seconds))
         if isinstance(outcome, GiveUp):
             break
         record = outcome.record
@@ -130,15 +130,15 @@ def test_unit_without_quiet_time_is_given_up(policy: RestartPolicy, ends: list[f
     ("end", "text"),
     [
         (CRASH, "exited with code 1 after 5 s of work"),
-        (ProcessEnd(Cause.EXIT, -9, None), "was killed by SIGKILL before it was ready"),
-        (ProcessEnd(Cause.EXIT, -99, None), "was killed by signal 99 before it was ready"),
+        (ProcessExit(Cause.EXIT, -9, None), "was killed by SIGKILL before it was ready"),
+        (ProcessExit(Cause.EXIT, -99, None), "was killed by signal 99 before it was ready"),
         (
-            ProcessEnd(Cause.LIVENESS_PROBE, None, 61.0),
+            ProcessExit(Cause.LIVENESS_PROBE, None, 61.0),
             "stopped answering its liveness probe after 61 s of work",
         ),
     ],
 )
-def test_end_reasons_have_descriptions(end: ProcessEnd, text: str) -> None:
+def test_end_reasons_have_descriptions(end: ProcessExit, text: str) -> None:
     assert end.describe() == text
 
 

@@ -122,7 +122,7 @@ HOLDER = """
         env = environment() | {"SCALERL_DIR": str(directory.paths.root)}
         child = ChildProcess.start(Command(
             ["python", "-S", "-c", sys.argv[2]], env, directory.paths.logs / "x.log", "lock-test",
-            orphan_grace_seconds=float(sys.argv[3]), held=(directory.lock_fd,)))
+            orphan_grace_seconds=float(sys.argv[3]), pass_fds=(directory.lock_fd,)))
         await child.wait()
 
     asyncio.run(main())

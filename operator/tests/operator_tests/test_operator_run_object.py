@@ -15,7 +15,7 @@ from scalerl_operator.controller.status import RunObject
 from scalerl_operator.controller.volume import OF_STEPS, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.policy.lifecycle_types import Memory
+from scalerl_operator.policy.lifecycle_types import PersistedState
 
 T0 = "2026-01-01T00:00:00Z"
 
@@ -54,7 +54,7 @@ async def test_fields_dropped_by_an_older_crd_are_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
-    seen = Run({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), Memory())
+    seen = Run({"kind": KIND, "metadata": metadata}, {}, 100.0, RunStatus(), PersistedState())
     server = OlderServer()
     ours = RunObject(cast(KubeApi, server), Cache(lambda key: None))
     status = RunStatus(
@@ -84,7 +84,7 @@ async def test_same_reason_gets_no_second_event(before: str | None, now: str, ev
     metadata = {"name": "a", "namespace": "n", "uid": "u", "resourceVersion": "1"}
     old = RunStatus(conditions=[] if before is None else [said("Suspended", before)])
     obj = {"kind": KIND, "metadata": metadata, "status": old.to_object()}
-    seen = Run(obj, {}, 100.0, old, Memory())
+    seen = Run(obj, {}, 100.0, old, PersistedState())
     server = OlderServer()
     run = RunObject(cast(KubeApi, server), Cache(lambda key: None))
     await run.write(
@@ -160,7 +160,7 @@ def test_edit_of_a_spec_that_is_too_long_to_store(
     first = accepted(spec, RunStatus())
     assert (first.text, first.edit.fields) == (None, ())
     edited = accepted(spec | change, RunStatus(accepted_spec_hash=first.long_hash))
-    assert edited.edit.mends == mends
+    assert edited.edit.may_fix == mends
     monkeypatch.undo()
     short = {name: value for name, value in spec.items() if name != "podTemplate"}
-    assert accepted(short, RunStatus(accepted_spec_hash=first.long_hash)).edit.mends
+    assert accepted(short, RunStatus(accepted_spec_hash=first.long_hash)).edit.may_fix

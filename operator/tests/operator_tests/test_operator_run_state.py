@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from scalerl_operator.controller.run_state import LONGEST_REPAIR_SECONDS, RunState
+from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS, RunState
 
 WHAT = ("Deployment", "r-generator")
 
@@ -19,7 +19,7 @@ def test_repairs_of_a_contested_object_back_off() -> None:
     waits = [later - earlier for earlier, later in pairwise(made)]
     assert waits == [2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
     assert state.may_repair(("Service", "another"), 1500), "each object has its own back-off"
-    quiet = made[-1] + 2 * LONGEST_REPAIR_SECONDS + 1
+    quiet = made[-1] + 2 * MAX_REPAIR_SECONDS + 1
     assert state.repaired_lately(quiet - 1)
     assert state.may_repair(WHAT, quiet)
     assert state.may_repair(WHAT, quiet + 2), "after a while the back-off starts over"

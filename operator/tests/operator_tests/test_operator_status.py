@@ -5,14 +5,14 @@ from __future__ import annotations
 from operator_tests.manifests import cluster_run, findings
 from scalerl_api.conditions import Phase
 from scalerl_operator.controller.status import report
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
 
 
 def test_status_shows_recipe_values_and_origins() -> None:
     run = cluster_run(
         recipe={"preset": "gspo", "temperature": "0.9", "length": {"interruption": {"phrase": "x" * 500}}}
     )
-    status = report(findings(run, decision=LifecycleDecision(Phase.RUNNING, Memory(attempt=1))))
+    status = report(findings(run, decision=LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1))))
     shown = {value["field"]: (value["value"], value["origin"]) for value in status.to_object()["recipe"]}
     assert shown["loss.gspo.clipLow"] == ("3e-4", "preset: GSPO, arXiv 2507.18071 [P]")
     assert shown["offPolicy.ppo.stepsPerBatch"] == ("4", "preset: GSPO, arXiv 2507.18071 [S]")

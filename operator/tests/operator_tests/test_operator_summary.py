@@ -20,8 +20,8 @@ from scalerl_operator.controller.status import report
 from scalerl_operator.controller.summary import RunFigures, figures, shown_reason
 from scalerl_operator.policy.budget import used_fractions
 from scalerl_operator.policy.eta import Rates, coarse, eta_seconds, recent_rates
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, Memory
-from scalerl_operator.policy.memory_status import waits_for_progress_only
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
+from scalerl_operator.policy.persisted_state import waits_for_progress_only
 from scalerl_operator.policy.problems import Problem
 
 TRUE, FALSE = "True", "False"
@@ -89,7 +89,7 @@ def of(
     before: RunStatus | None = None,
     **spec: Any,
 ) -> RunStatus:
-    decision = LifecycleDecision(phase, Memory(attempt=1))
+    decision = LifecycleDecision(phase, PersistedState(attempt=1))
     return report(findings(cluster_run(**spec), before, coordinator=coordinator, decision=decision))
 
 
@@ -111,7 +111,9 @@ def test_columns_of_a_run_that_trains():
 def test_columns_of_a_run_that_never_started():
     found = of(Phase.PENDING, budget={"maxSteps": 160})
     assert (found.progress, found.eta, found.budget) == ("0/160", None, "0% of maxSteps")
-    rejected = report(findings(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, Memory())))
+    rejected = report(
+        findings(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, PersistedState()))
+    )
     assert (rejected.progress, rejected.budget) == (None, None)
 
 
@@ -123,7 +125,7 @@ def test_figures_are_of_the_accepted_spec():
             autoscaling={"mode": "Advisory", "stopAfter": 4, "deadline": "2001-09-09T01:46:41Z"},
         ),
         coordinator=status(points),
-        decision=LifecycleDecision(Phase.RUNNING, Memory(attempt=1)),
+        decision=LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1)),
     )
     assert figures(made, report(made)) == RunFigures(
         max_steps=160,
@@ -132,7 +134,7 @@ def test_figures_are_of_the_accepted_spec():
         deadline=1e9 + 1,
         stop_after=4,
     )
-    rejected = findings(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, Memory()))
+    rejected = findings(None, invalid=INVALID, decision=LifecycleDecision(Phase.PENDING, PersistedState()))
     assert figures(rejected, report(rejected)) == RunFigures()
 
 

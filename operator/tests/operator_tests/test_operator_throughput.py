@@ -19,15 +19,15 @@ SHORT = Limits(seconds=2500.0)
 def grown(**changes: Any) -> Decision:
     rules = changes.pop("rules", GROWING)
     observation = seen(200, 0.9, **{"limits": SHORT, "generators": Generators(wanted=2, ready=2)} | changes)
-    history = replace(History(), generators=observation.generators.wanted, settled=0.0)
+    history = replace(History(), generators=observation.generators.wanted, ready_since=0.0)
     return decide(spec(**rules), observation, history)
 
 
 def test_grow_when_continuing_pays_and_time_is_short() -> None:
     decision = grown()
     assert (decision.state, decision.action) == (State.GROW, Action(kind="scale", generators=3))
-    assert decision.reach == pytest.approx(5e5)
-    assert decision.pays == pytest.approx(1e6)
+    assert decision.affordable_compute == pytest.approx(5e5)
+    assert decision.worthwhile_compute == pytest.approx(1e6)
     assert decision.history.change is not None
     assert decision.history.change.exploratory
 
@@ -66,7 +66,7 @@ def test_staleness_beyond_k_keeps_a_run_from_growing() -> None:
 def test_deadline_limits_time_despite_a_clock_set_back() -> None:
     rules = GROWING | {"deadline": "2023-11-14T22:55:00Z"}  # 1.7e9 + 2500 s
     observation = seen(200, 0.9)
-    history = replace(History(), generators=1, settled=0.0)
+    history = replace(History(), generators=1, ready_since=0.0)
     assert decide(spec(**rules), observation, history).state is State.GROW
     ahead = replace(history, unix_seconds=observation.unix_seconds + 60)
     doubted = decide(spec(**rules), observation, ahead)

@@ -12,7 +12,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.unlabelled import (
     CROWDED_SECONDS,
     LIST_SECONDS,
-    LONGEST_LIST_BYTES,
+    MAX_LIST_BYTES,
     UnlabelledNames,
 )
 
@@ -47,7 +47,7 @@ async def test_one_list_answers_for_all_runs_of_a_few_seconds() -> None:
     answers = await asyncio.gather(*(stage.may_have(name) for name in ("a", "b", "c")))
     stage.now += LIST_SECONDS - 0.1
     assert [*answers, await stage.may_have("a")] == [True, False, False, True]
-    assert stage.api.lists == [("Service", "team", "!scalerl.dev/run", LONGEST_LIST_BYTES)]
+    assert stage.api.lists == [("Service", "team", "!scalerl.dev/run", MAX_LIST_BYTES)]
     assert not await stage.may_have("b", namespace="other")
     assert not await stage.may_have("b", kind="Job")
     assert len(stage.api.lists) == 3

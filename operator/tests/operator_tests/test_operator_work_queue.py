@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from operator_tests.virtual_time import run
 from scalerl_operator.kube.errors import Unreachable
-from scalerl_operator.kube.work_queue import SOONEST_AFTER_FAILURE_SECONDS, Key, WorkQueue
+from scalerl_operator.kube.work_queue import MIN_AFTER_FAILURE_SECONDS, Key, WorkQueue
 
 A: Key = ("team", "a")
 B: Key = ("team", "b")
@@ -103,7 +103,7 @@ def test_failing_key_respects_its_floor_when_woken(pauses: list[float]) -> None:
         times = work.times(A)
         gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
         for row, gap in enumerate(gaps):
-            assert gap >= min(SOONEST_AFTER_FAILURE_SECONDS, 0.75 * 2**row) - 1e-6
+            assert gap >= min(MIN_AFTER_FAILURE_SECONDS, 0.75 * 2**row) - 1e-6
         await one.drain(10)
 
     run(scenario())
@@ -157,7 +157,7 @@ def test_wake_in_work_that_fails_shortens_the_backoff_unless_all_respect_it(
         await sixth.wait()
         for respect in respects:
             one.wake(A, respect_backoff=respect)
-        await asyncio.sleep(SOONEST_AFTER_FAILURE_SECONDS + 2.0)
+        await asyncio.sleep(MIN_AFTER_FAILURE_SECONDS + 2.0)
         assert len(work.begun) == (6 if all(respects) else 7)
         await one.drain(1)
 

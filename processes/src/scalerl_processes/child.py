@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 def start_with_socket(
     argv: Sequence[str],
     kind: socket.SocketKind = socket.SOCK_STREAM,
-    held: Sequence[int] = (),
+    pass_fds: Sequence[int] = (),
     **options: Any,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts a process without input and with a socket to this process; returns it and this end of the socket.
@@ -40,7 +40,7 @@ def start_with_socket(
     It has a session of its own: only this process gets the terminal's Ctrl-C.
 
     Args:
-        held: further descriptors that the process inherits.
+        pass_fds: further descriptors that the process inherits.
         options: of ``subprocess.Popen``.
 
     Raises:
@@ -52,7 +52,7 @@ def start_with_socket(
             process = subprocess.Popen(
                 [str(theirs.fileno()) if word == SOCKET else word for word in argv],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *held),
+                pass_fds=(theirs.fileno(), *pass_fds),
                 start_new_session=True,
                 **options,
             )
@@ -81,7 +81,7 @@ class Command:
     grace_seconds: from a stop to SIGKILL of the process tree.
     orphan_grace_seconds: the same after the runtime was killed.
     cpus: CPU affinity of the process tree.
-    held: descriptors that the subreaper keeps open while any process of the tree exists (the run's lock).
+    pass_fds: descriptors that the subreaper keeps open while any process of the tree exists (the run's lock).
     """
 
     argv: Sequence[str]
@@ -91,7 +91,7 @@ class Command:
     grace_seconds: float = 30.0
     orphan_grace_seconds: float = 5.0
     cpus: tuple[int, ...] | None = None
-    held: tuple[int, ...] = ()
+    pass_fds: tuple[int, ...] = ()
 
 
 class ChildProcess:
@@ -121,7 +121,7 @@ class ChildProcess:
         with _open_log(command.log, f"{command.mark}: {' '.join(argv)}") as log, _blocked(subreaper.HANDLED):
             popen, lifeline = start_with_socket(
                 [sys.executable, "-I", "-S", subreaper.__file__, SOCKET, *limits, "--", *argv],
-                held=command.held,
+                pass_fds=command.pass_fds,
                 stdout=log,
                 stderr=log,
                 env={**command.env, MARK: command.mark},

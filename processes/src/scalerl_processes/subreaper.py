@@ -51,7 +51,7 @@ def _spawn(command: list[str], cpus: set[int] | None) -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         os.execvp(command[0], command)  # noqa: S606
     except OSError as error:
-        _say(f"cannot start {command[0]}: {error.strerror}")
+        _echo(f"cannot start {command[0]}: {error.strerror}")
     os._exit(127)
 
 
@@ -69,11 +69,11 @@ def _kill_tree(child: int) -> int | None:
         return []
 
     if left := kill_all(remaining, _SWEEP_SECONDS):
-        _say(f"still there {_SWEEP_SECONDS:.0f} s after SIGKILL: {left}")
+        _echo(f"still there {_SWEEP_SECONDS:.0f} s after SIGKILL: {left}")
     return code
 
 
-def _say(text: str) -> None:
+def _echo(text: str) -> None:
     with contextlib.suppress(OSError):  # a full volume must not change the exit code
         os.write(2, f"{text}\n".encode())
 

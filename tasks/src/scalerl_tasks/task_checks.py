@@ -145,7 +145,7 @@ def _section_problems(
             for line in description(source):
                 progress(f"{field}.dataset: {line}")
             open_source(section, directory)  # whether the prompt format fits
-            key, say = (str(source.table.path), scoring), partial(_say, progress, f"{field}.dataset: ")
+            key, say = (str(source.table.path), scoring), partial(_echo, progress, f"{field}.dataset: ")
             parts = by_kind(section) if answers and key not in checked else ()
             checked[key] = ()
             for part in parts:
@@ -187,7 +187,7 @@ def _section_problems(
             source.close()
 
 
-def _say(progress: Progress, prefix: str, text: str) -> None:
+def _echo(progress: Progress, prefix: str, text: str) -> None:
     progress(prefix + text)
 
 

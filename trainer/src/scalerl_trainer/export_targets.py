@@ -54,7 +54,7 @@ def open_target(to: str) -> Target:
     if to.startswith("hf://"):
         return Hub(to)
     if to.startswith("s3://"):
-        return Bucket(to)
+        return S3Prefix(to)
     return Folder(Path(to))
 
 
@@ -125,7 +125,7 @@ class Hub:
         return uris
 
 
-class Bucket:
+class S3Prefix:
     """A prefix of an S3 bucket."""
 
     def __init__(self, to: str) -> None:

@@ -42,7 +42,7 @@ from scalerl_processes.kernel import describe, die_with_parent, reaped
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 10.0
 """Seconds from SIGTERM to SIGKILL for the other ranks after one has failed, and from SIGKILL until they must have ended."""
-LONGEST_LINE = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024
 """Length in bytes above which an output line is passed on in pieces."""
 QUOTED_CHARACTERS = 1500
 """Maximum length of the quoted last line; the kubelet keeps 2,048 bytes of a termination message."""
@@ -191,12 +191,12 @@ class Launcher:
     async def _copy(self, rank: int, stream: asyncio.StreamReader) -> None:
         """Copy a rank's output to standard error, with the rank's number before each line."""
         rest, in_line = b"", False  # in_line: a first piece of the present long line has been printed
-        while chunk := await stream.read(LONGEST_LINE):
+        while chunk := await stream.read(MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 self._show(rank, line, in_line)
                 in_line = False
-            if len(rest) > LONGEST_LINE:
+            if len(rest) > MAX_LINE_BYTES:
                 self._show(rank, rest, in_line)
                 rest, in_line = b"", True
         if rest:

@@ -11,9 +11,9 @@ from scalerl_cli.clusters import volume
 from scalerl_cli.clusters.runs import Run, find, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble, explained
 from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
-from scalerl_cli.output import replace_text, say
-from scalerl_operator.build.storage import CURVE_KEY, CURVE_LEFT_OUT
+from scalerl_cli.output import echo, replace_text
 from scalerl_operator.kube import errors
+from scalerl_operator.manifests.storage import CURVE_KEY, CURVE_LEFT_OUT
 
 _PATHS: Final = RunPaths(Path())
 ROLLOUTS: Final = tuple(
@@ -41,7 +41,7 @@ def fetch(session: Session, arguments: argparse.Namespace) -> int:
             table, left_out = curve(session, run)
             replace_text(target, table)
             if left_out:
-                say(f"{left_out} points are left out; curve.csv on the volume has all", error=True)
+                echo(f"{left_out} points are left out; curve.csv on the volume has all", error=True)
         elif arguments.what == "model":
             target = _model(session, run, arguments)
         else:
@@ -53,7 +53,7 @@ def fetch(session: Session, arguments: argparse.Namespace) -> int:
                 volume.copy(opened, entries, target, vanishing=True)
     except OSError as error:
         raise Trouble(f"{error.filename or to}: {error.strerror or error}") from error
-    say(str(target))
+    echo(str(target))
     return DONE
 
 

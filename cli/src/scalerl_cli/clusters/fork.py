@@ -13,7 +13,7 @@ from scalerl_cli.clusters.submit import read_objects
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.fork import changes_of, fork_name
 from scalerl_cli.inputs import replace_value
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_operator.kube.types import Object
 
 
@@ -48,5 +48,5 @@ def fork(session: Session, arguments: argparse.Namespace) -> int:
         run_from_object(manifest)
     except SpecError as error:
         raise Trouble("\n".join(str(problem) for problem in error.problems), BAD_INPUT) from error
-    say(to_yaml(manifest).rstrip())
+    echo(to_yaml(manifest).rstrip())
     return DONE

@@ -10,7 +10,7 @@ from typing import Any
 from scalerl_cli.clusters.runs import Run, find, plain, records
 from scalerl_cli.clusters.session import Session
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_cli.table import aligned
 from scalerl_operator.kube.kinds import RUN
 
@@ -26,14 +26,14 @@ def get(session: Session, arguments: argparse.Namespace) -> int:
         runs = [Run(obj) for obj in session.list(RUN, namespace)]
         runs.sort(key=lambda run: (run.namespace, run.name))
     if arguments.output == "json":
-        say(json.dumps([summary(run) for run in runs], indent=2))
+        echo(json.dumps([summary(run) for run in runs], indent=2))
         return DONE
     if not runs:
         where = "any namespace" if namespace is None else f"the namespace {namespace}"
-        say(f"no {'records of deleted runs' if arguments.ended else 'runs'} in {where}", error=True)
+        echo(f"no {'records of deleted runs' if arguments.ended else 'runs'} in {where}", error=True)
         return DONE
     for line in _table(runs, ended=arguments.ended, namespaces=namespace is None):
-        say(line)
+        echo(line)
     return DONE
 
 

@@ -13,7 +13,7 @@ from scalerl_cli import output
 from scalerl_cli.clusters.runs import Run, find, plain
 from scalerl_cli.clusters.session import Session, Trouble, explained
 from scalerl_cli.exits import DONE, FAILED, NOT_FOUND
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import selector
@@ -40,12 +40,12 @@ def logs(session: Session, arguments: argparse.Namespace) -> int:
         if isinstance(line, errors.ApiError):
             if isinstance(line, errors.Forbidden):
                 raise explained(line)
-            say(f"{pod}/{container}: {plain(line.message)}", error=True)
+            echo(f"{pod}/{container}: {plain(line.message)}", error=True)
         else:
             printed += 1
-            say(f"{pod}/{container} {shown(line)}")
+            echo(f"{pod}/{container} {shown(line)}")
     if not printed:
-        say(f"no container of {run.namespace}/{run.name} has logged anything", error=True)
+        echo(f"no container of {run.namespace}/{run.name} has logged anything", error=True)
         return FAILED
     return DONE
 

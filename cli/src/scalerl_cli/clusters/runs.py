@@ -14,10 +14,10 @@ from typing import Any, Final
 from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase, Reason
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
 from scalerl_cli.exits import NOT_FOUND
-from scalerl_operator.build.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY
 from scalerl_operator.names import ENDED, Names, label_value
 
 ENDED_PHASES: Final = (Phase.COMPLETED, Phase.FAILED)

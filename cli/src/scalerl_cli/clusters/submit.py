@@ -16,7 +16,7 @@ from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
 from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
 from scalerl_cli.inputs import problems
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN, Kind
 from scalerl_operator.kube.types import Object
@@ -48,7 +48,7 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
         f"{source}: {problem}" for source, obj in found for problem in _problems(obj, session.namespace)
     ]
     for problem in invalid:
-        say(problem, error=True)
+        echo(problem, error=True)
     if invalid:
         raise Trouble("nothing was applied", BAD_INPUT)
     own_kinds = dict(kind for _, obj in found if obj["kind"] == _CRD for kind in _kinds_of(obj))
@@ -70,17 +70,17 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
                 untried.append(document)
                 continue
             refused = _refusal(document, error)
-            say(str(refused), error=True)
+            echo(str(refused), error=True)
     if refused is not None:
         raise Trouble("nothing was applied", refused.code)
     for document in documents:
         if document.kind.name == RUN:
             spec = run_from_object(document.obj).spec
             for warning in (*warnings_of(spec), *cluster_warnings_of(spec)):
-                say(f"{document.shown}: warning: {warning}", error=True)
+                echo(f"{document.shown}: warning: {warning}", error=True)
         if arguments.dry_run:
             tried = "accepted" if document not in untried else "not tried, as its namespace or kind is new"
-            say(f"{document.shown}: {tried} (dry run)")
+            echo(f"{document.shown}: {tried} (dry run)")
             continue
         deadline = time.monotonic() + (_NEW_SECONDS if document in untried else 0.0)
         while True:
@@ -91,7 +91,7 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
                 if not isinstance(error, errors.NotFound) or time.monotonic() >= deadline:
                     raise _refusal(document, error) from error
                 time.sleep(0.5)
-        say(f"{document.shown}: applied")
+        echo(f"{document.shown}: applied")
     return DONE
 
 

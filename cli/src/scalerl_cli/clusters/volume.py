@@ -17,10 +17,10 @@ from typing import BinaryIO, Final
 from scalerl_cli.clusters.runs import Run, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble
 from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
-from scalerl_cli.output import say
-from scalerl_operator.build.pods import POD_SECURITY, RESTRICTED
+from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.pods import POD_SECURITY, RESTRICTED
 from scalerl_operator.names import RUN_DIR
 from scalerl_operator.workloads import Role
 
@@ -132,9 +132,9 @@ def copy(
             part = staging / entry.path.removeprefix(strip)
             part.parent.mkdir(parents=True, exist_ok=True)
             if not _copy_one(volume, entry, part, vanishing=vanishing):
-                say(f"{plain(entry.path)}: gone meanwhile, left out", error=True)
+                echo(f"{plain(entry.path)}: gone meanwhile, left out", error=True)
                 continue
-            say(f"{number} of {len(entries)}: {plain(entry.path)}, {entry.size:,} bytes", error=True)
+            echo(f"{number} of {len(entries)}: {plain(entry.path)}, {entry.size:,} bytes", error=True)
         os.rename(staging, target)
     except OSError as error:
         raise Trouble(f"{error.filename or target}: {error.strerror or error}") from error
@@ -230,14 +230,14 @@ def opened(session: Session, run: Run, image: str | None) -> Iterator[Volume]:
     name = f"{run.names.stem}-fetch-{uuid.uuid4().hex[:6]}"
     session.create("Pod", run.namespace, reader_pod(run, name, image))
     try:
-        say(f"started the pod {name}, which reads the claim {run.claim}", error=True)
+        echo(f"started the pod {name}, which reads the claim {run.claim}", error=True)
         _wait(session, run, name)
         yield Volume(session, run.namespace, name, "fetch")
     finally:
         try:
             session.delete("Pod", run.namespace, name)
         except errors.ApiError as error:
-            say(f"the pod {name} could not be deleted, and ends by itself: {error}", error=True)
+            echo(f"the pod {name} could not be deleted, and ends by itself: {error}", error=True)
 
 
 def reader_pod(run: Run, name: str, image: str) -> Object:

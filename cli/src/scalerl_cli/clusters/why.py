@@ -13,10 +13,10 @@ from scalerl_cli.clusters.get import summary
 from scalerl_cli.clusters.runs import ENDED_PHASES, Run, advice, find, plain, since
 from scalerl_cli.clusters.session import Session
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import say
-from scalerl_operator.build.gang import WORKLOAD
+from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.names import COMPONENT, QUEUE, selector
 from scalerl_operator.workloads import Role
 
@@ -32,10 +32,10 @@ def why(session: Session, arguments: argparse.Namespace) -> int:
     run = find(session, arguments.name)
     cause, what_to_do = explain(session, run)
     if arguments.output == "json":
-        say(json.dumps(summary(run) | {"why": cause, "advice": what_to_do}, indent=2))
+        echo(json.dumps(summary(run) | {"why": cause, "advice": what_to_do}, indent=2))
         return DONE
     for line in (_state(run), f"why: {cause}", f"do:  {what_to_do}"):
-        say(line)
+        echo(line)
     return DONE
 
 

@@ -18,13 +18,13 @@ from scalerl_cli.curves.source import CurveFile
 from scalerl_cli.table import interval_json
 from scalerl_curvefit import (
     BY_RISES,
+    Collapse,
     CollapseCheck,
     ComputeToTarget,
     CurveError,
     EarlierUse,
     Edge,
     Estimate,
-    Fall,
     Fit,
     Forecast,
     Hindcast,
@@ -70,7 +70,7 @@ class Analysis:
     """A file, its fit, and the forecasts; all compute is on the axis of the file.
 
     fitted: the fit of all points of the last segment, or, after a fall of the reward, of those before the fall.
-    guarded: the collapse check, with the active alarms.
+    collapse_check: the collapse check, with the active alarms.
     hindcasts: forecasts from earlier points, compared with later ones.
     forecasts: first at 2× now, then at each requested compute; empty if the run is broken.
     not_in_prior: name and reason of each given earlier run that cannot be used.
@@ -78,7 +78,7 @@ class Analysis:
 
     file: CurveFile
     fitted: Fit
-    guarded: CollapseCheck
+    collapse_check: CollapseCheck
     hindcasts: tuple[Hindcast, ...]
     forecasts: tuple[Forecast, ...]
     not_in_prior: tuple[tuple[str, str], ...] = ()
@@ -86,15 +86,15 @@ class Analysis:
     @property
     def state(self) -> State:
         """BROKEN by an alarm, INSUFFICIENT by any doubt, else OK."""
-        if self.guarded.broken:
+        if self.collapse_check.broken:
             return State.BROKEN
-        return State.INSUFFICIENT if self.doubts else State.OK
+        return State.INSUFFICIENT if self.warnings else State.OK
 
     @property
-    def doubts(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """Reasons to distrust the asymptote: those of the fit, and hindcasts far above the observed reward."""
         return (
-            *(self._worded(doubt) for doubt in self.fitted.doubts),
+            *(self._worded(warning) for warning in self.fitted.warnings),
             *(
                 f"the reward at {formatting.amount(past.until + self.start)}, {self.scale.reward(past.observed)}, lies below "
                 f"{1 - MIN_HINDCAST_PROBABILITY:.0%} of the forecast made at {formatting.amount(past.made_at + self.start)}"
@@ -103,12 +103,12 @@ class Analysis:
             ),
         )
 
-    def _worded(self, doubt: str) -> str:
+    def _worded(self, warning: str) -> str:
         """The message of a doubt, with rewards on the scale of the file."""
-        if doubt.startswith("90 % interval of A is "):
+        if warning.startswith("90 % interval of A is "):
             widest = self.scale.difference(MAX_A_WIDTH, 2)
             return f"90 % interval of A is {self.scale.width(self.fitted.A)} wide, more than {widest}"
-        return formatting.plain(doubt)
+        return formatting.plain(warning)
 
     def bound(self, edge: Edge) -> str:
         """The prior bound as text; those of A and A − R0 are on the scale of the file."""
@@ -121,14 +121,14 @@ class Analysis:
         return RewardScale(*self.file.curve.scale)
 
     @property
-    def fall(self) -> Fall | None:
+    def collapse(self) -> Collapse | None:
         """The active fall of the reward; None if there is none."""
-        return self.guarded.fall
+        return self.collapse_check.collapse
 
     @property
     def why_broken(self) -> str:
-        """Cause of BROKEN in a few words; ``guarded.reasons`` has the numbers."""
-        if self.fall is None:
+        """Cause of BROKEN in a few words; ``collapse_check.reasons`` has the numbers."""
+        if self.collapse is None:
             return "completions are cut off at the length limit"
         return "the reward fell below its best"
 
@@ -271,9 +271,9 @@ def analyse(
     """
     segment, settings = file.segment.curve, BY_RISES[LateRises(late_rises)]
     try:
-        guarded = detect_collapse(segment)
-        fall = guarded.fall
-        before = segment if fall is None else segment.head(fall.points)
+        collapse_check = detect_collapse(segment)
+        collapse = collapse_check.collapse
+        before = segment if collapse is None else segment.head(collapse.points)
         # With too few points before the fall, all are fitted; the run is BROKEN either way.
         fitted = fit(
             before if len(before) - before.first_trained >= MIN_POINTS else segment,
@@ -288,11 +288,11 @@ def analyse(
             else ""
         )
         raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
-    reasons = [*_fallen(file, fall), *_truncated(file)]
+    reasons = [*_fallen(file, collapse), *_truncated(file)]
     made = Analysis(
         file,
         fitted,
-        replace(guarded, broken=bool(reasons), reasons=tuple(reasons)),
+        replace(collapse_check, broken=bool(reasons), reasons=tuple(reasons)),
         hindcasts(fitted.curve, settings),
         (),
         () if prior is None else prior.left_out,
@@ -303,15 +303,15 @@ def analyse(
     return made if reasons else replace(made, forecasts=tuple(points))
 
 
-def _fallen(file: CurveFile, fall: Fall | None) -> tuple[str, ...]:
+def _fallen(file: CurveFile, collapse: Collapse | None) -> tuple[str, ...]:
     """The message about the fall, with rewards on the scale of the file."""
-    if fall is None:
+    if collapse is None:
         return ()
     scale = RewardScale(*file.curve.scale)
     return (
-        f"the mean of the last {CONSECUTIVE} evaluations, {scale.reward(fall.newest, 3)}, is "
-        f"{scale.difference(fall.depth)} below the best of {CONSECUTIVE} in a row, {scale.reward(fall.best, 3)} at compute "
-        f"{formatting.amount(fall.best_compute + file.segment.start)}; noise explains {scale.difference(fall.noise)}",
+        f"the mean of the last {CONSECUTIVE} evaluations, {scale.reward(collapse.newest, 3)}, is "
+        f"{scale.difference(collapse.depth)} below the best of {CONSECUTIVE} in a row, {scale.reward(collapse.best, 3)} at compute "
+        f"{formatting.amount(collapse.best_compute + file.segment.start)}; noise explains {scale.difference(collapse.noise)}",
     )
 
 

@@ -19,7 +19,7 @@ TENSORBOARD: Final = ["wall time", "step", "value"]
 KEYS: Final = ("key", "tag")
 """Column with the name of the metric in a tall table of MLflow or TensorBoard."""
 RUNS: Final = ("run_id", "run_uuid", "run")
-MOST_SHOWN: Final = 30
+MAX_SHOWN: Final = 30
 """Limit on the columns that a message lists."""
 
 
@@ -194,5 +194,5 @@ def _named_by(names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
-    return ", ".join(names[:MOST_SHOWN]) + more
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more

@@ -14,13 +14,13 @@ from scalerl_cli.curves.prior import read_prior
 from scalerl_cli.curves.report import report
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 
 
 def run_fit(arguments: argparse.Namespace) -> int:
     """Fit, draw if ``--plot`` is given, and print; after an error nothing is printed. Returns the exit code."""
     check_target(arguments.plot)
-    say(_written(arguments, analysed(arguments, arguments.at)))
+    echo(_written(arguments, analysed(arguments, arguments.at)))
     return DONE
 
 
@@ -48,6 +48,6 @@ def _written(arguments: argparse.Namespace, made: Analysis) -> str:
     if not arguments.json:
         return "\n".join(lines)
     if made.state is State.BROKEN:
-        say(f"{made.file.path}: no forecast: {'; '.join(made.guarded.reasons)}", error=True)
+        echo(f"{made.file.path}: no forecast: {'; '.join(made.collapse_check.reasons)}", error=True)
     shown = made.as_json(arguments.target, arguments.budget)
     return json.dumps(shown, allow_nan=False)

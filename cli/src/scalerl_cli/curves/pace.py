@@ -10,7 +10,7 @@ import numpy as np
 from scalerl_cli.curves.formatting import amount
 from scalerl_cli.curves.source import CurveFile
 
-LEAST_CHANGE: Final = 1.25
+MIN_CHANGE: Final = 1.25
 """Smallest ratio of the most to the fewest devices from which an elasticity can be measured."""
 
 
@@ -69,7 +69,7 @@ def _elasticity(file: CurveFile) -> float | None:
         return None
     wall, used, done = wall[going], used[going], done[going]
     devices = used / wall
-    if devices.max() < LEAST_CHANGE * devices.min():
+    if devices.max() < MIN_CHANGE * devices.min():
         return None
     x, y = np.log(devices), np.log(done / wall)
     x = x - np.average(x, weights=wall)

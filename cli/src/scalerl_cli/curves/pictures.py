@@ -72,7 +72,7 @@ def draw_fit(
         second = f"R0 {scale.rewards(fitted.R0)}   B {formatting.amounts(fitted.B)}   Cmid {cmid}"
         state = "" if made.state is State.OK else ": asymptote not identifiable yet"
         if broken:
-            state = ": BROKEN, no forecast\n" + textwrap.fill("; ".join(made.guarded.reasons), 88)
+            state = ": BROKEN, no forecast\n" + textwrap.fill("; ".join(made.collapse_check.reasons), 88)
         axes.set_title(f"{title or made.file.path.stem}{state}\n{second}", loc="left")
 
 

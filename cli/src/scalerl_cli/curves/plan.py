@@ -18,7 +18,7 @@ from scalerl_cli.curves.plotting import check_target
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.curves.report import left_out, prior
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_cli.table import Column, Table
 from scalerl_curvefit import Block
 
@@ -49,7 +49,7 @@ def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int
 
         draw_plan(outlook, arguments.plot)
         lines.append(f"picture: {arguments.plot}")
-    say(json.dumps(as_json(outlook), allow_nan=False) if arguments.json else "\n".join(lines))
+    echo(json.dumps(as_json(outlook), allow_nan=False) if arguments.json else "\n".join(lines))
     return DONE
 
 
@@ -84,7 +84,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
     yield ""
     if made.state is State.BROKEN:
         yield f"no plan: {made.why_broken} (BROKEN)"
-        yield from (f"  {reason}" for reason in made.guarded.reasons)
+        yield from (f"  {reason}" for reason in made.collapse_check.reasons)
         return
     yield from _table(outlook).lines("  ")
     if made.start:
@@ -98,7 +98,7 @@ def plan_report(outlook: Outlook) -> Iterator[str]:
     if made.state is State.INSUFFICIENT:
         yield ""
         yield "INSUFFICIENT: the asymptote is not identifiable yet; rely on the nearest rows only"
-        yield from (f"  {doubt}" for doubt in made.doubts)
+        yield from (f"  {warning}" for warning in made.warnings)
     yield ""
     yield "what the numbers mean: docs/forecast.md"
 
@@ -176,7 +176,7 @@ def as_json(outlook: Outlook) -> dict[str, Any]:
     made, pace, block = outlook.made, outlook.pace, outlook.block
     return {
         "state": str(made.state),
-        "doubts": [*made.guarded.reasons, *made.doubts],
+        "doubts": [*made.collapse_check.reasons, *made.warnings],
         "now": made.now,
         "compute_per_device_hour": pace.rate,
         "devices": pace.devices,

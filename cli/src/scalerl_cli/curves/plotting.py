@@ -36,7 +36,7 @@ FORMATS: Final = (".png", ".pdf", ".svg")
 DPI: Final = 300
 GRID: Final = 300
 """Number of computes at which a band is evaluated."""
-MOST_BARS: Final = 400
+MAX_BARS: Final = 400
 """More points than this are drawn as small dots without error bars."""
 Z90: Final = 1.645
 UNIT: Final = RewardScale(0.0, 1.0)
@@ -218,7 +218,7 @@ def draw_points(
     burn_in: number of first points at compute > 0 that are the burn-in of the fit; they are hollow.
     """
     compute, reward = curve.compute + start, scale.level(curve.reward)
-    if len(curve) > MOST_BARS:
+    if len(curve) > MAX_BARS:
         # Behind the curve, which the dots would hide.
         axes.plot(compute, reward, ".", color=colour, ms=2, alpha=0.15, mew=0, zorder=1.4, rasterized=True)
         axes.plot([], [], ".", color=colour, ms=5, mew=0, label=label)
@@ -308,7 +308,7 @@ def draw_forecasts(
 
 def samples_text(curve: Curve) -> str:
     """Description of the error bars for the legend; empty without error bars."""
-    if curve.samples is None or len(curve) > MOST_BARS:
+    if curve.samples is None or len(curve) > MAX_BARS:
         return ""
     low, high = int(curve.samples.min()), int(curve.samples.max())
     count = formatting.amount(low) if low == high else f"{formatting.amount(low)}–{formatting.amount(high)}"
@@ -317,7 +317,7 @@ def samples_text(curve: Curve) -> str:
 
 def extent(curve: Curve, scale: RewardScale) -> list[float]:
     """Lowest and highest reward of the drawn points, including their error bars."""
-    if curve.samples is None or len(curve) > MOST_BARS:
+    if curve.samples is None or len(curve) > MAX_BARS:
         low, high = curve.reward, curve.reward
     else:
         low, high = wilson(curve.reward, curve.samples)

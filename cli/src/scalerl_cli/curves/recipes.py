@@ -58,9 +58,9 @@ class Recipe:
         return ", ".join([*map(str, worst), *(f"{n} {what}" for n, what in counts if n)])
 
     @property
-    def doubts(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """Reasons to distrust its fits, including active alarms, without duplicates."""
-        every = ((*made.guarded.reasons, *made.doubts, *_bounds(made)) for made in self.made)
+        every = ((*made.collapse_check.reasons, *made.warnings, *_bounds(made)) for made in self.made)
         return tuple(dict.fromkeys(itertools.chain.from_iterable(every)))
 
     def reward_at(self, compute: float) -> EqualCompute | None:
@@ -167,8 +167,8 @@ class Against:
         """Whether the rule decides with a probability of at least ``SETTLED``, and the fits of both have no doubts."""
         if self.ruled is None or self.better not in (Better.FIRST, Better.SECOND):
             return False
-        doubted = any(made.doubts for made in (*self.base.made, *self.recipe.made))
-        return self.ruled.probability >= SETTLED and not doubted
+        has_warnings = any(made.warnings for made in (*self.base.made, *self.recipe.made))
+        return self.ruled.probability >= SETTLED and not has_warnings
 
     @property
     def is_beyond_noise(self) -> bool:
@@ -314,7 +314,7 @@ class Comparison:
             yield from both.findings(self.scale)
         for recipe in self.recipes:
             yield from (
-                f"{recipe.label}: {why}" for why in (*recipe.failures, *recipe.problems, *recipe.doubts)
+                f"{recipe.label}: {why}" for why in (*recipe.failures, *recipe.problems, *recipe.warnings)
             )
         if len({file.unit for recipe in self.recipes for file in recipe.files}) > 1:
             yield "compute is in different units: B, Cmid and the reward at equal compute are not comparable"

@@ -50,7 +50,7 @@ def _points(made: Analysis) -> Iterator[str]:
             f"  only the {formatting.count(fitted.points_used, 'point')} before the fall, up to "
             f"{formatting.amount(fitted.now + made.start)}, are fitted"
         )
-    elif made.fall is not None:
+    elif made.collapse is not None:
         yield "  the run falls from its start: all points are fitted, by a curve that cannot fall, so A, B, Cmid and R0 mean nothing"
     if len(fitted.curve) > fitted.points_used:
         yield "  the evaluation at compute 0 is drawn but not fitted, because the fit uses ln C"
@@ -116,20 +116,20 @@ def parameters(made: Analysis) -> list[str]:
 def _verdict(made: Analysis) -> Iterator[str]:
     if made.state is State.BROKEN:
         yield "state: BROKEN"
-        yield from (f"  {reason}" for reason in made.guarded.reasons)
-        if made.fall is None:
+        yield from (f"  {reason}" for reason in made.collapse_check.reasons)
+        if made.collapse is None:
             yield "  check the completions: they may repeat themselves, or the task may need a longer limit"
         else:
             yield "  check the run for a collapsed policy, a broken verifier or a changed evaluation set"
     elif made.state is State.INSUFFICIENT:
         yield "state: INSUFFICIENT: the asymptote is not identifiable yet"
-        yield from (f"  {doubt}" for doubt in made.doubts)
+        yield from (f"  {warning}" for warning in made.warnings)
     else:
         yield (
             f"state: OK: the asymptote is identifiable (its interval is {made.scale.width(made.fitted.A)} wide; "
             f"now is {formatting.amount(float(f'{made.fitted.now / made.fitted.Cmid.median:.2g}'))} × Cmid), if the equation holds"
         )
-    if not made.guarded.checked:
+    if not made.collapse_check.checked:
         yield "  too few points for the collapse guard"
 
 

@@ -19,7 +19,7 @@ from scalerl_cli.curves.history_report import epoch_table
 from scalerl_cli.curves.label_report import label_table
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.exits import DONE
-from scalerl_cli.output import replace_text, say
+from scalerl_cli.output import echo, replace_text
 from scalerl_cli.page.series import Series
 from scalerl_cli.table import Column, Table
 
@@ -62,9 +62,9 @@ def run_report(arguments: argparse.Namespace) -> int:
     written = _write(parts, folder)
     for part in parts:
         for line in part.table.lines():
-            say(line)
-        say()
-    say(f"written: {', '.join(map(str, written))}")
+            echo(line)
+        echo()
+    echo(f"written: {', '.join(map(str, written))}")
     return DONE
 
 

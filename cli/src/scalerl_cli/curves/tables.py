@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from scalerl_cli.curves.problem import CurveProblem
 
-MOST_BYTES: Final = 256 * 2**20
+MAX_BYTES: Final = 256 * 2**20
 """Limit on the size of a file: the cells of a larger one could fill a laptop's memory, and a curve has far fewer points."""
 _MOST_CHARACTERS: Final = 2**17
 """Limit on the size of a cell."""
@@ -96,9 +96,9 @@ def read_table(path: Path) -> FileTable:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise CurveProblem(
-                f"{path}: larger than {MOST_BYTES // 2**20} MiB; export only the columns of the curve"
+                f"{path}: larger than {MAX_BYTES // 2**20} MiB; export only the columns of the curve"
             )
         raw = path.read_bytes()
         return raw.decode("utf-8-sig")

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from scalerl_cli.clusters.session import Trouble, explained
 from scalerl_cli.exits import DONE, Refused
-from scalerl_cli.output import replace_text, say
+from scalerl_cli.output import echo, replace_text
 from scalerl_cli.page.runs import NotARun, Run
 from scalerl_cli.page.server import Server, bound
 from scalerl_operator.kube import errors
@@ -69,7 +69,7 @@ def _export(runs: list[Run], arguments: argparse.Namespace) -> int:
         replace_text(arguments.perfetto, json.dumps(content, separators=(",", ":")))
     except OSError as error:
         raise Refused(f"{arguments.perfetto}: {error.strerror}") from error
-    say(f"{arguments.perfetto}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
+    echo(f"{arguments.perfetto}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
     return DONE
 
 
@@ -86,7 +86,7 @@ async def _serve(runs: list[Run], listening: socket.socket) -> None:
     reading = asyncio.gather(*(asyncio.to_thread(run.state) for run in runs), return_exceptions=True)
     try:
         await web.SockSite(runner, listening).start()
-        say(
+        echo(
             f"open http://127.0.0.1:{port}/?token={server.token} in a browser of this machine; Ctrl-C ends it"
         )
         await ended.wait()

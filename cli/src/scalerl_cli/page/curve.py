@@ -71,7 +71,7 @@ def _fitted(made: Analysis) -> dict[str, Any]:
         "bands": made.scale.level(made.bands(grid)).tolist(),
         "now": made.now,
         "text": "\n".join(report(made, pace_of(made.file), None, None)),
-        "why": list(made.guarded.reasons) if broken else list(_why(made)),
+        "why": list(made.collapse_check.reasons) if broken else list(_why(made)),
     }
     if not broken:
         ahead = made.forecasts[0]
@@ -95,4 +95,4 @@ def _why(made: Analysis) -> Iterator[str]:
         f"it is {widths[1]:.3f}; the rest "
         "is the noise of a single evaluation"
     )
-    yield from (doubt.replace("interval of A ", "interval of the asymptote ") for doubt in made.doubts)
+    yield from (warning.replace("interval of A ", "interval of the asymptote ") for warning in made.warnings)

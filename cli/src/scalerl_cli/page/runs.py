@@ -174,7 +174,7 @@ class Run:
     # --- rollouts ---------------------------------------------------------------------------------------
 
     def rollouts(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollout_search.Problem``."""
+        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollout_search.RolloutsProblem``."""
         notes: list[str] = []
         arguments, full = self._arguments(query), query.get("full") == "1"
         most = _MAX_FULL_ROWS if full else MAX_ROWS

@@ -1,32 +1,32 @@
-"""Policies that assign the open places of the window to generators.
+"""Policies that assign the open slots of the window to generators.
 
-    open places, generators with a lease request ─▶ Policy.assign ─▶ places of each generator
+    open slots, generators with a lease request ─▶ SchedulingPolicy.assign ─▶ slots of each generator
 
-A place is a slot that may be leased. Its step, prompt and staleness bound are fixed before a policy sees it. Policies are pure:
+A slot is a slot that may be leased. Its step, prompt and staleness bound are fixed before a policy sees it. Policies are pure:
 equal views yield equal assignments, and they do no I/O. An assignment is not recorded; leases are journaled when they are
 issued (:mod:`scalerl_coordinator.generator_requests`).
 """
 
-from scalerl_coordinator.scheduling.policies import ByLength, LeastLoaded, spread
-from scalerl_coordinator.scheduling.view import (
+from scalerl_coordinator.scheduling.interface import (
     Assignment,
     Generator,
+    OpenSlot,
     Pace,
-    Place,
-    Policy,
-    View,
+    SchedulerInput,
+    SchedulingPolicy,
     expected_load,
 )
+from scalerl_coordinator.scheduling.policies import ByLength, LeastLoaded, spread
 
 __all__ = [
     "Assignment",
     "ByLength",
     "Generator",
     "LeastLoaded",
+    "OpenSlot",
     "Pace",
-    "Place",
-    "Policy",
-    "View",
+    "SchedulerInput",
+    "SchedulingPolicy",
     "expected_load",
     "spread",
 ]

@@ -1,7 +1,7 @@
 """The scheduling policies.
 
 ======================  ==========================================  ==================================================
-policy                  order of the places                         generator of each place
+policy                  order of the slots                         generator of each place
 ======================  ==========================================  ==================================================
 :class:`LeastLoaded`    by slot                                     the one with the fewest groups
 :class:`ByLength`       by latest start: step - expected duration   the one with the fewest expected tokens
@@ -13,14 +13,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-from scalerl_coordinator.scheduling.view import Assignment, Generator, Place, View
+from scalerl_coordinator.scheduling.interface import Assignment, Generator, OpenSlot, SchedulerInput
 
 
 class LeastLoaded:
     """The default. Groups are spread over all generators that ask, because a decoding step takes longer with more sequences."""
 
-    def assign(self, view: View) -> Assignment:
-        return spread(view.places, view, lambda generator: generator.groups, lambda place: 1.0)
+    def assign(self, inputs: SchedulerInput) -> Assignment:
+        return spread(inputs.slots, inputs, lambda generator: generator.groups, lambda slot: 1.0)
 
 
 class ByLength:
@@ -34,33 +34,33 @@ class ByLength:
     step, and long ranges more generators. In simulations that was slower than this (``benchmarks/README.md``).
     """
 
-    def assign(self, view: View) -> Assignment:
-        def due(place: Place) -> tuple[float, float]:
+    def assign(self, inputs: SchedulerInput) -> Assignment:
+        def due(slot: OpenSlot) -> tuple[float, float]:
             """Its latest start, in steps; of equal ones, the longer group comes first."""
-            return place.step - place.tokens / view.tokens_per_step, -place.tokens
+            return slot.step - slot.tokens / inputs.tokens_per_step, -slot.tokens
 
-        ordered = sorted(view.places, key=due)
-        return spread(ordered, view, lambda generator: generator.tokens, lambda place: place.tokens)
+        ordered = sorted(inputs.slots, key=due)
+        return spread(ordered, inputs, lambda generator: generator.tokens, lambda slot: slot.tokens)
 
 
 def spread(
-    places: Iterable[Place],
-    view: View,
+    slots: Iterable[OpenSlot],
+    inputs: SchedulerInput,
     load: Callable[[Generator], float],
-    weight: Callable[[Place], float],
+    weight: Callable[[OpenSlot], float],
 ) -> Assignment:
-    """Assign each of ``places`` in turn to the generator with the least load that has room; of equal ones, to the first."""
-    assigned: Assignment = {generator.name: [] for generator in view.generators}
-    heap = [(load(generator), i) for i, generator in enumerate(view.generators) if generator.room > 0]
+    """Assign each of ``slots`` in turn to the generator with the least load that has room; of equal ones, to the first."""
+    assigned: Assignment = {generator.name: [] for generator in inputs.generators}
+    heap = [(load(generator), i) for i, generator in enumerate(inputs.generators) if generator.capacity > 0]
     heapq.heapify(heap)
-    for place in places:
+    for slot in slots:
         if not heap:
             break
         least_load, i = heap[0]
-        generator = view.generators[i]
-        assigned[generator.name].append(place)
-        if len(assigned[generator.name]) < generator.room:
-            heapq.heapreplace(heap, (least_load + weight(place), i))
+        generator = inputs.generators[i]
+        assigned[generator.name].append(slot)
+        if len(assigned[generator.name]) < generator.capacity:
+            heapq.heapreplace(heap, (least_load + weight(slot), i))
         else:
             heapq.heappop(heap)
     return assigned

@@ -100,7 +100,7 @@ def forecast_steps(request: wire.ForecastRequest) -> Iterator[wire.ForecastAnswe
         outlook = _outlook(fitted, segment.start, request)
     yield wire.ForecastAnswer(
         fit=_fit_answer(fitted, segment.start),
-        guard=_guard_answer(checked, segment.start),
+        collapse_check=_collapse_answer(checked, segment.start),
         forecasts=ahead,
         outlook=outlook,
         method=wire.METHOD,
@@ -285,7 +285,7 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
             A=point.A, B=point.B, Cmid=point.Cmid, R0=point.R0, residual_sd=point.residual_sd
         ),
         identifiable=fitted.identifiable,
-        doubts=list(fitted.doubts),
+        warnings=list(fitted.warnings),
         edges=[
             wire.PriorEdge(parameter=edge.parameter, side=edge.side, bound=edge.bound, mass=edge.mass)
             for edge in fitted.edges
@@ -299,17 +299,17 @@ def _fit_answer(fitted: Fit, start: float) -> wire.FitAnswer:
     )
 
 
-def _guard_answer(checked: CollapseCheck, start: float) -> wire.GuardAnswer:
-    fall = checked.fall
-    return wire.GuardAnswer(
+def _collapse_answer(checked: CollapseCheck, start: float) -> wire.CollapseAnswer:
+    fall = checked.collapse
+    return wire.CollapseAnswer(
         broken=checked.broken,
         checked=checked.checked,
         reasons=list(checked.reasons),
         seen=list(checked.latest),
         floor=[] if checked.floor is None else [checked.floor],
-        fall=msgspec.UNSET
+        collapse=msgspec.UNSET
         if fall is None
-        else wire.Fall(
+        else wire.Collapse(
             compute=fall.compute + start,
             best=fall.best,
             best_compute=fall.best_compute + start,

@@ -11,10 +11,10 @@ from scipy.stats import ks_2samp
 
 from scalerl_api.registry import Kind, PluginError, make
 from scalerl_cli.exits import DONE, Refused
-from scalerl_cli.output import say
+from scalerl_cli.output import echo
 from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
-from scalerl_coordinator.scheduling import ByLength, LeastLoaded, Policy
-from scalerl_extras.simulation.rivals import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
+from scalerl_coordinator.scheduling import ByLength, LeastLoaded, SchedulingPolicy
+from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_extras.simulation.trace_file import RunTrace, TraceProblem, read_trace
@@ -64,9 +64,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             "policies": figures,
             "trained_at": {name: outcome.trained_at for name, outcome in outcomes.items()},
         }
-        say(json.dumps(found))
+        echo(json.dumps(found))
     else:
-        _say_table(run, cluster, figures, bound)
+        _echo_table(run, cluster, figures, bound)
     return DONE
 
 
@@ -91,30 +91,30 @@ def _cluster(run: RunTrace, arguments: argparse.Namespace) -> Cluster:
     )
 
 
-def _say_table(run: RunTrace, cluster: Cluster, figures: dict[str, dict[str, float]], bound: float) -> None:
+def _echo_table(run: RunTrace, cluster: Cluster, figures: dict[str, dict[str, float]], bound: float) -> None:
     work, decode = run.work, cluster.decode
-    say(
+    echo(
         f"{work.steps} steps of {work.prompts_per_step} groups, {sum(g.tokens for g in work.groups)} tokens; in the trace "
         f"{run.makespan:.1f} s"
     )
     if run.refilled:
-        say(f"{run.refilled} refilled groups are left out")
+        echo(f"{run.refilled} refilled groups are left out")
     free = f" beyond {decode.free_rows:g} in a step" if decode.free_rows else ""
-    say(
+    echo(
         f"decoding step {1e3 * decode.base:.3g} ms + {1e3 * decode.per_sequence:.3g} ms a sequence + "
         f"{1e3 * decode.per_draft:.3g} ms a drafted token{free}; training step {cluster.train_seconds:.3g} s + "
         f"{1e3 * cluster.train_seconds_per_token:.3g} ms a token; publish {cluster.publish_seconds:.3g} s"
     )
     wide = max(map(len, ["lower bound", *figures])) + 1
-    say(
+    echo(
         f"{'':{wide}}{'makespan s':>11}{'s a step':>9}{'tokens/s':>10}{'idle':>6}{'batch':>6}{'staleness':>14}{'KS p':>7}"
     )
     for name, one in figures.items():
-        say(
+        echo(
             f"{name:{wide}}{one['makespan']:11.1f}{one['makespan'] / work.steps:9.2f}{one['tokens_per_second']:10.0f}"
             f"{one['generator_idle']:6.2f}{one['running_sequences']:6.1f}{one['mean_staleness']:9.2f} ≤{one['max_staleness']:3.0f}{one['ks_p']:7.2g}"
         )
-    say(f"{'lower bound':{wide}}{bound:11.1f}")
+    echo(f"{'lower bound':{wide}}{bound:11.1f}")
 
 
 def _name(drafts: str | tuple[float, float]) -> str:
@@ -147,7 +147,7 @@ def _simulated(name: str, work: Workload, cluster: Cluster, scheme: OffPolicy) -
         return tail_batching(work, cluster)
     if name == "april":
         return april(work, cluster)
-    policies: dict[str, Policy] = {
+    policies: dict[str, SchedulingPolicy] = {
         "slotOrder": SlotOrder(),
         "roundRobin": RoundRobin(),
         "leastLoaded": LeastLoaded(),
@@ -155,16 +155,16 @@ def _simulated(name: str, work: Workload, cluster: Cluster, scheme: OffPolicy) -
     }
     expected = known(work) if name == "oracle" else from_history(work)
     if name in ("byLength", "oracle"):
-        policy: Policy = ByLength()
+        policy: SchedulingPolicy = ByLength()
     else:
         policy = policies.get(name) or _installed(name)
     return simulate(work, cluster, policy, expected, scheme)
 
 
-def _installed(name: str) -> Policy:
+def _installed(name: str) -> SchedulingPolicy:
     """The schedule of an installed package, without parameters, which a trace does not have."""
     try:
-        made: Policy = make(Kind.SCHEDULE, name, {})
+        made: SchedulingPolicy = make(Kind.SCHEDULE, name, {})
     except PluginError as error:
         raise Refused(str(error)) from error
     return made

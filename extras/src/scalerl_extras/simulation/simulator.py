@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 
 from scalerl_coordinator.off_policy import OffPolicy
-from scalerl_coordinator.scheduling import Generator, Pace, Place, Policy, View, expected_load
+from scalerl_coordinator.scheduling import (
+    Generator,
+    OpenSlot,
+    Pace,
+    SchedulerInput,
+    SchedulingPolicy,
+    expected_load,
+)
 from scalerl_extras.simulation.fleet import Fleet, Spans
 from scalerl_extras.simulation.workload import Cluster, Expected, Outcome, Workload
 from scalerl_generator.leasing import Occupancy, groups_wanted
@@ -26,7 +33,7 @@ class _Held:
 
 
 def simulate(
-    work: Workload, cluster: Cluster, policy: Policy, expected: Expected, scheme: OffPolicy
+    work: Workload, cluster: Cluster, policy: SchedulingPolicy, expected: Expected, scheme: OffPolicy
 ) -> Outcome:
     """Simulate the run under ``policy``, which predicts lengths by ``expected``."""
     return _Run(work, cluster, policy, expected, scheme).run()
@@ -34,7 +41,12 @@ def simulate(
 
 class _Run:
     def __init__(
-        self, work: Workload, cluster: Cluster, policy: Policy, expected: Expected, scheme: OffPolicy
+        self,
+        work: Workload,
+        cluster: Cluster,
+        policy: SchedulingPolicy,
+        expected: Expected,
+        scheme: OffPolicy,
     ) -> None:
         self.work, self.cluster, self.policy, self.expected = work, cluster, policy, expected
         self.scheme = scheme
@@ -42,7 +54,7 @@ class _Run:
         self.out = Outcome()
         self.version, self.published, self.now = 0, 0, 0.0
         self.opened = 0
-        self.open: dict[int, Place] = {}
+        self.open: dict[int, OpenSlot] = {}
         self.held: dict[int, _Held] = {}
         self.by_generator: list[dict[int, _Held]] = [{} for _ in range(cluster.generators)]
         self.occupancy = [Occupancy() for _ in range(cluster.generators)]
@@ -90,7 +102,7 @@ class _Run:
         for slot in range(self.opened, limit):
             step = slot // size
             known = self.expected(slot, self.version)
-            self.open[slot] = Place(slot, step, self.mean_tokens if known is None else known)
+            self.open[slot] = OpenSlot(slot, step, self.mean_tokens if known is None else known)
         self.opened = max(self.opened, limit)
 
     def _lease(self) -> None:
@@ -101,7 +113,7 @@ class _Run:
         while self.open and given:
             generators = [self._generator(at) for at in self.asking]
             assigned = self.policy.assign(
-                View(list(self.open.values()), generators, self.pace.tokens_per_step)
+                SchedulerInput(list(self.open.values()), generators, self.pace.tokens_per_step)
             )
             given = any(assigned.values())
             for at in list(self.asking):
@@ -112,7 +124,7 @@ class _Run:
                     if self._room(at) > 0:
                         self.asking[at] = None
 
-    def _start(self, at: int, place: Place) -> None:
+    def _start(self, at: int, place: OpenSlot) -> None:
         del self.open[place.slot]
         lengths = self.work.groups[place.slot].lengths
         held = _Held(at, len(lengths), place.tokens, self.now)

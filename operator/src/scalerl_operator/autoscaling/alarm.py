@@ -8,7 +8,7 @@ import msgspec
 
 from scalerl_operator.autoscaling.models import Alarm, History, Observation
 
-MOST_TRUNCATED: Final = 0.10
+MAX_TRUNCATED: Final = 0.10
 HEALTHY_TRUNCATED: Final = 0.05
 """Truncation above 10 % precedes collapse, below 5 % is healthy (ScaleRL, §A [P])."""
 
@@ -31,11 +31,11 @@ def alarm(observation: Observation, history: History) -> tuple[Alarm | None, str
     fallen, why = _curve_alarm(observation, history)
     if fallen is not None:
         return fallen, why
-    threshold = HEALTHY_TRUNCATED if active is not None and active.kind == "truncated" else MOST_TRUNCATED
+    threshold = HEALTHY_TRUNCATED if active is not None and active.kind == "truncated" else MAX_TRUNCATED
     if latest is not None and latest.truncated is not None and latest.truncated >= threshold:
         return Alarm(kind="truncated"), (
             f"{latest.truncated:.1%} of the completions of version {latest.version} are cut off at the length "
-            f"limit: {MOST_TRUNCATED:.0%} precedes collapse, below {HEALTHY_TRUNCATED:.0%} is healthy"
+            f"limit: {MAX_TRUNCATED:.0%} precedes collapse, below {HEALTHY_TRUNCATED:.0%} is healthy"
         )
     return None, ""
 
@@ -52,6 +52,6 @@ def _curve_alarm(observation: Observation, history: History) -> tuple[Alarm | No
         active = None
     if answer is None:
         return active, "the alarm stands until a forecast can be made again"
-    if answer.guard.fall is msgspec.UNSET:
+    if answer.collapse_check.collapse is msgspec.UNSET:
         return None, ""
-    return Alarm(kind="curve", eval_version=eval_version), "; ".join(answer.guard.reasons)
+    return Alarm(kind="curve", eval_version=eval_version), "; ".join(answer.collapse_check.reasons)

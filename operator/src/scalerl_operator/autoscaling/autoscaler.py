@@ -22,7 +22,7 @@ from scalerl_api.conditions import Reason
 from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.balance import LEAST_STEPS, LoadMeter, balance
+from scalerl_operator.autoscaling.balance import MIN_STEPS, LoadMeter, balance
 from scalerl_operator.autoscaling.decide import decide
 from scalerl_operator.autoscaling.decision_log import DecisionRecord, Policy, RecordError
 from scalerl_operator.autoscaling.earlier_runs import ReadEarlier
@@ -225,7 +225,7 @@ class Autoscaler:
         if allowed is None or self._balance_retry.waits or load.seconds < rules.cooldown_seconds:
             return False
         # The window continues until it has enough steps, however long one takes; a limit needs none.
-        return load.steps >= LEAST_STEPS or not allowed.min <= generators.wanted <= allowed.max
+        return load.steps >= MIN_STEPS or not allowed.min <= generators.wanted <= allowed.max
 
     async def _autoscale(self, status: Status, generators: Generators, points: list[Point]) -> Step | None:
         """One decision; None if the rules changed during the forecast request: the next step uses the new ones."""

@@ -30,7 +30,7 @@ from scalerl_operator.autoscaling.models import (
     State,
 )
 
-LEAST_STEPS: Final = 3
+MIN_STEPS: Final = 3
 """Fewer steps are too few to measure the utilisation."""
 TRAINER_WAITS: Final = 0.7
 """The trainer waits if it computes for less than this share of the time."""
@@ -38,7 +38,7 @@ GENERATORS_WORK: Final = 0.8
 """The generators are busy if they have a request in flight for at least this share of the time."""
 STILL_KEEPS_UP: Final = 0.7
 """Highest expected utilisation of the generators with one fewer."""
-MOST_STALE: Final = 0.05
+MAX_STALE: Final = 0.05
 """Share of delivered rollouts dropped because they were too old."""
 
 
@@ -81,9 +81,9 @@ def _difference(load: Load, generators: int) -> tuple[int, str]:
         f"trainer busy {load.trainer_busy:.0%}, generators {load.generator_busy:.0%}, "
         f"{load.queued_steps:.1f} steps queued, {load.stale_share:.1%} stale"
     )
-    if load.steps < LEAST_STEPS:
+    if load.steps < MIN_STEPS:
         return 0, f"{load.steps} steps in {load.seconds:.0f} s are too few to tell"
-    if load.stale_share > MOST_STALE:
+    if load.stale_share > MAX_STALE:
         return -1, f"rollouts become too old to be trained on ({busy})"
     waits = load.trainer_busy < TRAINER_WAITS
     if waits and load.queued_steps < 1.0 and load.generator_busy >= GENERATORS_WORK:

@@ -34,11 +34,11 @@ from scalerl_operator.autoscaling.vote import (
     vote,
 )
 
-LEAST_ELASTICITY: Final = 0.7
+MIN_ELASTICITY: Final = 0.7
 """d ln(tokens/s) / d ln(devices) under which more devices are mostly wasted."""
-LEAST_MORE: Final = 1.01
+MIN_MORE: Final = 1.01
 """More generators must bring at least this many times the compute."""
-MOST_GROWTH: Final = 2
+MAX_GROWTH: Final = 2
 """A measured elasticity is extrapolated to at most so many times the generators it was measured with."""
 CLIPPED_LOSS: Final = "ppoclip"
 """The loss that clips the ratio of each token, in lower case."""
@@ -56,8 +56,12 @@ def decide(spec: AutoscalingSpec, observation: Observation, history: History) ->
     active, why = alarm(observation, history)
     if (active is not None) != (history.state is State.BROKEN):
         # The streak counts something else from here on.
-        history = replace(history, streak=0)
-    history = replace(history, alarm=active, was_healthy=history.was_healthy or is_healthy(observation))
+        history = replace(history, consecutive_votes=0)
+    history = replace(
+        history,
+        alarm=active,
+        seen_healthy_evaluation=history.seen_healthy_evaluation or is_healthy(observation),
+    )
     if active is not None:
         return _broken(spec, observation, history, active, why)
     answer = observation.forecast
@@ -72,12 +76,14 @@ def decide(spec: AutoscalingSpec, observation: Observation, history: History) ->
     if cast is None:
         if answer is not None:
             # A forecast that does not suffice ends the streak. Without a forecast, the streak stays.
-            history = replace(history, streak=0, version=max(history.version, observation.points.version))
+            history = replace(
+                history, consecutive_votes=0, version=max(history.version, observation.points.version)
+            )
         return _or_revert(spec, observation, history, State.INSUFFICIENT, lacking)
     history = _counted(observation, history, cast)
-    if history.streak >= spec.stop_after:
+    if history.consecutive_votes >= spec.stop_after:
         return _stop(spec, observation, history, cast)
-    agree = f"{history.streak} of {spec.stop_after} new evaluations in a row agree"
+    agree = f"{history.consecutive_votes} of {spec.stop_after} new evaluations in a row agree"
     if lacking:
         reasons = [*lacking, *cast.reasons, agree]
         return _or_revert(spec, observation, history, State.INSUFFICIENT, reasons)
@@ -89,13 +95,13 @@ def decide(spec: AutoscalingSpec, observation: Observation, history: History) ->
 
 def _stop(spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote) -> Decision:
     assert observation.forecast is not None
-    agree = f"{history.streak} new evaluations in a row agree"
+    agree = f"{history.consecutive_votes} new evaluations in a row agree"
     if prior := prior_note(observation.forecast):
         agree += f", {prior}"
     price = stop_price(spec, observation.forecast, pace_now(observation, history))
     reasons = [*cast.reasons, agree, *price, *stop_caveat(observation.forecast)]
     decision = _decided(observation, history, State.STOP, reasons, Action(kind="stop", on_stop=spec.on_stop))
-    return replace(decision, advice=advice(observation.recipe), pays=0.0)
+    return replace(decision, advice=advice(observation.recipe), worthwhile_compute=0.0)
 
 
 def _broken(
@@ -107,29 +113,29 @@ def _broken(
         return _decided(observation, history, State.BROKEN, [why])
     latest = -1 if observation.latest is None else observation.latest.version
     version = observation.points.version if active.kind == "curve" else latest
-    streak = history.streak + (version > history.version)
+    consecutive_votes = history.consecutive_votes + (version > history.version)
     history = replace(history, version=max(version, history.version))
-    if active.kind == "truncated" and not history.was_healthy:
+    if active.kind == "truncated" and not history.seen_healthy_evaluation:
         # Many completions of an untrained model are cut off; training has not made this run worse.
         reasons = [why, "it never was better, so the run is not held"]
         return _decided(observation, history, State.BROKEN, reasons)
-    history = replace(history, streak=streak)
-    if streak < spec.stop_after:
-        count = f"{streak} of {spec.stop_after} new evaluations in a row find it so"
+    history = replace(history, consecutive_votes=consecutive_votes)
+    if consecutive_votes < spec.stop_after:
+        count = f"{consecutive_votes} of {spec.stop_after} new evaluations in a row find it so"
         return _decided(observation, history, State.BROKEN, [why, count])
-    count = f"{streak} new evaluations in a row find it so"
+    count = f"{consecutive_votes} new evaluations in a row find it so"
     action = Action(kind="hold" if spec.on_broken == "Hold" else "none")
     return _decided(observation, history, State.BROKEN, [why, count], action)
 
 
 def _counted(observation: Observation, history: History, cast: Vote) -> History:
     version = observation.points.version
-    streak = history.streak
+    consecutive_votes = history.consecutive_votes
     if cast.side is Side.CONTINUE:
-        streak = 0
+        consecutive_votes = 0
     elif cast.side is Side.STOP and version > history.version:
-        streak += 1
-    return replace(history, streak=streak, version=max(version, history.version))
+        consecutive_votes += 1
+    return replace(history, consecutive_votes=consecutive_votes, version=max(version, history.version))
 
 
 def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cast: Vote) -> Decision:
@@ -140,21 +146,21 @@ def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cas
 
     def continued(*why: str) -> Decision:
         decision = _or_revert(spec, observation, history, State.CONTINUE, [*reasons, *why])
-        return replace(decision, reach=reachable, pays=cast.pays)
+        return replace(decision, affordable_compute=reachable, worthwhile_compute=cast.worthwhile_compute)
 
-    if not cast.valuable:
+    if not cast.worth_scaling:
         return continued()
     if now is None or reachable is None:
         return continued(
             "how much compute is left is not known" if now is None else "nothing limits the compute"
         )
-    if reachable >= cast.pays:
+    if reachable >= cast.worthwhile_compute:
         return continued()
-    shortfall = f"{reachable:.3g} more tokens are within reach, {cast.pays:.3g} would pay"
+    shortfall = f"{reachable:.3g} more tokens are within reach, {cast.worthwhile_compute:.3g} would pay"
     elasticity = history.elasticity
-    if elasticity is not None and elasticity < LEAST_ELASTICITY:
+    if elasticity is not None and elasticity < MIN_ELASTICITY:
         return continued(
-            shortfall, f"the last change had an elasticity of {elasticity:.2f}, under {LEAST_ELASTICITY}"
+            shortfall, f"the last change had an elasticity of {elasticity:.2f}, under {MIN_ELASTICITY}"
         )
     staleness = observation.staleness
     if staleness.most > staleness.allowed:
@@ -174,10 +180,13 @@ def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cas
         more = (count - wanted) * observation.generators.devices_each
         return reach(now, limits, more, 1.0 if elasticity is None else elasticity) or 0.0
 
-    most = wanted + 1 if elasticity is None else MOST_GROWTH * wanted
+    most = wanted + 1 if elasticity is None else MAX_GROWTH * wanted
     possible = [n for n in range(wanted + 1, most + 1) if not scaling_refusal(spec, observation, history, n)]
-    to = next((n for n in possible if reachable_with(n) >= cast.pays), max(possible, key=reachable_with))
-    if reachable_with(to) < LEAST_MORE * reachable:
+    to = next(
+        (n for n in possible if reachable_with(n) >= cast.worthwhile_compute),
+        max(possible, key=reachable_with),
+    )
+    if reachable_with(to) < MIN_MORE * reachable:
         return continued(shortfall, "more generators would not bring more compute within this budget")
     basis = (
         "elasticity not measured yet: one step, taken back if it does not help"
@@ -187,7 +196,7 @@ def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cas
     reasons = [f"{wanted} → {to} generators: {shortfall}", basis, *reasons]
     grown = after_scaling(observation, history, to, exploratory=elasticity is None)
     decision = _decided(observation, grown, State.GROW, reasons, Action(kind="scale", generators=to))
-    return replace(decision, reach=reachable, pays=cast.pays)
+    return replace(decision, affordable_compute=reachable, worthwhile_compute=cast.worthwhile_compute)
 
 
 def _or_revert(
@@ -201,10 +210,10 @@ def _or_revert(
         or change.measuring
         or observation.generators.wanted != change.after
         or elasticity is None
-        or elasticity >= LEAST_ELASTICITY
+        or elasticity >= MIN_ELASTICITY
     ):
         return _decided(observation, history, state, reasons)
-    measured = f"an elasticity of {elasticity:.2f} was measured, under {LEAST_ELASTICITY}"
+    measured = f"an elasticity of {elasticity:.2f} was measured, under {MIN_ELASTICITY}"
     refused = scaling_refusal(spec, observation, history, change.before)
     if refused:
         return _decided(observation, history, state, [*reasons, f"{measured}; {refused}"])

@@ -27,7 +27,7 @@ NOT_COUNTED: Final = frozenset(
     )
 )
 """Fields whose edit does not restart it: who acts, and how; the number of generators; limits, which each observation has."""
-MOST_DOUBLINGS: Final = 6
+MAX_DOUBLINGS: Final = 6
 """The cooldown doubles with each change in the direction opposite to the one before, up to 64 times its length."""
 
 
@@ -52,34 +52,36 @@ def updated(spec: AutoscalingSpec, observation: Observation, history: History) -
     now = observation.spent.seconds
     if history.rules != rules(spec):
         # Evaluations that agreed under other rules do not count under these.
-        history = replace(history, rules=rules(spec), streak=0, elasticity=None)
+        history = replace(history, rules=rules(spec), consecutive_votes=0, elasticity=None)
     if observation.resumed and history.state in (State.STOP, State.BROKEN):
         # The user resumed the run despite these evaluations, so it takes new ones to stop it again.
-        history = replace(history, streak=0)
+        history = replace(history, consecutive_votes=0)
         if history.state is State.BROKEN:
             newest = -1 if observation.latest is None else observation.latest.version
-            history = replace(history, alarm=None, forgiven=newest, was_healthy=False)
-    change, settled, measured = history.change, history.settled, history.elasticity
+            history = replace(
+                history, alarm=None, alarms_acknowledged_until=newest, seen_healthy_evaluation=False
+            )
+    change, ready_since, measured = history.change, history.ready_since, history.elasticity
     wanted, ready = observation.generators.wanted, observation.generators.ready
     if change is not None and change.at > now:
         # The run's clock was set back; the cooldown must not last as long as the gap.
         change = replace(change, at=now)
     if history.generators is None:
-        settled = 0.0
+        ready_since = 0.0
     elif wanted != history.generators:
-        settled = None
-    if settled is None and ready >= wanted:
-        settled = now
+        ready_since = None
+    if ready_since is None and ready >= wanted:
+        ready_since = now
     if change is not None and change.measuring:
         if wanted != change.after:
             change = replace(change, measuring=False)
-        elif settled is not None and change.pace is not None:
-            after = pace(observation.recent, settled)
+        elif ready_since is not None and change.pace is not None:
+            after = pace(observation.recent, ready_since)
             if after is not None:
                 found = elasticity(change.pace, after)
                 measured = measured if found is None else found
                 change = replace(change, measuring=False)
-    return replace(history, generators=wanted, settled=settled, change=change, elasticity=measured)
+    return replace(history, generators=wanted, ready_since=ready_since, change=change, elasticity=measured)
 
 
 def scaling_refusal(spec: AutoscalingSpec, observation: Observation, history: History, to: int) -> str:
@@ -94,13 +96,13 @@ def scaling_refusal(spec: AutoscalingSpec, observation: Observation, history: Hi
         return f"{generators.wanted} generators are the fewest that autoscaling.generators allows"
     if generators.quota is not None and to > max(generators.quota, generators.wanted):
         return f"there is room for {generators.quota} generators only"
-    if generators.ready != generators.wanted or history.settled is None:
+    if generators.ready != generators.wanted or history.ready_since is None:
         return f"a change is under way: {generators.ready} of {generators.wanted} generators are ready"
     change = history.change
     if change is None:
         return ""
     since = observation.spent.seconds - change.at
-    doublings = min(history.reversals, MOST_DOUBLINGS) if _reverses(change, generators.wanted, to) else 0
+    doublings = min(history.reversals, MAX_DOUBLINGS) if _reverses(change, generators.wanted, to) else 0
     rest = spec.cooldown_seconds * 2**doublings - since
     return f"the last change was {since:.0f} s ago, {rest:.0f} s of cooldown are left" if rest > 0 else ""
 

@@ -14,13 +14,13 @@ from scalerl_api.forecast import MAX_EARLIER_RUNS, EarlierRun, Points
 from scalerl_api.spec import RunSpec
 from scalerl_operator.autoscaling.observation import point, usable
 
-MOST_EXAMINED: Final = 200
+MAX_EXAMINED: Final = 200
 """Most finished runs whose specs are compared, the newest first: each takes some milliseconds."""
 _SHOWN: Final = 5
 """Runs that the summary names."""
-MOST_POINTS: Final = 100
+MAX_POINTS: Final = 100
 """Points of one run; more do not identify its asymptote better."""
-LEAST_POINTS: Final = 4
+MIN_POINTS: Final = 4
 """Fewest points at a compute above 0: a curve has four parameters. A run that failed at its start has fewer."""
 
 ReadEarlier = Callable[[RunSpec], Awaitable[Sequence[EarlierRun]]]
@@ -38,7 +38,7 @@ async def select(
     on_read: called with a summary of what was found.
     """
     runs, left_out = list[EarlierRun](), dict[str, str]()
-    for name, load in itertools.islice(candidates, MOST_EXAMINED):
+    for name, load in itertools.islice(candidates, MAX_EXAMINED):
         # In a thread: a curve has up to 16 MiB.
         found = await asyncio.to_thread(_comparable_run, name, load, run)
         if isinstance(found, EarlierRun):
@@ -60,7 +60,7 @@ def _comparable_run(name: str, load: LoadRun, run: RunSpec) -> EarlierRun | str:
             # Counted twice, the points of both would narrow the forecast.
             return "a fork and its source have points in common"
         why = comparable(spec, run)
-        return why or earlier_run(name, table) or f"fewer than {LEAST_POINTS} evaluations after its start"
+        return why or earlier_run(name, table) or f"fewer than {MIN_POINTS} evaluations after its start"
     except Exception as error:
         # Another user or an older release may have written the files; one unreadable run must not prevent the forecast.
         return f"it cannot be read: {error}"
@@ -83,18 +83,18 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def earlier_run(name: str, table: str) -> EarlierRun | None:
-    """A finished run for a forecast request; None with fewer than ``LEAST_POINTS``.
+    """A finished run for a forecast request; None with fewer than ``MIN_POINTS``.
 
-    table: its ``curve.csv``. The evaluations of the last evaluation set, each of one weight version, at most ``MOST_POINTS``.
+    table: its ``curve.csv``. The evaluations of the last evaluation set, each of one weight version, at most ``MAX_POINTS``.
 
     Raises:
         ValueError: ``table`` is not a curve.
     """
     used = usable([point(evaluation) for evaluation in curve_points(table)])
     last = list(itertools.takewhile(lambda p: p.eval_version == used[-1].eval_version, reversed(used)))[::-1]
-    if sum(p.tokens > 0 for p in last) < LEAST_POINTS:
+    if sum(p.tokens > 0 for p in last) < MIN_POINTS:
         return None
-    thinned = [last[i] for i in evenly([p.tokens for p in last], MOST_POINTS)]
+    thinned = [last[i] for i in evenly([p.tokens for p in last], MAX_POINTS)]
     return EarlierRun(
         name=name,
         points=Points(

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import Flat, ForecastAnswer, ForecastRequest, Points
-from scalerl_operator.autoscaling.decide import LEAST_ELASTICITY
+from scalerl_operator.autoscaling.decide import MIN_ELASTICITY
 from scalerl_operator.autoscaling.decision_history import updated
 from scalerl_operator.autoscaling.models import History, Observation, Pace
 from scalerl_operator.autoscaling.observation import Point, usable
@@ -66,7 +66,9 @@ def build_request(
         price=price,
         budget=budget,
         late_rises="games" if spec.late_rises == "Games" else "language_models",
-        alarms_after=max((float(p.tokens) for p in used if p.version <= history.forgiven), default=0.0),
+        alarms_after=max(
+            (float(p.tokens) for p in used if p.version <= history.alarms_acknowledged_until), default=0.0
+        ),
     )
 
 
@@ -76,7 +78,7 @@ def _most_reach(
     """The compute within reach with as many generators as allowed: a target is out of reach only if those cannot reach it."""
     elastic = 1.0 if history.elasticity is None else history.elasticity
     reaches = [reach(now, limits)]
-    if spec.generators is not None and elastic >= LEAST_ELASTICITY:
+    if spec.generators is not None and elastic >= MIN_ELASTICITY:
         quota = observation.generators.quota
         most = spec.generators.max if quota is None else min(spec.generators.max, quota)
         more = max(0, most - observation.generators.wanted) * observation.generators.devices_each
@@ -102,7 +104,7 @@ def implausibility(request: ForecastRequest, answer: ForecastAnswer) -> str:
             return f"{name} is {interval.median:g} in an interval from {interval.low:g} to {interval.high:g}"
     if not 0.0 <= fit.A.low <= fit.A.high <= 1.0:
         return f"A from {fit.A.low:g} to {fit.A.high:g} is no pass rate"
-    if outlook is None and not answer.guard.broken:
+    if outlook is None and not answer.collapse_check.broken:
         return "no outlook for a run that is not broken"
     uses = [] if answer.earlier is UNSET else answer.earlier
     named, wanted = [use.name for use in uses], [run.name for run in request.earlier]

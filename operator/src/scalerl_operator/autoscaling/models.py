@@ -7,7 +7,7 @@ sets it back. Compute is in completion tokens of trained steps (``work_tokens``)
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -214,16 +214,25 @@ class Alarm(Recorded, frozen=True, kw_only=True):
     eval_version: str = ""
 
 
-class History(Recorded, frozen=True, kw_only=True):
+_HISTORY: Final = {
+    "consecutive_votes": "streak",
+    "alarms_acknowledged_until": "forgiven",
+    "seen_healthy_evaluation": "was_healthy",
+    "ready_since": "settled",
+}
+"""Names in the record, by field."""
+
+
+class History(Recorded, frozen=True, kw_only=True, rename=_HISTORY):
     """What one decision passes to the next.
 
     rules: the fields of the spec that the streak was counted under.
     version: newest evaluation that was counted.
-    streak: consecutive evaluations that voted for a stop, or, while BROKEN, that had the alarm.
-    forgiven: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
-    was_healthy: since then, an evaluation had few completions cut off.
+    consecutive_votes: consecutive evaluations that voted for a stop, or, while BROKEN, that had the alarm.
+    alarms_acknowledged_until: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
+    seen_healthy_evaluation: since then, an evaluation had few completions cut off.
     generators: requested at the last observation.
-    settled: since when all of them have been ready; None while they are not.
+    ready_since: since when all of them have been ready; None while they are not.
     elasticity: as last measured.
     reversals: number of changes in the direction opposite to the one before.
     unix_seconds: of the last observation.
@@ -232,12 +241,12 @@ class History(Recorded, frozen=True, kw_only=True):
     state: State = State.INSUFFICIENT
     rules: str = ""
     version: int = -1
-    streak: int = 0
+    consecutive_votes: int = 0
     alarm: Alarm | None = None
-    forgiven: int = -1
-    was_healthy: bool = False
+    alarms_acknowledged_until: int = -1
+    seen_healthy_evaluation: bool = False
     generators: int | None = None
-    settled: float | None = None
+    ready_since: float | None = None
     change: Change | None = None
     elasticity: float | None = None
     reversals: int = 0
@@ -258,19 +267,23 @@ class Action(Recorded, frozen=True, kw_only=True):
     on_stop: str = ""
 
 
-class Decision(Recorded, frozen=True, kw_only=True):
+_DECISION: Final = {"affordable_compute": "reach", "worthwhile_compute": "pays"}
+"""Names in the record, by field."""
+
+
+class Decision(Recorded, frozen=True, kw_only=True, rename=_DECISION):
     """A decision.
 
     reasons: for people, the decisive one first.
     advice: changes of the recipe that raise the asymptote.
-    reach: further compute within budget and deadline, in tokens.
-    pays: further compute that would pay, in tokens.
+    affordable_compute: further compute within budget and deadline, in tokens.
+    worthwhile_compute: further compute that would pay, in tokens.
     """
 
     state: State
     reasons: list[str]
     action: Action = Action()
     advice: list[str] = []
-    reach: float | None = None
-    pays: float | None = None
+    affordable_compute: float | None = None
+    worthwhile_compute: float | None = None
     history: History

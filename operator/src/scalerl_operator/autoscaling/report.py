@@ -86,7 +86,7 @@ def report_of(
         state=None if last is None else last.decision.state.value,
         forecast=_forecast(evaluated),
         outlook=_outlook(evaluated),
-        votes=log.history.streak,
+        votes=log.history.consecutive_votes,
         ready=ready,
         reason=reason,
         message=message[:REASON_CHARACTERS],

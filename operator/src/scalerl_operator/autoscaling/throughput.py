@@ -20,7 +20,7 @@ from scalerl_operator.autoscaling.models import History, Observation, Pace, Prog
 
 INTERVALS: Final = 3
 """Fewest intervals between evaluations for a pace: one outlier cannot move the median of three."""
-LEAST_CHANGE: Final = 0.02
+MIN_CHANGE: Final = 0.02
 """Change of ln(devices) under which an elasticity is only noise."""
 
 
@@ -49,7 +49,7 @@ def pace(recent: Sequence[Progress], since: float = -math.inf) -> Pace | None:
 
 def settled_pace(observation: Observation, history: History) -> Pace | None:
     """The pace with exactly the present generators."""
-    return None if history.settled is None else pace(observation.recent, history.settled)
+    return None if history.ready_since is None else pace(observation.recent, history.ready_since)
 
 
 def pace_now(observation: Observation, history: History) -> Pace | None:
@@ -66,7 +66,7 @@ def elasticity(before: Pace, after: Pace) -> float | None:
     1.0
     """
     devices = math.log(after.devices / before.devices)
-    if abs(devices) < LEAST_CHANGE:
+    if abs(devices) < MIN_CHANGE:
         return None
     return math.log(after.tokens_per_second / before.tokens_per_second) / devices
 

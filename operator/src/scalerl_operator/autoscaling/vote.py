@@ -14,8 +14,8 @@ from scalerl_api.forecast import BestBlock, ForecastAnswer, Outlook
 from scalerl_operator.autoscaling.models import Observation, Pace
 
 ENOUGH_POINTS: Final = 10
-WIDEST_A: Final = 0.15
-MOST_BEFORE_CMID: Final = 0.2
+MAX_A_WIDTH: Final = 0.15
+MAX_BEFORE_CMID: Final = 0.2
 """With fewer points, or beyond these two, the asymptote is not identified and nothing is decided: on simulated curves of the
 published parameters, the reward at twice the compute was off by more than .02 in one of four at 2·Cmid, and in two of
 three at Cmid."""
@@ -43,7 +43,7 @@ WORTH_MORE_DEVICES: Final = 0.5
 """P(gain at the horizon > minGain), or P(A > target), from which continuing is worth more devices."""
 EARLIER_COUNT: Final = 0.1
 """Total weight from which the method uses earlier runs. A run of at least this weight is named; without one, all are."""
-MOST_NAMES: Final = 5
+MAX_NAMES: Final = 5
 
 
 class Side(enum.IntEnum):
@@ -58,14 +58,14 @@ class Side(enum.IntEnum):
 class Vote:
     """One evaluation's vote.
 
-    valuable: continuing is worth more devices.
-    pays: further compute that would pay, in tokens.
+    worth_scaling: continuing is worth more devices.
+    worthwhile_compute: further compute that would pay, in tokens.
     """
 
     side: Side
     reasons: tuple[str, ...]
-    valuable: bool
-    pays: float
+    worth_scaling: bool
+    worthwhile_compute: float
 
 
 def insufficiency(spec: AutoscalingSpec, observation: Observation) -> list[str]:
@@ -81,12 +81,12 @@ def insufficiency(spec: AutoscalingSpec, observation: Observation) -> list[str]:
             f"fewer than {ENOUGH_POINTS}"
         )
     width = fit.A.high - fit.A.low
-    if width > WIDEST_A:
-        found.append(f"the 90 % interval of the asymptote is {width:.2f} wide, more than {WIDEST_A}")
-    if fit.p_before_cmid > MOST_BEFORE_CMID:
+    if width > MAX_A_WIDTH:
+        found.append(f"the 90 % interval of the asymptote is {width:.2f} wide, more than {MAX_A_WIDTH}")
+    if fit.p_before_cmid > MAX_BEFORE_CMID:
         found.append(f"half of the gain still lies ahead with probability {fit.p_before_cmid:.2f}")
     if not found and not fit.identifiable:
-        found.extend(fit.doubts or ["the asymptote is not identifiable"])
+        found.extend(fit.warnings or ["the asymptote is not identifiable"])
     if spec.price_per_device_hour is None and answer.outlook is not None:
         found.extend(_undecidable(spec, answer, answer.outlook))
     if answer.outlook is None:
@@ -119,14 +119,14 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
     block = outlook.best_block if spec.price_per_device_hour is not None else None
     if block is not None:
         votes = [_by_price(spec, block)]
-        valuable, pays = block.net > 0, block.compute
+        worth_scaling, worthwhile = block.net > 0, block.compute
     else:
         votes = [_by_gain(spec, answer, outlook)]
-        valuable, pays = outlook.p_gain_above_min >= WORTH_MORE_DEVICES, ahead
+        worth_scaling, worthwhile = outlook.p_gain_above_min >= WORTH_MORE_DEVICES, ahead
     if spec.target is not None:
         p_ever = outlook.p_asymptote_above_target
         if block is None and p_ever is not None:
-            valuable, pays = p_ever >= WORTH_MORE_DEVICES, _to_target(answer, outlook, ahead)
+            worth_scaling, worthwhile = p_ever >= WORTH_MORE_DEVICES, _to_target(answer, outlook, ahead)
         if outlook.p_target_at_max_compute is not None:
             p = outlook.p_target_at_max_compute
             text = f"P(reward > {spec.target} within what may be used) is {p:.2f}"
@@ -134,7 +134,7 @@ def vote(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> Vot
             votes.append((_side(p, TARGET_BELOW + late, TARGET_RELEASE_AT + late), text))
     votes.sort(key=lambda one: one[0], reverse=True)
     side = votes[0][0]
-    return Vote(side, tuple(text for _, text in votes), valuable and side is Side.CONTINUE, pays)
+    return Vote(side, tuple(text for _, text in votes), worth_scaling and side is Side.CONTINUE, worthwhile)
 
 
 def flat_vote(spec: AutoscalingSpec, answer: ForecastAnswer) -> Vote | None:
@@ -215,9 +215,9 @@ def prior_note(answer: ForecastAnswer) -> str:
     names = prior_runs(answer)
     if not names:
         return ""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     runs = "run" if len(names) == 1 else "runs"
-    return f"with {len(names)} earlier {runs} as prior: {', '.join(names[:MOST_NAMES])}{more}"
+    return f"with {len(names)} earlier {runs} as prior: {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def _by_gain(spec: AutoscalingSpec, answer: ForecastAnswer, outlook: Outlook) -> tuple[Side, str]:

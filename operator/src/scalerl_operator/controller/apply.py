@@ -12,10 +12,6 @@ from typing import Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.build import render
-from scalerl_operator.build.gang import WORKLOAD
-from scalerl_operator.build.scope import Desired, Images
-from scalerl_operator.build.storage import curve_config_map
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang import is_wanted
@@ -33,15 +29,19 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import content_hash, is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.gang import WORKLOAD
+from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.manifests.storage import curve_config_map
 from scalerl_operator.names import COMPONENT, IMAGE, Names
 from scalerl_operator.policy.lifecycle_types import Suspension
-from scalerl_operator.policy.memory_status import seconds
+from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
 
-MOST_POINTS_AT_ONCE: Final = 500
+MAX_POINTS_AT_ONCE: Final = 500
 """Points of a curve whose table is made on the event loop: 5 ms."""
 _DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget", WORKLOAD}
 """Kinds of objects that are deleted when they are no longer wanted; those with data, and the NetworkPolicy, stay."""
@@ -85,7 +85,7 @@ class Applier:
         observed, checks = findings.observed, findings.checks
         desired = Desired(
             *(decision.prepare, decision.coordinator, decision.generators, decision.trainer, run.steps > 0),
-            coordinator_attempt=decision.memory.coordinator_attempt,
+            coordinator_attempt=decision.persisted.coordinator_attempt,
             gang=observed.gang if is_wanted(decision, observed.prepare) else None,
             source_claim=checks.source_claim,
         )
@@ -135,13 +135,13 @@ class Applier:
         """Creates, applies and deletes objects until the run has those of ``wanted``. Returns why the API server refused one,
         after which no other is applied. A refused repair is only recorded in the run's state.
 
-        If the decision is frozen, existing objects are not changed. For a run that is being deleted, none is created, since a
+        Existing objects change only if the decision says so (``update_existing``). For a run that is being deleted, none is created, since a
         foreground deletion removes the objects before the run.
 
         Raises:
             ApiError: the call may succeed when retried.
         """
-        run, frozen = findings.run, findings.decision.frozen
+        run, update = findings.run, findings.decision.update_existing
         names = {key_of(obj) for obj in wanted}
         lost = {pod.job for pod in findings.observed.pods if pod.lost and pod.role == Role.TRAINER}
         for (kind, name), live in run.objects.items():
@@ -153,15 +153,15 @@ class Applier:
                 await self._api.delete(kind, run.namespace, name, uid=uid, propagation="Foreground")
             if kind == "Job" and (is_settled(live) or name in lost):
                 await end_failed_gang(self._api, run, name)
-        if frozen:
+        if not update:
             present = names if run.deleted else run.objects.keys()
             wanted = [obj for obj in wanted if key_of(obj) not in present]
             names = {key_of(obj) for obj in wanted}
         run.state.refused = {key: why for key, why in run.state.refused.items() if key in names}
         problem = await ensure_token(self._api, run, findings.accepted.run)
         for obj in wanted:
-            if problem is None and frozen:
-                problem = await self._writer.create(obj, run, frozen=True)
+            if problem is None and not update:
+                problem = await self._writer.create(obj, run, update=False)
             elif problem is None:
                 problem = await self._writer.write(obj, run)
         return problem
@@ -169,16 +169,18 @@ class Applier:
 
 def _to_be_drained(run: Run) -> list[tuple[str, str]]:
     """(kind, name) of the workloads of a run that is suspended or deleted and has not begun to drain."""
-    memory, names = run.memory, Names(run.name)
+    persisted, names = run.persisted, Names(run.name)
     to_stop = run.deleted or run.obj["spec"].get("suspend") is True
-    drains = memory.rest is not Suspension.NO or memory.drain_since is not None or memory.outcome
+    drains = (
+        persisted.suspension is not Suspension.NO or persisted.drain_since is not None or persisted.outcome
+    )
     if not to_stop or drains:
         return []
     workloads = [("Job", names.prepare)] if run.before.phase is Phase.PREPARING else []
-    if memory.attempt > 0:
+    if persisted.attempt > 0:
         workloads += [("Deployment", names.generator), ("Deployment", names.extra_generators)]
         workloads += [("StatefulSet", names.coordinator)]
-        workloads += [("Job", names.trainer_job(memory.attempt))]
+        workloads += [("Job", names.trainer_job(persisted.attempt))]
         if run.obj["spec"].get("environment"):
             workloads += [("Deployment", names.environment), ("Deployment", names.extra_environments)]
     return workloads
@@ -206,7 +208,7 @@ def pinned(run: Run, images: Images) -> Images:
 async def _curve(findings: Findings, points: Sequence[EvaluationPoint]) -> Object:
     """The curve's ConfigMap. The table of thousands of points, whose number the coordinator determines, takes .1 s: in a thread."""
     make = functools.partial(curve_config_map, findings.accepted.run, findings.run.uid, points)
-    return make() if len(points) <= MOST_POINTS_AT_ONCE else await asyncio.to_thread(make)
+    return make() if len(points) <= MAX_POINTS_AT_ONCE else await asyncio.to_thread(make)
 
 
 def fingerprint(findings: Findings, desired: Desired, images: Images) -> int | None:
@@ -230,5 +232,5 @@ def fingerprint(findings: Findings, desired: Desired, images: Images) -> int | N
         contents.append((kind, name, hash(job) if kind == "Job" else content_hash(obj)))
     labels = tuple(sorted(findings.accepted.run.metadata.labels.items()))
     size = None if findings.model is None else findings.model.size
-    inputs = (run.generation, labels, desired, images, size, findings.decision.frozen, run.deleted)
+    inputs = (run.generation, labels, desired, images, size, findings.decision.update_existing, run.deleted)
     return hash((inputs, tuple(sorted(contents))))

@@ -23,7 +23,7 @@ from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Key
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import HELD_SECONDS
+from scalerl_operator.policy.lifecycle_types import GATED_SECONDS
 from scalerl_operator.settings import Settings
 from scalerl_processes.waiting import cancel
 
@@ -53,9 +53,9 @@ class Parts:
 
 
 class ClaimedRuns:
-    """Reconciles runs, unless another release has claimed their namespace. held_seconds: see :data:`.lifecycle_types.HELD_SECONDS`."""
+    """Reconciles runs, unless another release has claimed their namespace. gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`."""
 
-    def __init__(self, parts: Parts, held_seconds: float) -> None:
+    def __init__(self, parts: Parts, gated_seconds: float) -> None:
         self._parts = parts
         settings, url = parts.settings, parts.settings.sidecar_url
         self._sidecar = None if url is None else Sidecar(lambda: url)
@@ -69,7 +69,7 @@ class ClaimedRuns:
             autoscaler=None if self._sidecar is None else functools.partial(self._autoscaler, self._sidecar),
             on_status=parts.metrics.run,
             wake=parts.wake,
-            held_seconds=held_seconds,
+            gated_seconds=gated_seconds,
         )
         self._claims = NamespaceClaims(parts.api, f"{settings.operator_namespace}/{settings.lease}")
         parts.metrics.foreign_namespaces.set_function(self._claims.of_others)
@@ -117,9 +117,9 @@ class ClaimedRuns:
 
 
 @contextlib.asynccontextmanager
-async def reconciler(parts: Parts, held_seconds: float = HELD_SECONDS) -> AsyncIterator[Reconcile]:
+async def reconciler(parts: Parts, gated_seconds: float = GATED_SECONDS) -> AsyncIterator[Reconcile]:
     """The operator's own reconcile."""
-    runs = ClaimedRuns(parts, held_seconds)
+    runs = ClaimedRuns(parts, gated_seconds)
     parts.on_lost.append(runs.forget)
     renewal = asyncio.create_task(runs.renew_claims(), name="claims")
     try:

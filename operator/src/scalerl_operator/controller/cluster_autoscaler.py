@@ -18,12 +18,12 @@ from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.earlier_runs import select
 from scalerl_operator.autoscaling.models import Generators
 from scalerl_operator.autoscaling.report import AutoscalerReport
-from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.accept import with_spec
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, Run
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.objects import label
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.storage import CURVE_KEY
 from scalerl_operator.names import RUN_UID, SCALED_BY, Names
 from scalerl_operator.workloads import Role
 
@@ -42,7 +42,7 @@ def autoscaler_report(
         return AutoscalerReport()
     spec = accepted.spec
     off = spec.autoscaling.mode == "Off"
-    if status is None or run.memory.outcome is not None:
+    if status is None or run.persisted.outcome is not None:
         condition = run.before.condition(ConditionType.FORECAST_READY)
         if condition is None or off:
             return AutoscalerReport()
@@ -55,7 +55,7 @@ def autoscaler_report(
     ready = observed.service(Role.GENERATOR).ready
     wanted, each = spec.generator.replicas, max(1, spec.generator.devices)
     generators = Generators(wanted=wanted, ready=ready, devices_each=each)
-    return state.autoscaler.report(spec, status, generators, resumed=run.memory.resumed)
+    return state.autoscaler.report(spec, status, generators, resumed=run.persisted.resumed)
 
 
 def wanted_generators(findings: Findings) -> int | None:

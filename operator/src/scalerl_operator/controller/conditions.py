@@ -16,8 +16,6 @@ from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.build.memory_requests import memory_warnings
-from scalerl_operator.build.scope import Images, Scope
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.coordinator_problems import (
     journal_problem,
@@ -27,9 +25,18 @@ from scalerl_operator.controller.coordinator_problems import (
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
+from scalerl_operator.manifests.memory_requests import memory_warnings
+from scalerl_operator.manifests.scope import Images, Scope
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.memory_status import DECIDED, condition, end_of, phase_problem, rfc3339, seconds
+from scalerl_operator.policy.persisted_state import (
+    DECIDED,
+    condition,
+    end_of,
+    phase_problem,
+    rfc3339,
+    seconds,
+)
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.restarts import MAX_POD_RESTARTS
 from scalerl_operator.workloads import Role
@@ -91,10 +98,10 @@ def _admitted(findings: Findings) -> Value:
     if findings.checks.queue_missing:
         return False, Problem(Reason.REFERENCE_NOT_FOUND, findings.checks.queue_missing)
     jobs = {Role.PREPARE: observed.prepare, Role.TRAINER: observed.trainer}
-    if observed.trainer.held and findings.observed.gang is not None:
+    if observed.trainer.gated and findings.observed.gang is not None:
         text = f"the run as a whole ({findings.observed.gang.generators} generators) in the queue {queue}"
         return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang.why_waiting(findings.run)}")
-    waiting = [role for role, job in jobs.items() if job.held]
+    waiting = [role for role, job in jobs.items() if job.gated]
     for role in (Role.COORDINATOR, Role.GENERATOR, Role.ENVIRONMENT):
         problems = (pod.problem for pod in observed.of(role))
         if any(p is not None and p.reason is Reason.WAITING_FOR_QUOTA for p in problems):
@@ -110,19 +117,19 @@ def _admitted(findings: Findings) -> Value:
 
 
 def _prepared(findings: Findings) -> Value:
-    job, outcome = findings.observed.prepare, findings.decision.memory.outcome
+    job, outcome = findings.observed.prepare, findings.decision.persisted.outcome
     was_true = _was_true(findings, ConditionType.PREPARED)
     if outcome is not None and outcome.reason in _OF_PREPARATION and not was_true:
         return False, Problem(Reason.PREPARE_FAILED, outcome.message)
     if job.state is JobState.COMPLETE:
         return True, Problem(Reason.PREPARED, "")
-    if job.held:
+    if job.gated:
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
     if findings.decision.phase in _SUSPENDED_OR_ENDED:
         return was_true, Problem(Reason.PREPARED, "") if was_true else _phase(findings)
     problem = _with_claim_problem(findings.observed.problem(Role.PREPARE), findings.blocked)
-    if problem is None and job.ends and job.state is JobState.ACTIVE:
-        last = job.ends[-1]
+    if problem is None and job.exits and job.state is JobState.ACTIVE:
+        last = job.exits[-1]
         problem = Problem(Reason.BACK_OFF, f"exit code {last.exit_code}: {last.message}")
     problem = problem or findings.blocked
     return False, problem or Problem(Phase.PREPARING, _source(findings.accepted.spec.model))
@@ -144,10 +151,10 @@ def _generators_ready(findings: Findings) -> Value:
 
 
 def _trainer_ready(findings: Findings) -> Value:
-    memory, problem = findings.decision.memory, None
-    if findings.observed.trainer.held:
+    persisted, problem = findings.decision.persisted, None
+    if findings.observed.trainer.gated:
         problem = Problem(Reason.WAITING_FOR_QUOTA, "")
-    elif memory.last_recorded_attempt == memory.attempt > 0:
+    elif persisted.last_recorded_attempt == persisted.attempt > 0:
         problem = Problem(Reason.BACK_OFF, _next_attempt(findings))
         if lost := _lost(findings.observed, Role.TRAINER):
             problem = Problem(Reason.NODE_LOST, f"the node of {lost} does not answer; {problem.message}")
@@ -183,7 +190,7 @@ def _progressing(findings: Findings) -> Value:
     if coordinator.step == 0:
         return False, Problem(Reason.STALLED, waiting)
     # Time without a trainer, as in a suspension, does not count.
-    since = max(seconds(findings.run.before.last_step_time), findings.decision.memory.ready_since or now)
+    since = max(seconds(findings.run.before.last_step_time), findings.decision.persisted.ready_since or now)
     if coordinator.step == findings.run.before.step and now - since > STALLED_SECONDS:
         return False, Problem(Reason.STALLED, f"none since {rfc3339(since)}; {waiting}")
     # In the phase Finishing, the trainer has ended.
@@ -282,22 +289,26 @@ def event_type(condition: Condition) -> EventType | None:
     unresolved = condition.status == "False" and condition.reason in _NEEDS_A_PERSON
     if condition.reason in _PHASES:
         return None
-    if unresolved or _is_held(condition) or condition.reason == Reason.ACCEPTED_WITH_WARNINGS:
+    if (
+        unresolved
+        or _is_suspended_after_failure(condition)
+        or condition.reason == Reason.ACCEPTED_WITH_WARNINGS
+    ):
         return "Warning"
     return CONDITIONS[condition.type].events.get(condition.status)
 
 
 def is_problem(condition: Condition) -> bool:
     """Whether a condition indicates a problem. A condition that is not true yet does; the alert has a delay."""
-    if _is_held(condition) or condition.reason == Reason.BROKEN:
+    if _is_suspended_after_failure(condition) or condition.reason == Reason.BROKEN:
         return True
     if condition.reason in _PHASES:
         return (condition.type, condition.reason) == (ConditionType.PREPARED, Phase.PREPARING)
     return condition.status == CONDITIONS[condition.type].problem and condition.reason not in _NO_PROBLEM
 
 
-def _is_held(condition: Condition) -> bool:
-    """Whether the condition is that of a run that is held after a failure."""
+def _is_suspended_after_failure(condition: Condition) -> bool:
+    """Whether the condition is that of a run that was suspended after a failure."""
     suspended = condition.type == ConditionType.SUSPENDED and condition.status == "True"
     return suspended and condition.reason not in DECIDED
 
@@ -328,10 +339,10 @@ def _source(model: ModelSpec) -> str:
 
 
 def _next_attempt(findings: Findings) -> str:
-    memory = findings.decision.memory
-    text = f"attempt {memory.attempt + 1} follows"
-    if memory.next_at > findings.run.unix_seconds:
-        return f"{text} at {rfc3339(memory.next_at + 0.999)}"
+    persisted = findings.decision.persisted
+    text = f"attempt {persisted.attempt + 1} follows"
+    if persisted.next_at > findings.run.unix_seconds:
+        return f"{text} at {rfc3339(persisted.next_at + 0.999)}"
     # They are named because a pod on a node that is down does not end by itself, and counts as lost only later.
     pods = [pod for pod in findings.observed.pods if pod.role == Role.TRAINER and pod.terminating]
     ending = [pod.name for pod in pods if not pod.lost]

@@ -22,7 +22,6 @@ from typing import Final
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
-from scalerl_operator.build import secret
 from scalerl_operator.controller.coordinator_problems import update_trouble
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
 from scalerl_operator.controller.refusals import refused
@@ -30,6 +29,7 @@ from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRe
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key, Object
+from scalerl_operator.manifests import secret
 from scalerl_operator.names import PORTS, TOKEN_KEY, Names
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
@@ -42,7 +42,7 @@ OLDEST_ANSWER_SECONDS: Final = 30.0
 """An older response is out of date: the poller was delayed, as on a machine that was suspended."""
 _JITTER: Final = (0.8, 0.95)
 """Range of factors on a pause: a poll precedes the run's next reconcile, and pollers do not synchronize."""
-LONGEST_PAUSE_SECONDS: Final = 15.0
+MAX_PAUSE_SECONDS: Final = 15.0
 """Longest back-off of a coordinator that does not respond."""
 CHECK_SECONDS: Final = 120.0
 """Between two reads of a run's Secret."""
@@ -118,7 +118,7 @@ class _Poller:
         """Seconds to the next request."""
         times = self._timings
         if self.failures:
-            longest = min(times.ask_again * 2.0 ** min(self.failures - 1, 10), LONGEST_PAUSE_SECONDS)
+            longest = min(times.ask_again * 2.0 ** min(self.failures - 1, 10), MAX_PAUSE_SECONDS)
         else:
             ending = self.answer is not None and bool(self.answer.stop_reason)
             longest = times.ask_again if ending else times.poll
@@ -299,7 +299,7 @@ async def ask_coordinator(
     """The observation with the coordinator's status. None: there is no response since the current observation of the pods; the
     poller wakes the run after a response or a failure."""
     trouble = run.before.trouble
-    if run.memory.outcome is not None or (accepted.found is None and not run.deleted):
+    if run.persisted.outcome is not None or (accepted.found is None and not run.deleted):
         await pollers.forget(run.key)
         return replace(observed, trouble=trouble)
     pods = observed.of(Role.COORDINATOR)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from scalerl_api.conditions import Reason
 from scalerl_api.status import TroubleStatus
 from scalerl_api.wire import Status
-from scalerl_operator.policy.memory_status import rfc3339, seconds
+from scalerl_operator.policy.persisted_state import rfc3339, seconds
 from scalerl_operator.policy.problems import Problem
 
 QUIET_SECONDS: Final = 600.0

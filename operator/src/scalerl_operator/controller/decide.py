@@ -5,26 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scalerl_api.conditions import Phase
-from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.parts import Accepted, Observed, Run
 from scalerl_operator.kube.objects import label
+from scalerl_operator.manifests.scope import spec_hash
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle_types import HELD_SECONDS, LifecycleDecision, LifecycleInput, Service
+from scalerl_operator.policy.lifecycle_types import GATED_SECONDS, LifecycleDecision, LifecycleInput, Service
 from scalerl_operator.workloads import Role
 
 
 def decide(
-    run: Run, accepted: Accepted, observed: Observed, held_seconds: float = HELD_SECONDS
+    run: Run, accepted: Accepted, observed: Observed, gated_seconds: float = GATED_SECONDS
 ) -> LifecycleDecision:
     """The lifecycle's decision. A run without an accepted spec stays as it is until it is deleted; its drain needs no spec."""
     if accepted.found is not None or run.deleted:
         spec = None if accepted.found is None else accepted.found.spec
         return lifecycle.decide(
-            spec, replace(lifecycle_input(run, accepted, observed), held_seconds=held_seconds), run.memory
+            spec,
+            replace(lifecycle_input(run, accepted, observed), gated_seconds=gated_seconds),
+            run.persisted,
         )
-    phase = run.before.phase if run.memory.attempt else Phase.PENDING
-    return LifecycleDecision(phase, run.memory)
+    phase = run.before.phase if run.persisted.attempt else Phase.PENDING
+    return LifecycleDecision(phase, run.persisted)
 
 
 def lifecycle_input(run: Run, accepted: Accepted, observed: Observed) -> LifecycleInput:

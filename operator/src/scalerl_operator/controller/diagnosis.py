@@ -13,7 +13,7 @@ from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.memory_status import seconds
+from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
 from scalerl_operator.workloads import Role
 
@@ -85,7 +85,7 @@ def _first_waiting(findings: Findings) -> tuple[str, str, tuple[str, ...]] | Non
             continue
         job = observed.trainer if role == Role.TRAINER else observed.prepare
         wanted = kind == "StatefulSet" and findings.decision.coordinator
-        if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.held):
+        if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.gated):
             return f"{kind} {name}", obj["metadata"]["uid"], _CREATION
     for pod in observed.pods:
         if pod.creating and not pod.terminating and run.unix_seconds - pod.created > MIN_AGE_SECONDS:

@@ -1,4 +1,4 @@
-"""The Workload of a queued run (:mod:`scalerl_operator.build.gang`): what it says of the run, and what the operator answers.
+"""The Workload of a queued run (:mod:`scalerl_operator.manifests.gang`): what it says of the run, and what the operator answers.
 
 Kueue sets ``Admitted`` and ``Evicted``. The operator creates the run's pods while the Workload is admitted. After an eviction it ends
 them, and then gives the quota back, with which Kueue queues the Workload again in its old place.
@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.build.gang import ROLES, WORKLOAD, Gang, minimum
 from scalerl_operator.controller.parts import WORKLOADS, Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted, label, true_condition
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.gang import ROLES, WORKLOAD, Gang, minimum
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
 from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision
-from scalerl_operator.policy.memory_status import rfc3339
+from scalerl_operator.policy.persisted_state import rfc3339
 from scalerl_operator.role_containers import environment_replicas
 from scalerl_operator.workloads import Role
 
@@ -120,14 +120,16 @@ async def _placement(api: KubeApi, admission: Object) -> tuple[str, list[str]]:
 
 
 def observed_in_queue(run: Run, observed: Observed) -> Observed:
-    """The observation, with the trainer as a Job that is held, or is being stopped, while its gang is not admitted."""
-    memory, trainer = run.memory, observed.trainer
+    """The observation, with the trainer as a Job that is gated, or is being stopped, while its gang is not admitted."""
+    persisted, trainer = run.persisted, observed.trainer
     waits = observed.gang is not None and not observed.gang.admitted and _live(run) is not None
     ended = trainer.state in (JobState.COMPLETE, JobState.FAILED)
-    if not waits or ended or memory.attempt == 0 or memory.attempt == memory.last_recorded_attempt:
+    if not waits or ended or persisted.attempt == 0 or persisted.attempt == persisted.last_recorded_attempt:
         return observed
-    ending = trainer.state is JobState.LEAVING or any(_is_active(p, (Role.TRAINER,)) for p in observed.pods)
-    gated = Job(JobState.ACTIVE, memory.attempt, stale=trainer.stale, held=True, ending=ending)
+    ending = trainer.state is JobState.TERMINATING or any(
+        _is_active(p, (Role.TRAINER,)) for p in observed.pods
+    )
+    gated = Job(JobState.ACTIVE, persisted.attempt, stale=trainer.stale, gated=True, pods_terminating=ending)
     return replace(observed, trainer=replace(gated, abandoned=trainer.abandoned))
 
 
@@ -135,7 +137,7 @@ def is_wanted(decision: LifecycleDecision, prepare: Job) -> bool:
     """Whether a run keeps its place in the queue, or its quota: from its first attempt to its end, also between two attempts. Not
     beside a preparation in the queue, of which a run that is resumed would wait for the quota, and it for the run's."""
     prepared = decision.prepare and prepare.state is JobState.COMPLETE
-    waits = decision.phase is Phase.PENDING and prepared and decision.memory.attempt > 0
+    waits = decision.phase is Phase.PENDING and prepared and decision.persisted.attempt > 0
     starts = decision.coordinator or decision.trainer is not None
     return decision.phase in _WITH_WORKLOADS and (waits or starts)
 

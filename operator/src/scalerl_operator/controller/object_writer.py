@@ -10,7 +10,6 @@ import logging
 from typing import Any, Final
 
 from scalerl_api.conditions import Reason
-from scalerl_operator.build.gang import WORKLOAD
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.controller.refusals import name_taken, refused
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
@@ -27,6 +26,7 @@ from scalerl_operator.kube.objects import (
     rendered_hash,
 )
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.names import ATTEMPT, Names
 from scalerl_operator.names import labels as labels_of_run
 from scalerl_operator.policy.problems import Problem
@@ -64,9 +64,9 @@ class ObjectWriter:
                 return None
         state, hashes = run.state, (rendered_hash(wanted), content_hash(live))
         rendering_changed = rendered_hash(live) != rendered_hash(wanted)
-        if key not in state.settled and not rendering_changed and is_untouched(wanted, live):
-            state.settled[key] = hashes  # applied by an earlier process of the operator
-        if state.settled.get(key) == hashes:
+        if key not in state.applied_hashes and not rendering_changed and is_untouched(wanted, live):
+            state.applied_hashes[key] = hashes  # applied by an earlier process of the operator
+        if state.applied_hashes.get(key) == hashes:
             state.refused.pop(key, None)
             return None
         if rendering_changed:
@@ -74,8 +74,8 @@ class ObjectWriter:
         await self._repair(wanted, live, run)
         return None
 
-    async def create(self, obj: Object, run: Run, *, frozen: bool = False) -> Problem | None:
-        """Creates an object. One that exists by now is applied if it is the run's; not if frozen."""
+    async def create(self, obj: Object, run: Run, *, update: bool = True) -> Problem | None:
+        """Creates an object. One that exists by now is applied if it is the run's; not without ``update``."""
         kind, name = key_of(obj)
         try:
             created = await self._api.create(obj)
@@ -86,7 +86,7 @@ class ObjectWriter:
             if (problem := name_taken(live, run)) is not None:
                 return problem
             await self.restore_labels(live, run, _own_labels(obj, run))
-            return None if frozen else await self.write(obj, run)
+            return await self.write(obj, run) if update else None
         except (errors.Invalid, errors.Forbidden) as error:
             return refused(error, obj, run)
         self._settle(obj, created, run)
@@ -182,7 +182,7 @@ class ObjectWriter:
 
     def _settle(self, wanted: Object, written: Object, run: Run) -> None:
         run.state.refused.pop(key_of(written), None)
-        run.state.settled[key_of(written)] = (rendered_hash(wanted), content_hash(written))
+        run.state.applied_hashes[key_of(written)] = (rendered_hash(wanted), content_hash(written))
         self._remember(written, run)
 
     def _remember(self, obj: Object, run: Run) -> None:

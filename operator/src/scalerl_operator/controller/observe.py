@@ -23,13 +23,13 @@ from scalerl_operator.controller.parts import Observed, PodView
 from scalerl_operator.kube.objects import belongs, label, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, SPEC_HASH
-from scalerl_operator.policy.lifecycle_types import Ended, Job, JobState
-from scalerl_operator.policy.memory_status import seconds
+from scalerl_operator.policy.lifecycle_types import ContainerExit, Job, JobState
+from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.policy.problems import Problem, last_log_line, placing_problem
 from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
-LONGEST_BACK_OFF: Final = "back-off 5m0s"
+MAX_BACK_OFF: Final = "back-off 5m0s"
 """Part of the message of a kubelet with the default back-off, when a container has reached the longest one."""
 QUIET_SECONDS: Final = 600.0
 """Restarts that are further apart are not consecutive."""
@@ -94,7 +94,7 @@ def observe(
         jobs = [o for o in jobs if o not in abandoned]
         last = max(map(attempt_of, abandoned), default=0)
         # The operator creates one at a time; if there are more, the last that has not ended counts.
-        jobs.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.LEAVING), attempt_of(o)))
+        jobs.sort(key=lambda o: (_job_state(o) in (JobState.ACTIVE, JobState.TERMINATING), attempt_of(o)))
         found = _job(jobs[-1], pods, hashes[role]) if jobs else Job()
         return replace(found, abandoned=last)
 
@@ -128,18 +128,18 @@ def pod_view(pod: Object, terminating_seconds: float = 0.0, lost_seconds: float 
     first, own = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
     containers = [*first, *own]
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
-    ends = tuple(
-        Ended(int(end.get("exitCode", 1)), _last_log_line(end))
+    exits = tuple(
+        ContainerExit(int(end.get("exitCode", 1)), _last_log_line(end))
         for c in own
         if (end := (c.get("state") or {}).get("terminated")) is not None and end.get("exitCode") != 0
     ) or tuple(
         # Only the roles' exit codes have a meaning.
-        Ended(1, f"init container {c['name']}: {_last_log_line(end)}")
+        ContainerExit(1, f"init container {c['name']}: {_last_log_line(end)}")
         for c in first
         if (end := (c.get("state") or {}).get("terminated")) is not None and end.get("exitCode") != 0
     )
     bad_inputs = (
-        Ended(BAD_INPUT_EXIT_CODE, _last_log_line(end))
+        ContainerExit(BAD_INPUT_EXIT_CODE, _last_log_line(end))
         for c in own
         for end in _ends(c)
         if end.get("exitCode") == BAD_INPUT_EXIT_CODE
@@ -162,7 +162,7 @@ def pod_view(pod: Object, terminating_seconds: float = 0.0, lost_seconds: float 
         and not any("running" in (c.get("state") or {}) for c in first),
         restarts=max((_quick_restarts(c, seconds(status.get("startTime"))) for c in containers), default=0),
         problem=_problem(pod, status, conditions, containers),
-        ends=ends,
+        exits=exits,
         bad_input=None if label(pod, COMPONENT) == Role.ENVIRONMENT else next(bad_inputs, None),
         disrupted=_is_disrupted(status, conditions),
         lost=_is_lost(pod, conditions, terminating_seconds, lost_seconds),
@@ -277,7 +277,7 @@ def _quick_restarts(container: Object, pod_started: float) -> int:
     before = (container.get("lastState") or {}).get("terminated") or {}
     ended = seconds(before.get("finishedAt"))
     quick = 0 < pod_started < ended < pod_started + count * QUIET_SECONDS
-    return count if quick or LONGEST_BACK_OFF in waiting.get("message", "") else 0
+    return count if quick or MAX_BACK_OFF in waiting.get("message", "") else 0
 
 
 def _ends(container: Object) -> list[Object]:
@@ -310,7 +310,7 @@ def _failed(job: Object) -> Object:
 
 def _job_state(job: Object) -> JobState:
     if "deletionTimestamp" in job["metadata"]:
-        return JobState.LEAVING
+        return JobState.TERMINATING
     if is_settled(job):
         return JobState.FAILED
     return JobState.COMPLETE if true_condition(job, "Complete") else JobState.ACTIVE
@@ -325,16 +325,18 @@ def attempt_of(obj: Object) -> int:
 def is_abandoned(job: Object, pods: Iterable[PodView]) -> bool:
     """Whether only pods on lost nodes keep a deleted Job. Its attempt is fenced out by the next one (:mod:`scalerl_trainer.fence`)."""
     left = [pod for pod in pods if pod.job == job["metadata"]["name"] and not pod.finished]
-    return _job_state(job) is JobState.LEAVING and bool(left) and all(pod.lost for pod in left)
+    return _job_state(job) is JobState.TERMINATING and bool(left) and all(pod.lost for pod in left)
 
 
 def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     metadata, state, role = job["metadata"], _job_state(job), label(job, COMPONENT)
     own = sorted((p for p in pods if p.job == metadata["name"]), key=lambda p: p.created)
     wanted = int(job["spec"].get("parallelism", 1))
-    ends = tuple(end for pod in own for end in pod.ends)
-    evicted = tuple(Ended(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p))
-    held = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
+    exits = tuple(end for pod in own for end in pod.exits)
+    evicted = tuple(
+        ContainerExit(137, p.problem.message) for p in own if p.problem is not None and _was_evicted(p)
+    )
+    gated = state is JobState.ACTIVE and bool(job["spec"].get("suspend"))
     failed = _failed(job)
     running = any(not (p.finished or p.terminating) for p in own)
     if state is JobState.COMPLETE and role == Role.PREPARE and running:
@@ -345,14 +347,14 @@ def _job(job: Object, pods: Iterable[PodView], spec_hash: str) -> Job:
     return Job(
         state=state,
         attempt=attempt_of(job),
-        ends=ends or evicted,
+        exits=exits or evicted,
         ready=sum(p.ready for p in own) >= wanted,
         stale=(metadata.get("annotations") or {}).get(SPEC_HASH, spec_hash) != spec_hash,
-        held=held,
+        gated=gated,
         # The pods of a requeued Job are deleted shortly after it is suspended.
-        ending=any(p.terminating or held for p in own if not p.finished),
+        pods_terminating=any(p.terminating or gated for p in own if not p.finished),
         disrupted=state is JobState.FAILED
-        and _was_disrupted(failed, own, ends or evicted, gang=role == Role.TRAINER),
+        and _was_disrupted(failed, own, exits or evicted, gang=role == Role.TRAINER),
         failed_at=seconds(failed.get("lastTransitionTime")),
     )
 
@@ -361,19 +363,21 @@ def _was_evicted(pod: PodView) -> bool:
     return pod.problem is not None and pod.problem.reason is Reason.EVICTED
 
 
-def _was_disrupted(failed: Object, pods: Sequence[PodView], ends: Sequence[Ended], *, gang: bool) -> bool:
+def _was_disrupted(
+    failed: Object, pods: Sequence[PodView], exits: Sequence[ContainerExit], *, gang: bool
+) -> bool:
     """Whether a failed Job was disrupted: one of its pods was, or all are gone without an exit code.
 
     A rank's exit code for bad input, divergence or refused weights comes first. If one rank of a gang is disrupted, the others fail too. Of a
     Job with retries, a pod that failed by itself comes first.
     """
     significant = (BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE)
-    if any(end.exit_code in significant for end in ends):
+    if any(end.exit_code in significant for end in exits):
         return False
-    if not gang and any((pod.ends or _was_evicted(pod)) and not pod.disrupted for pod in pods):
+    if not gang and any((pod.exits or _was_evicted(pod)) and not pod.disrupted for pod in pods):
         return False
     by_rule = failed.get("reason") == "PodFailurePolicy" and _DISRUPTION in failed.get("message", "")
-    gone = not ends and all(pod.finished or pod.terminating for pod in pods)
+    gone = not exits and all(pod.finished or pod.terminating for pod in pods)
     return by_rule or gone or any(pod.disrupted or pod.lost for pod in pods)
 
 

@@ -14,13 +14,19 @@ from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus, TroubleStatus
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.report import AutoscalerReport
-from scalerl_operator.build.gang import Gang
-from scalerl_operator.build.scope import spec_hash
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.objects import belongs, is_deleted
 from scalerl_operator.kube.types import Key, Object
+from scalerl_operator.manifests.gang import Gang
+from scalerl_operator.manifests.scope import spec_hash
 from scalerl_operator.policy.edits_of_run import SpecEdit
-from scalerl_operator.policy.lifecycle_types import Ended, Job, LifecycleDecision, Memory, Service
+from scalerl_operator.policy.lifecycle_types import (
+    ContainerExit,
+    Job,
+    LifecycleDecision,
+    PersistedState,
+    Service,
+)
 from scalerl_operator.policy.problems import Problem, creation_problem
 from scalerl_operator.workloads import Role
 
@@ -36,14 +42,14 @@ class Run:
     objects: its objects, by (kind, name), with the writes of this reconcile.
     unix_seconds: now.
     before: the last status.
-    memory: the state of the lifecycle, from that status.
+    persisted: the state of the lifecycle, from that status.
     """
 
     obj: Object
     objects: dict[tuple[str, str], Object]
     unix_seconds: float
     before: RunStatus = field(default_factory=RunStatus)
-    memory: Memory = field(default_factory=Memory)
+    persisted: PersistedState = field(default_factory=PersistedState)
     state: RunState = field(default_factory=RunState)
 
     @property
@@ -132,7 +138,7 @@ class PodView:
     finished: all its containers have ended.
     creating: scheduled, without containers: only Events say why.
     restarts: consecutive ones of its worst container.
-    ends: of containers that ended with another exit code than 0.
+    exits: of containers that ended with another exit code than 0.
     disrupted: evicted, or refused by its node.
     started: its startup probes have succeeded, so that it responds though it may not be ready.
     lost: it is being deleted, and its node, which does not answer, cannot confirm that it has ended.
@@ -154,8 +160,8 @@ class PodView:
     creating: bool
     restarts: int
     problem: Problem | None
-    ends: tuple[Ended, ...]
-    bad_input: Ended | None
+    exits: tuple[ContainerExit, ...]
+    bad_input: ContainerExit | None
     disrupted: bool = False
     lost: bool = False
     attempt: int = 0

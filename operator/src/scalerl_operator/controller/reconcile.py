@@ -25,7 +25,6 @@ from scalerl_api.conditions import Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.build.scope import Images
 from scalerl_operator.controller import gang
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
@@ -50,9 +49,10 @@ from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.types import Key
+from scalerl_operator.manifests.scope import Images
 from scalerl_operator.names import FINALIZER
-from scalerl_operator.policy.lifecycle_types import HELD_SECONDS, LifecycleDecision
-from scalerl_operator.policy.memory_status import is_over, remembered
+from scalerl_operator.policy.lifecycle_types import GATED_SECONDS, LifecycleDecision
+from scalerl_operator.policy.persisted_state import is_over, persisted_state
 
 BLOCKED_SECONDS: Final = 30.0
 """Between two reconciles of a run of which an object was refused."""
@@ -70,7 +70,7 @@ class Reconciler:
     gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
     wake: called for a run whose coordinator has responded.
     background, poll_timings: see :class:`.CoordinatorPollers`.
-    held_seconds: see :data:`.lifecycle_types.HELD_SECONDS`; lost_seconds: see :data:`.observe.LOST_SECONDS`.
+    gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`; lost_seconds: see :data:`.observe.LOST_SECONDS`.
     clock: Unix seconds.
     monotonic: seconds that no correction of the clock changes.
     """
@@ -89,7 +89,7 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda key: None,
         background: bool = True,
         poll_timings: Timings = TIMINGS,
-        held_seconds: float = HELD_SECONDS,
+        gated_seconds: float = GATED_SECONDS,
         lost_seconds: float = LOST_SECONDS,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -104,7 +104,7 @@ class Reconciler:
         self._gangs = gangs
         self._make_autoscaler = autoscaler
         self._on_status = on_status
-        self._held_seconds, self._lost_seconds = held_seconds, lost_seconds
+        self._gated_seconds, self._lost_seconds = gated_seconds, lost_seconds
         self._clock = clock
         self._monotonic = monotonic
         self._known = KnownRuns(self.coordinators.forget)
@@ -133,7 +133,7 @@ class Reconciler:
         observed = await self._observe(run, accepted)
         if observed is None:
             return COORDINATOR_SECONDS
-        decision = decide(run, accepted, observed, self._held_seconds)
+        decision = decide(run, accepted, observed, self._gated_seconds)
         if decision.release:
             await write_record(self._api, run)
             await self._run.remove_finalizer(run)
@@ -146,7 +146,7 @@ class Reconciler:
         if checks.not_started is None:
             findings = await self._apply(replace(findings, checks=checks))
         else:
-            waiting = LifecycleDecision(Phase.PENDING, run.memory, again_seconds=BLOCKED_SECONDS)
+            waiting = LifecycleDecision(Phase.PENDING, run.persisted, again_seconds=BLOCKED_SECONDS)
             findings = replace(findings, checks=checks, decision=waiting, blocked=None)
         put_off = await self._report(findings)
         return _soonest(put_off, await self._answer(findings))
@@ -159,7 +159,7 @@ class Reconciler:
             self._on_status(key, None, RunFigures())
             return None
         status = RunStatus.read(obj.get("status"))
-        run = Run(obj, self._cache.owned(*key), self._clock(), status, remembered(status), state)
+        run = Run(obj, self._cache.owned(*key), self._clock(), status, persisted_state(status), state)
         if run.deleted and FINALIZER not in run.finalizers:
             await self._known.forget(key)
             return None
@@ -202,8 +202,8 @@ class Reconciler:
         run, accepted, decision = findings.run, findings.accepted, findings.decision
         if accepted.found is not None:
             before = run.before
-            recorded = (run.memory, before.accepted_spec, before.accepted_spec_hash, before.model)
-            if recorded != (decision.memory, accepted.text, accepted.long_hash, findings.model):
+            recorded = (run.persisted, before.accepted_spec, before.accepted_spec_hash, before.model)
+            if recorded != (decision.persisted, accepted.text, accepted.long_hash, findings.model):
                 await self._report(findings)
             findings = replace(findings, blocked=await self._applier.apply(findings))
         await request_stop(self._api, self.coordinators, run, decision.request_stop)
@@ -228,7 +228,7 @@ class Reconciler:
                 await self._run.scale(run, number, findings.observed.autoscaler.decision)
                 return 0.0  # the operator's own write wakes no run
         repair = state.next_repair_seconds(run.unix_seconds)
-        if is_over(decision.memory):
+        if is_over(decision.persisted):
             ttl = findings.accepted.spec.ttl_seconds_after_finished
             return _soonest(await self._run.expire(run, ttl), repair)
         # A restored claim without the run's label is not watched.

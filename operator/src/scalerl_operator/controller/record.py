@@ -6,12 +6,12 @@ import logging
 from typing import Final
 
 from scalerl_api.spec import API_VERSION, KIND
-from scalerl_operator.build.run_record import record
-from scalerl_operator.build.storage import CURVE_KEY
 from scalerl_operator.controller.parts import Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.run_record import record
+from scalerl_operator.manifests.storage import CURVE_KEY
 from scalerl_operator.names import ENDED, Names
 
 MAX_RECORDS: Final = 200

@@ -14,7 +14,6 @@ from scalerl_api.conditions import Reason
 from scalerl_api.registry import Kind
 from scalerl_api.spec import KIND, RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_operator.build.scope import IMAGE, SECTION
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -22,8 +21,9 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
+from scalerl_operator.manifests.scope import IMAGE, SECTION
 from scalerl_operator.names import COMPONENT, Names
-from scalerl_operator.policy.memory_status import seconds
+from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.policy.problems import Problem, creation_problem
 from scalerl_operator.workloads import Role
 

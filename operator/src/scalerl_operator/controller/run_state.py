@@ -12,7 +12,7 @@ from scalerl_operator.policy.problems import Problem
 
 REPAIR_SECONDS: Final = 2.0
 """Between the first and the second repair of an object; the pause doubles with each further one."""
-LONGEST_REPAIR_SECONDS: Final = 300.0
+MAX_REPAIR_SECONDS: Final = 300.0
 
 ObjectName = tuple[str, str]
 """(kind, name)."""
@@ -55,7 +55,7 @@ class RunState:
     terminating: dict[str, tuple[str, float]] = field(default_factory=dict)
     """By uid of each pod that is being deleted: its deletionTimestamp, and when it was first seen with that, by a monotonic clock."""
 
-    settled: dict[ObjectName, tuple[str, int]] = field(default_factory=dict)
+    applied_hashes: dict[ObjectName, tuple[str, int]] = field(default_factory=dict)
     """Hashes of each object as rendered, and of its content after it was applied."""
     applied: set[str] = field(default_factory=set)
     """uids of objects whose fields the operator owns by apply, not by creation."""
@@ -105,7 +105,7 @@ class RunState:
         if before is None or not _is_recent(before, now):
             self.repairs[key] = Repair(1, now)
             return True
-        pause = min(REPAIR_SECONDS * 2.0 ** min(before.count - 1, 16), LONGEST_REPAIR_SECONDS)
+        pause = min(REPAIR_SECONDS * 2.0 ** min(before.count - 1, 16), MAX_REPAIR_SECONDS)
         if 0 <= now - before.last < pause:
             self.repairs[key] = Repair(before.count, before.last, before.last + pause)
             return False
@@ -115,15 +115,15 @@ class RunState:
     def next_repair_seconds(self, now: float) -> float | None:
         """Seconds until a repair that was put off is due; None: there is none."""
         waits = (repair.due - now for repair in self.repairs.values())
-        return min((wait for wait in waits if 0 < wait <= LONGEST_REPAIR_SECONDS), default=None)
+        return min((wait for wait in waits if 0 < wait <= MAX_REPAIR_SECONDS), default=None)
 
     def repaired_lately(self, now: float) -> bool:
-        """Whether an object of the run was repaired within twice :data:`LONGEST_REPAIR_SECONDS`."""
+        """Whether an object of the run was repaired within twice :data:`MAX_REPAIR_SECONDS`."""
         return any(_is_recent(repair, now) for repair in self.repairs.values())
 
 
 def _is_recent(repair: Repair, now: float) -> bool:
-    return now - repair.last <= 2 * LONGEST_REPAIR_SECONDS
+    return now - repair.last <= 2 * MAX_REPAIR_SECONDS
 
 
 class KnownRuns:

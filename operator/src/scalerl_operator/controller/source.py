@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Reason
-from scalerl_operator.build.run_record import RUN_KEY
 from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Run
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.kinds import RUN as RUN_KIND
 from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.run_record import RUN_KEY
 from scalerl_operator.names import ENDED, RUN, Names, label_value
 from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.problems import Problem

@@ -1,4 +1,4 @@
-"""The run's status, from its observation and its decision, and back to the lifecycle's memory at the next reconcile; and all
+"""The run's status, from its observation and its decision, and back to the lifecycle's persisted state at the next reconcile; and all
 writes of the run's own object: status and Events, finalizer, ``spec.suspend`` and ``spec.generator.replicas``, and its deletion.
 
 Each write requires the version that was read: a change by another writer is reconciled first.
@@ -23,7 +23,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
-from scalerl_operator.policy.memory_status import (
+from scalerl_operator.policy.persisted_state import (
     PROGRESS_SECONDS,
     decision_fields,
     progress_fields,
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 def report(findings: Findings) -> RunStatus:
     """The current status."""
     run, accepted, decision = findings.run, findings.accepted, findings.decision
-    before, memory, now = run.before, decision.memory, rfc3339(run.unix_seconds)
+    before, persisted, now = run.before, decision.persisted, rfc3339(run.unix_seconds)
     coordinator, startable = findings.observed.coordinator, findings.checks.not_started is None
     labels = sorted(selector(run.uid, Role.GENERATOR).items())
     update: dict[str, Any] = {
         "observed_generation": run.generation,
         "accepted_spec": accepted.text if startable else before.accepted_spec,
         "accepted_spec_hash": accepted.long_hash if startable else before.accepted_spec_hash,
-        "trained_spec": trained_spec(before, memory, accepted.text) if startable else before.trained_spec,
+        "trained_spec": trained_spec(before, persisted, accepted.text) if startable else before.trained_spec,
         "conditions": conditions(findings),
         "source": _source(findings),
         **decision_fields(before, decision, now),

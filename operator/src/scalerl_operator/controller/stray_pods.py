@@ -12,7 +12,7 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, RUN, Names, label_value
-from scalerl_operator.policy.memory_status import seconds
+from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.workloads import Role
 
 SEARCH_SECONDS: Final = 15.0

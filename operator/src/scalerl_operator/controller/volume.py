@@ -52,7 +52,7 @@ async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Che
     # The coordinator has reported that the volume holds none of the run's steps.
     empty = any(pod.steps_lost for pod in findings.observed.of(Role.COORDINATOR))
     # A trainer that fails for an empty volume does not end the run.
-    outcome = run.memory.outcome if empty else decision.memory.outcome
+    outcome = run.persisted.outcome if empty else decision.persisted.outcome
     if run.deleted or outcome is not None:
         return Checks()
     problem, gone = await _claim_problem(api, findings, mounted=mounted, empty=empty)
@@ -64,15 +64,15 @@ async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Che
         return None
     starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
     # Pods that drain still save to the volume.
-    held_back = gone and starts and ((empty and not decision.frozen) or not mounted)
+    held_back = gone and starts and ((empty and decision.update_existing) or not mounted)
     return Checks(not_started=problem if held_back else None, volume=problem, claim_gone=gone)
 
 
 def may_have_mounted(observed: Observed) -> bool:
     """Whether pods of the run may have mounted its volume."""
     trainer = observed.trainer
-    in_queue = trainer.held and not trainer.ending
-    return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.LEAVING) and not in_queue)
+    in_queue = trainer.gated and not trainer.pods_terminating
+    return observed.serving or (trainer.state in (JobState.ACTIVE, JobState.TERMINATING) and not in_queue)
 
 
 async def _claim_problem(

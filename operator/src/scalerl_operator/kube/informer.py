@@ -27,7 +27,7 @@ from scalerl_operator.kube.kinds import RUN, Kind
 
 PAGE: Final = 200
 """Objects per page of a list; the event loop runs other tasks after each quarter of it."""
-LONGEST_PAUSE_SECONDS: Final = 10.0
+MAX_PAUSE_SECONDS: Final = 10.0
 NOT_SERVED_SECONDS: Final = 60.0
 """Between two tries of an optional kind that the cluster does not serve, or that the role does not permit."""
 WATCH_SECONDS: Final = (90, 150)
@@ -101,7 +101,7 @@ class Informer:
             await asyncio.sleep(pause + random.uniform(0.05, 0.2))
 
     def _failed(self, error: ApiError, pause: float) -> float:
-        pause = max(min(LONGEST_PAUSE_SECONDS, max(1.0, pause * 2)), error.retry_after or 0.0)
+        pause = max(min(MAX_PAUSE_SECONDS, max(1.0, pause * 2)), error.retry_after or 0.0)
         log.warning("%s; retried in %.0f s", error, pause)
         return pause
 

@@ -24,7 +24,7 @@ from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError, NotFound
-from scalerl_operator.kube.informer import LONGEST_PAUSE_SECONDS, listed
+from scalerl_operator.kube.informer import MAX_PAUSE_SECONDS, listed
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import FIELD_OWNER
@@ -165,7 +165,7 @@ class Watches:
                 log.warning("%s%s; retried in %.0f s", error, hint, pause)
                 self._broken_since = None
                 await asyncio.sleep(pause)
-                pause = min(LONGEST_PAUSE_SECONDS, pause * 2)
+                pause = min(MAX_PAUSE_SECONDS, pause * 2)
             else:
                 self.listed.set()
                 return

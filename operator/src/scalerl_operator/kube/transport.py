@@ -23,7 +23,7 @@ from scalerl_operator.names import FIELD_OWNER
 
 TRIES: Final = 3
 """Requests per call while the server responds with 429."""
-LONGEST_RETRY_AFTER_SECONDS: Final = 5.0
+MAX_RETRY_AFTER_SECONDS: Final = 5.0
 """A call whose 429 requests a longer wait fails."""
 READS: Final = frozenset({"get", "list", "watch"})
 
@@ -113,7 +113,7 @@ class Transport:
             except errors.Unreachable as error:
                 # After a 429, nothing was done. Other errors are retried by the caller's back-off.
                 pause = error.retry_after or 1.0
-                late = pause > LONGEST_RETRY_AFTER_SECONDS or time.monotonic() + pause >= deadline
+                late = pause > MAX_RETRY_AFTER_SECONDS or time.monotonic() + pause >= deadline
                 if error.code != 429 or attempt == TRIES or late:
                     raise
                 await asyncio.sleep(pause)

@@ -18,7 +18,7 @@ LIST_SECONDS: Final = 5.0
 """How long a list counts. A name that is taken meanwhile is found when its object is created."""
 CROWDED_SECONDS: Final = 60.0
 """How much longer the names of a namespace are read one by one whose list was too long or not permitted."""
-LONGEST_LIST_BYTES: Final = 1 << 20
+MAX_LIST_BYTES: Final = 1 << 20
 """Of a list: about 1,000 objects. The list of a namespace with more would cost more memory and time than the reads it saves."""
 
 
@@ -57,7 +57,7 @@ class UnlabelledNames:
 
     async def _list(self, listed: _Listed, kind: str, namespace: str) -> frozenset[str] | None:
         try:
-            names = await self._api.names(kind, namespace, f"!{RUN}", LONGEST_LIST_BYTES)
+            names = await self._api.names(kind, namespace, f"!{RUN}", MAX_LIST_BYTES)
         except Forbidden:
             names = None
         if names is None:

@@ -21,9 +21,9 @@ from scalerl_operator.kube.types import Key
 
 FIRST_BACK_OFF_SECONDS: Final = 1.0
 LONGEST_BACK_OFF_SECONDS: Final = 60.0
-SOONEST_AFTER_FAILURE_SECONDS: Final = 5.0
+MIN_AFTER_FAILURE_SECONDS: Final = 5.0
 """Shortest back-off of a failed key that is woken."""
-SHORTEST_DELAY_SECONDS: Final = 0.1
+MIN_DELAY_SECONDS: Final = 0.1
 """Shortest delay that a handler can return: an error in it must not become a busy loop."""
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class WorkQueue:
 
     ``on_pass(key, result, seconds)`` is called after each pass; the result is ``ok``, ``error`` or ``cancelled``.
 
-    The queue starts held: no pass begins before :meth:`release`.
+    The queue starts paused: no pass begins before :meth:`release`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkQueue:
         self._limit = limit
         self._on_pass = on_pass
         self._rng = rng or random.Random()
-        self._held = True
+        self._paused = True
         self._due: dict[Key, None] = {}
         self._waiting: dict[Key, _Timer] = {}
         self._passes: dict[Key, _Pass] = {}
@@ -84,7 +84,7 @@ class WorkQueue:
     def wake(self, key: Key, *, respect_backoff: bool = False) -> None:
         """Makes ``key`` due now, or after the pass that is in work.
 
-        A wake-up shortens a back-off to :data:`SOONEST_AFTER_FAILURE_SECONDS`; respect_backoff: not at all, as the change is unrelated
+        A wake-up shortens a back-off to :data:`MIN_AFTER_FAILURE_SECONDS`; respect_backoff: not at all, as the change is unrelated
         to the failure.
         """
         if (in_work := self._passes.get(key)) is not None:
@@ -97,12 +97,12 @@ class WorkQueue:
 
     def release(self) -> None:
         """Starts to process keys."""
-        self._held = False
+        self._paused = False
         self._start_passes()
 
     async def halt(self) -> None:
         """Begins no more passes, and cancels those in work; their keys stay due."""
-        self._held = True
+        self._paused = True
         tasks = [one.task for one in self._passes.values()]
         for task in tasks:
             task.cancel()
@@ -110,7 +110,7 @@ class WorkQueue:
 
     async def drain(self, timeout: float) -> list[Key]:
         """Begins no more passes; those in work have ``timeout`` seconds to end, and are then cancelled. Returns their keys."""
-        self._held = True
+        self._paused = True
         for timer in self._waiting.values():
             timer.handle.cancel()
         self._waiting.clear()
@@ -154,7 +154,7 @@ class WorkQueue:
         self._start_passes()
 
     def _start_passes(self) -> None:
-        while self._due and not self._held and len(self._passes) < self._workers:
+        while self._due and not self._paused and len(self._passes) < self._workers:
             key = next(iter(self._due))
             del self._due[key]
             task = asyncio.create_task(self._bounded(key), name=f"reconcile {'/'.join(key)}")
@@ -180,15 +180,15 @@ class WorkQueue:
         again: float | None
         if task.cancelled():
             # Not complete: due again, at once after halt().
-            result, again = "cancelled", now if self._held else now + FIRST_BACK_OFF_SECONDS
+            result, again = "cancelled", now if self._paused else now + FIRST_BACK_OFF_SECONDS
         elif (error := task.exception()) is not None:
             result, wait = "error", self._back_off(key, error)
-            again, floor = now + wait, now + min(wait, SOONEST_AFTER_FAILURE_SECONDS)
+            again, floor = now + wait, now + min(wait, MIN_AFTER_FAILURE_SECONDS)
             self._log(key, error, wait)
         else:
             result, delay = "ok", task.result()
             self._failures.pop(key, None)
-            again = None if delay is None else now + max(SHORTEST_DELAY_SECONDS, delay)
+            again = None if delay is None else now + max(MIN_DELAY_SECONDS, delay)
         if again is not None:
             self._schedule(key, again, floor)
         if over.woken and key not in self._due and not (over.respect_backoff and result == "error"):

@@ -154,7 +154,7 @@ class Commands:
             grace_seconds=self._settings.grace_seconds,
             orphan_grace_seconds=self._settings.orphan_grace_seconds,
             cpus=self._settings.pin.get(workload.role),
-            held=(self._directory.lock_fd,),
+            pass_fds=(self._directory.lock_fd,),
         )
 
     def _threads(self, workload: Workload, container: Container) -> dict[str, str]:

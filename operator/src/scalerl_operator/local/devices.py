@@ -67,7 +67,7 @@ class Pool:
         available = machine_devices() if plan.devices() else ()
         check(plan, available)
         self._free = list(available)
-        self._held: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._assigned: dict[tuple[str, str], tuple[str, ...]] = {}
         for workload in plan.workloads:
             self.take(workload, range(workload.replicas))
 
@@ -92,13 +92,13 @@ class Pool:
                 f"{count} more devices asked for, {len(self._free)} of this machine are free"
             )
         for replica, container, devices in wanted:
-            self._held[replica, container] = tuple(self._free[:devices])
+            self._assigned[replica, container] = tuple(self._free[:devices])
             del self._free[:devices]
 
     def give_back(self, replica: str) -> None:
         """Frees the devices of a replica that has ended."""
-        for key in [key for key in self._held if key[0] == replica]:
-            self._free.extend(self._held.pop(key))
+        for key in [key for key in self._assigned if key[0] == replica]:
+            self._free.extend(self._assigned.pop(key))
 
     def of(self, replica: str, container: str) -> tuple[str, ...]:
-        return self._held[replica, container]
+        return self._assigned[replica, container]

@@ -16,7 +16,7 @@ class Ports:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, socket.socket] = {}
+        self._reserved: dict[int, socket.socket] = {}
 
     def take(self) -> int:
         """A free port.
@@ -32,13 +32,13 @@ class Ports:
             holder.close()
             raise
         port = int(holder.getsockname()[1])
-        self._held[port] = holder
+        self._reserved[port] = holder
         return port
 
     def give_back(self, port: int) -> None:
-        self._held.pop(port).close()
+        self._reserved.pop(port).close()
 
     def close(self) -> None:
-        for holder in self._held.values():
+        for holder in self._reserved.values():
             holder.close()
-        self._held.clear()
+        self._reserved.clear()

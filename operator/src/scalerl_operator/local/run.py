@@ -30,12 +30,12 @@ from scalerl_operator.local.supervisor import LocalRuntime
 from scalerl_operator.policy.eta import Rates, eta_seconds
 from scalerl_operator.policy.lifecycle_types import (
     DRAIN_SECONDS,
-    End,
     LifecycleDecision,
     LifecycleInput,
-    Memory,
+    OutcomeKind,
+    PersistedState,
 )
-from scalerl_operator.policy.runtime import AT_REST, step
+from scalerl_operator.policy.runtime import STOPPED_PHASES, step
 from scalerl_operator.role_containers import forecaster
 from scalerl_operator.run_view import Event, Failure, RunResult, Snapshot
 from scalerl_operator.workloads import Plan, Role
@@ -80,7 +80,7 @@ class LocalRun:
         self._started = time.monotonic() if started is None else started
         self._wake = asyncio.Event()
         self._file = StatusFile(directory.paths.status, run)
-        self._memory = self._file.memory
+        self._persisted = self._file.persisted
         # A port has one process, which may have workers of its own.
         of_one = (replace(w, replicas=1) if w.role is Role.ENVIRONMENT else w for w in plan.workloads)
         plan = replace(plan, workloads=tuple(of_one))
@@ -153,7 +153,7 @@ class LocalRun:
             self._peak_memory_bytes,
             {s.name: s.restarts for s in self._runtime.statuses() if s.restarts},
             None if self._autoscaler is None else self._autoscaler.decision,
-            self._memory.outcome,
+            self._persisted.outcome,
         )
 
     def interrupt(self) -> None:
@@ -172,13 +172,15 @@ class LocalRun:
     async def _steps(self) -> None:
         while not self._is_over:
             self._wake.clear()
-            before = self._memory
+            before = self._persisted
             decision = await step(self, self._run.spec, before)
-            self._memory = decision.memory
+            self._persisted = decision.persisted
             self._note(before, decision)
             self._report()
-            at_rest = decision.phase in AT_REST and not decision.set_suspend and not self._is_resuming
-            if at_rest and self._runtime.is_idle:
+            is_stopped = (
+                decision.phase in STOPPED_PHASES and not decision.set_suspend and not self._is_resuming
+            )
+            if is_stopped and self._runtime.is_idle:
                 return
             self._is_resuming = False
             seconds = _STARTING_TICK_SECONDS if self._is_starting else _TICK_SECONDS
@@ -223,7 +225,9 @@ class LocalRun:
         generators = GeneratorsStatus(replicas=self._runtime.replicas(Role.GENERATOR), ready=ready)
         status = self._status if self._silence == 0 else None
         try:
-            self._file.write(decision, status, generators, self._clock(), at_once=decision.phase in AT_REST)
+            self._file.write(
+                decision, status, generators, self._clock(), at_once=decision.phase in STOPPED_PHASES
+            )
             self._unrecorded = ""
         except OSError as error:
             if self._unrecorded != (text := f"status.json cannot be written: {error.strerror}"):
@@ -256,20 +260,23 @@ class LocalRun:
 
     # --- reports ----------------------------------------------------------------------------------
 
-    def _note(self, before: Memory, decision: LifecycleDecision) -> None:
+    def _note(self, before: PersistedState, decision: LifecycleDecision) -> None:
         """Reports restarts of the trainer, and how the run ends."""
-        memory = decision.memory
-        if memory.restarts > before.restarts:
-            self._runtime.announce_restart(max(0.0, memory.next_at - self._clock()))
-        problem, known = memory.outcome or memory.holding, before.outcome or before.holding
+        persisted = decision.persisted
+        if persisted.restarts > before.restarts:
+            self._runtime.announce_restart(max(0.0, persisted.next_at - self._clock()))
+        problem, known = (
+            persisted.outcome or persisted.suspending_for,
+            before.outcome or before.suspending_for,
+        )
         if problem is None or known is not None:
             return
-        if problem.end is End.COMPLETED:
+        if problem.kind is OutcomeKind.COMPLETED:
             if self._status is not None and not self._status.trainer_registered:
                 text = f"{self._status.stop_reason} was reached before the trainer registered: nothing was trained. Its logs say why"
                 self._on_event(Event("trainer", text, is_problem=True))
             return
-        by_trainer = memory.last_recorded_attempt > before.last_recorded_attempt
+        by_trainer = persisted.last_recorded_attempt > before.last_recorded_attempt
         failure = self._runtime.failure(Role.TRAINER if by_trainer else None)
         if failure is None:
             failure = Failure("run", Role.COORDINATOR, f"{problem.reason}: {problem.message}")

@@ -13,13 +13,13 @@ from scalerl_api.wire import Status
 from scalerl_operator.local.run_directory import DirectoryProblem, replace_file
 from scalerl_operator.policy.edits_of_run import SpecEdit, edits_since, hash_of
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision
-from scalerl_operator.policy.memory_status import (
+from scalerl_operator.policy.persisted_state import (
     PROGRESS_SECONDS,
     condition,
     decision_fields,
     end_of,
+    persisted_state,
     progress_fields,
-    remembered,
     rfc3339,
     trained_spec,
     waits_for_progress_only,
@@ -32,7 +32,7 @@ class StatusFile:
     """The status of a run, read once and written before each decision is acted on.
 
     status: as in the file.
-    memory: of the lifecycle, when the file was read.
+    persisted: of the lifecycle, when the file was read.
     edit, unproven: see :class:`.LifecycleInput`; there is no edit once the status has the spec.
 
     Raises:
@@ -51,7 +51,7 @@ class StatusFile:
             )
         except (OSError, ValueError) as error:
             raise DirectoryProblem(f"{path}: {error}") from error
-        self.memory = remembered(self.status)
+        self.persisted = persisted_state(self.status)
         self.edit, self.unproven = edits_since(self.status, run.spec, self._spec, self._text)
 
     def write(
@@ -71,7 +71,7 @@ class StatusFile:
         Raises:
             OSError: the file stays as it was.
         """
-        before, memory, time = self.status, decision.memory, rfc3339(now)
+        before, persisted, time = self.status, decision.persisted, rfc3339(now)
         stop_reason = before.stop_reason or ""
         conditions = [
             condition(before, type_, *end_of(type_, decision, stop_reason), time) for type_ in _ENDS
@@ -80,7 +80,7 @@ class StatusFile:
             "reason": next((c.reason for c in conditions if c.status == "True"), ""),
             "accepted_spec": self._text,
             "accepted_spec_hash": None if self._text is not None else hash_of(self._spec),
-            "trained_spec": trained_spec(before, memory, self._text),
+            "trained_spec": trained_spec(before, persisted, self._text),
             "conditions": conditions,
             "generators": generators,
             **decision_fields(before, decision, time),

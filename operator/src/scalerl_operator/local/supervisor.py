@@ -245,13 +245,13 @@ class LocalRuntime:
         if unit is None:
             return Job(JobState.COMPLETE) if lifetime is Lifetime.ONCE and self._is_prepared else Job()
         if self._runs(unit):
-            state = JobState.LEAVING if unit.is_stopping else JobState.ACTIVE
+            state = JobState.TERMINATING if unit.is_stopping else JobState.ACTIVE
             return Job(state, attempt, ready=unit.status.state is UnitState.READY)
         if unit not in self._tasks or unit.is_stopping:
             return Job()
         if unit.failure is None:
             return Job(JobState.COMPLETE, attempt)
-        return Job(JobState.FAILED, attempt, ends=(unit.failure.end,))
+        return Job(JobState.FAILED, attempt, exits=(unit.failure.end,))
 
     def _service(self, role: Role) -> Service:
         """A replica is ready with all its containers, and has failed with any of them."""

@@ -141,7 +141,7 @@ class Unit:
         await pause(self._policy.first_delay_seconds, until=self._stopping)
         return self.is_stopping or self._is_ending()
 
-    def _note(self, end: restarts.ProcessEnd, culprit: Member) -> float:
+    def _note(self, end: restarts.ProcessExit, culprit: Member) -> float:
         """Notes how a start has failed; returns the seconds until the next one."""
         log = culprit.command(self._starts).log
         line = _last_line(log)
@@ -180,11 +180,11 @@ class Unit:
             text = reason if self.essential else f"the run continues without it: {reason}"
             self._on_event(Event(self.name, text, is_problem=True))
 
-    async def _once(self, start: int) -> tuple[restarts.ProcessEnd, Member]:
+    async def _once(self, start: int) -> tuple[restarts.ProcessExit, Member]:
         """Starts all members; returns the end that ends the unit, and its member."""
         self._ready.clear()
         self._to(UnitState.STARTING)
-        tasks: dict[asyncio.Task[restarts.ProcessEnd], Member] = {}
+        tasks: dict[asyncio.Task[restarts.ProcessExit], Member] = {}
         try:
             for member in self._members:
                 process = ChildProcess.start(member.command(start))
@@ -200,16 +200,16 @@ class Unit:
         finally:
             await cancel(*tasks)
 
-    async def _watch(self, member: Member, process: ChildProcess) -> restarts.ProcessEnd:
+    async def _watch(self, member: Member, process: ChildProcess) -> restarts.ProcessExit:
         """Waits until a member exits or fails a probe."""
         probes = prober.watch(member.container, member.ports, lambda: self._on_ready(member))
         end: int | restarts.Cause = await first(process.wait(), probes)
         since = self._ready.get(member.name)
         ready_seconds = None if since is None else time.monotonic() - since
         if isinstance(end, int):
-            return restarts.ProcessEnd(restarts.Cause.EXIT, end, ready_seconds)
+            return restarts.ProcessExit(restarts.Cause.EXIT, end, ready_seconds)
         self._on_event(Event(self.name, f"{member.name} does not answer its {end}", is_problem=True))
-        return restarts.ProcessEnd(end, None, ready_seconds)
+        return restarts.ProcessExit(end, None, ready_seconds)
 
     def _on_ready(self, member: Member) -> None:
         if self.lifetime is Lifetime.ONCE:
@@ -239,7 +239,7 @@ class Unit:
         self.status.since = time.monotonic()
 
 
-def _significance(end: restarts.ProcessEnd) -> tuple[bool, bool]:
+def _significance(end: restarts.ProcessExit) -> tuple[bool, bool]:
     return end.exit_code not in _SIGNIFICANT, end.exit_code == 0
 
 

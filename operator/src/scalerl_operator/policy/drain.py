@@ -15,7 +15,7 @@ from scalerl_operator.policy.lifecycle_types import (
     JobState,
     LifecycleDecision,
     LifecycleInput,
-    Memory,
+    PersistedState,
     Suspension,
 )
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, no_later
@@ -23,71 +23,75 @@ from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, no_later
 EARLIER_JOBS: Final = "the Jobs of its earlier start to be deleted"
 
 
-def suspended(spec: RunSpec | None, observed: LifecycleInput, memory: Memory) -> LifecycleDecision:
+def suspended(spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedState) -> LifecycleDecision:
     """Drains the run; then it has no workloads."""
-    draining = draining_trainer(spec, observed, memory, Phase.SUSPENDING)
+    draining = draining_trainer(spec, observed, persisted, Phase.SUSPENDING)
     if draining is not None:
         return draining
     if observed.deleting:
-        return LifecycleDecision(Phase.SUSPENDING, memory, release=True)
+        return LifecycleDecision(Phase.SUSPENDING, persisted, release=True)
     if observed.suspend:
-        return LifecycleDecision(Phase.SUSPENDED, replace(without_drain(memory), rest=Suspension.YES))
-    if memory.rest is Suspension.ASKED:
-        return LifecycleDecision(Phase.SUSPENDED, memory, set_suspend=True)
+        return LifecycleDecision(
+            Phase.SUSPENDED, replace(without_drain(persisted), suspension=Suspension.YES)
+        )
+    if persisted.suspension is Suspension.ASKED:
+        return LifecycleDecision(Phase.SUSPENDED, persisted, set_suspend=True)
     if {observed.prepare.state, observed.trainer.state} != {JobState.ABSENT}:
-        return LifecycleDecision(Phase.PENDING, memory, again_seconds=ASK_AGAIN_SECONDS, note=EARLIER_JOBS)
+        return LifecycleDecision(
+            Phase.PENDING, persisted, again_seconds=ASK_AGAIN_SECONDS, waiting_for=EARLIER_JOBS
+        )
     # A user who resumes a run has removed the cause of its failures.
-    unproven_since = observed.steps if memory.has_trained else None
-    memory = reset_failures(without_drain(memory))
-    memory = replace(memory, rest=Suspension.NO, resumed=True, unproven_since=unproven_since)
-    return LifecycleDecision(Phase.PENDING, memory, prepare=True, again_seconds=0.0)
+    unproven_since = observed.steps if persisted.has_trained else None
+    persisted = reset_failures(without_drain(persisted))
+    persisted = replace(persisted, suspension=Suspension.NO, resumed=True, unproven_since=unproven_since)
+    return LifecycleDecision(Phase.PENDING, persisted, prepare=True, again_seconds=0.0)
 
 
-def without_drain(memory: Memory) -> Memory:
-    """The memory of a run that does not drain."""
-    return replace(memory, drain_since=None, unreachable_since=None, holding=None)
+def without_drain(persisted: PersistedState) -> PersistedState:
+    """The state of a run that does not drain."""
+    return replace(persisted, drain_since=None, unreachable_since=None, suspending_for=None)
 
 
-def reset_failures(memory: Memory) -> Memory:
+def reset_failures(persisted: PersistedState) -> PersistedState:
     """Resets the back-off and the failure counts."""
-    return replace(memory, next_at=0.0, awaited_since=None, record=memory.record.reset())
+    return replace(persisted, next_at=0.0, awaited_since=None, record=persisted.record.reset())
 
 
 def draining_trainer(
-    spec: RunSpec | None, observed: LifecycleInput, memory: Memory, phase: Phase
+    spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedState, phase: Phase
 ) -> LifecycleDecision | None:
     """The decision while the trainer drains; None when it has ended, has nothing to save, or has timed out."""
     now, trainer = observed.unix_seconds, observed.trainer
-    since = no_later(memory.drain_since, now)
+    since = no_later(persisted.drain_since, now)
     # A trainer whose ranks were never all ready has trained nothing: it waits for a queue, a node or an image.
-    was_ready = trainer.ready or memory.ready_since is not None
-    draining = trainer.state is JobState.LEAVING or (
-        trainer.state is JobState.ACTIVE and was_ready and (trainer.ending or not trainer.held)
+    was_ready = trainer.ready or persisted.ready_since is not None
+    draining = trainer.state is JobState.TERMINATING or (
+        trainer.state is JobState.ACTIVE and was_ready and (trainer.pods_terminating or not trainer.gated)
     )
-    if not draining or memory.rest is not Suspension.NO or now - since >= observed.drain_seconds:
+    if not draining or persisted.suspension is not Suspension.NO or now - since >= observed.drain_seconds:
         return None
-    unreachable = None if observed.status is not None else no_later(memory.unreachable_since, now)
+    unreachable = None if observed.status is not None else no_later(persisted.unreachable_since, now)
     # Without the coordinator no stop request reaches the trainer, and none of its checkpoints, which have the coordinator's state,
     # is written: the steps since the last one are trained again.
     abandoned = unreachable is not None and now - unreachable >= COORDINATOR_TIMEOUT_SECONDS
     # A trainer that no queue has admitted has nothing to save, so nothing is created for its drain.
     serving = observed.serving or not observed.queued or trainer.state is JobState.ACTIVE
-    note = "the trainer to finish its step and to write a checkpoint"
+    waiting_for = "the trainer to finish its step and to write a checkpoint"
     if observed.status is not None and observed.status.unsaved_version >= 0:
-        note = f"space on the volume for the last checkpoint, up to {DRAIN_SECONDS / 60:g} minutes: {observed.status.checkpoint_problem}"
+        waiting_for = f"space on the volume for the last checkpoint, up to {DRAIN_SECONDS / 60:g} minutes: {observed.status.checkpoint_problem}"
     if abandoned:
-        note = f"the trainer to end: its Job is deleted, no answer from the coordinator in {COORDINATOR_TIMEOUT_SECONDS:g} s"
+        waiting_for = f"the trainer to end: its Job is deleted, no answer from the coordinator in {COORDINATOR_TIMEOUT_SECONDS:g} s"
     return LifecycleDecision(
         phase,
-        replace(memory, drain_since=since, unreachable_since=unreachable),
+        replace(persisted, drain_since=since, unreachable_since=unreachable),
         prepare=True,
         coordinator=serving,
         generators=wanted_generators(spec, observed) if serving else 0,
         trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
-        frozen=True,
+        update_existing=False,
         request_stop=request_of_stop(INTERRUPTED, observed.status, resumed=False),
         again_seconds=ASK_AGAIN_SECONDS,
-        note=note,
+        waiting_for=waiting_for,
     )
 
 

@@ -1,4 +1,4 @@
-"""What an edit of the spec means for a run that is held, failed or completed, and for the cause of a failure. Pure."""
+"""What an edit of the spec means for a run that is suspended, failed or completed, and for the cause of a failure. Pure."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class SpecEdit:
         return any(restarts_a_role(field) for field in self.fields)
 
     @property
-    def mends(self) -> bool:
+    def may_fix(self) -> bool:
         """Whether the edit may have removed the cause of a failure."""
-        return any(_may_mend(field) for field in self.fields)
+        return any(_may_fix(field) for field in self.fields)
 
 
-def _may_mend(field: str) -> bool:
+def _may_fix(field: str) -> bool:
     return field not in _OF_A_STOPPED_RUN and field.partition(".")[0] not in _OF_A_STOPPED_RUN
 
 
 def hash_of(spec: Mapping[str, Any]) -> str:
     """Hash of a spec as it was written, without fields whose edit starts no run. For a spec that is too long to be stored."""
-    fields = sorted((path, value) for path, value in flat(spec) if _may_mend(path))
+    fields = sorted((path, value) for path, value in flat(spec) if _may_fix(path))
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 

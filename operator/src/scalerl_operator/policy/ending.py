@@ -10,33 +10,35 @@ from scalerl_api.wire import Status
 from scalerl_operator.policy.drain import EARLIER_JOBS
 from scalerl_operator.policy.lifecycle_types import (
     DRAIN_SECONDS,
-    End,
     JobState,
     LifecycleDecision,
     LifecycleInput,
-    Memory,
-    Outcome,
+    OutcomeKind,
+    PersistedState,
+    RunOutcome,
     Suspension,
 )
 from scalerl_operator.policy.waits import no_later
 
 
-def note_missing_trainer(observed: LifecycleInput, memory: Memory, request_stop: str | None) -> Memory:
+def note_missing_trainer(
+    observed: LifecycleInput, persisted: PersistedState, request_stop: str | None
+) -> PersistedState:
     """Notes since when a run that ends has had no trainer: its pods wait for a node, or never become ready."""
     status, trainer = observed.status, observed.trainer
     if status is None:
-        return memory
+        return persisted
     ending = status.phase is CoordinatorPhase.FINISHING and request_stop is None
-    gone = not trainer.ready and memory.ready_since is None and trainer.state is not JobState.LEAVING
-    since = no_later(memory.awaited_since, observed.unix_seconds) if ending and gone else None
-    return replace(memory, awaited_since=since)
+    gone = not trainer.ready and persisted.ready_since is None and trainer.state is not JobState.TERMINATING
+    since = no_later(persisted.awaited_since, observed.unix_seconds) if ending and gone else None
+    return replace(persisted, awaited_since=since)
 
 
-def gives_up_trainer(observed: LifecycleInput, memory: Memory) -> bool:
+def gives_up_trainer(observed: LifecycleInput, persisted: PersistedState) -> bool:
     """Whether a run that ends has been without its trainer for too long: the coordinator alone waits for it without end."""
-    if observed.status is None or memory.awaited_since is None:
+    if observed.status is None or persisted.awaited_since is None:
         return False
-    return observed.unix_seconds - memory.awaited_since >= DRAIN_SECONDS
+    return observed.unix_seconds - persisted.awaited_since >= DRAIN_SECONDS
 
 
 def _is_saved(status: Status) -> bool:
@@ -58,33 +60,35 @@ def what_is_lost(status: Status) -> str:
     return f"{text}the steps after {max(status.checkpoint_version, 0)}, the last checkpoint, of {status.step} are lost"
 
 
-def after_outcome(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> LifecycleDecision:
-    """The decision for a run that has ended, or is held: it may continue."""
-    if outcome.end is End.COMPLETED:
+def after_outcome(
+    observed: LifecycleInput, persisted: PersistedState, outcome: RunOutcome
+) -> LifecycleDecision:
+    """The decision for a run that has ended, or is suspended: it may continue."""
+    if outcome.kind is OutcomeKind.COMPLETED:
         continues = observed.edit.raises_limit
     else:
         # A run may fail when it is suspended already: only the edit continues it.
-        suspends = outcome.end is End.HELD or "suspend" in observed.edit.fields
-        continues = (observed.suspend and suspends) or observed.edit.mends
+        suspends = outcome.kind is OutcomeKind.SUSPENDED or "suspend" in observed.edit.fields
+        continues = (observed.suspend and suspends) or observed.edit.may_fix
     if observed.deleting or not continues:
-        return _ended(observed, memory, outcome)
-    memory = replace(memory, outcome=None, rest=Suspension.YES)
+        return _ended(observed, persisted, outcome)
+    persisted = replace(persisted, outcome=None, suspension=Suspension.YES)
     phase = Phase.SUSPENDED if observed.suspend else Phase.PENDING
-    return LifecycleDecision(phase, memory, again_seconds=0.0, note=EARLIER_JOBS)
+    return LifecycleDecision(phase, persisted, again_seconds=0.0, waiting_for=EARLIER_JOBS)
 
 
-def _ended(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> LifecycleDecision:
+def _ended(observed: LifecycleInput, persisted: PersistedState, outcome: RunOutcome) -> LifecycleDecision:
     """Jobs that have ended have only their logs, and stay until the run continues or is deleted."""
     ended = (JobState.COMPLETE, JobState.FAILED)
     return LifecycleDecision(
-        Phase(outcome.end.value),
-        memory,
+        Phase(outcome.kind.value),
+        persisted,
         prepare=observed.prepare.state in ended,
         trainer=observed.trainer.attempt if observed.trainer.state in ended else None,
         release=observed.deleting,
     )
 
 
-def end_run(observed: LifecycleInput, memory: Memory, outcome: Outcome) -> LifecycleDecision:
-    """Ends, or holds, the run; what stays is decided at once."""
-    return replace(_ended(observed, replace(memory, outcome=outcome), outcome), again_seconds=0.0)
+def end_run(observed: LifecycleInput, persisted: PersistedState, outcome: RunOutcome) -> LifecycleDecision:
+    """Ends, or suspends, the run; what stays is decided at once."""
+    return replace(_ended(observed, replace(persisted, outcome=outcome), outcome), again_seconds=0.0)

@@ -1,4 +1,4 @@
-"""Input, memory and result of the lifecycle policy (:mod:`.lifecycle`). Pure."""
+"""Input, persisted state and result of the lifecycle policy (:mod:`.lifecycle`). Pure."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from scalerl_operator.policy.edits_of_run import SpecEdit
 DRAIN_SECONDS: Final = 1800.0
 """Timeout of the drain of a run that is suspended or deleted: it finishes its step and writes a checkpoint."""
 
-HELD_SECONDS: Final = 30.0
-"""How long a queue may hold the trainer before generators and coordinator are deleted too: it admits most attempts within a
+GATED_SECONDS: Final = 30.0
+"""How long a queue may gate the trainer before generators and coordinator are deleted too: it admits most attempts within a
 second."""
 
 
 class JobState(enum.StrEnum):
     ABSENT = "absent"
     ACTIVE = "active"
-    LEAVING = "leaving"
+    TERMINATING = "terminating"
     """Deleted; its pods are terminating."""
     COMPLETE = "complete"
     FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Ended:
+class ContainerExit:
     """How a container ended, with the end of its log."""
 
     exit_code: int
@@ -41,11 +41,11 @@ class Job:
     """Observation of a Job.
 
     attempt: of the trainer, from 1; 0 for ``prepare``.
-    ends: of containers with an exit code other than 0.
+    exits: of containers with an exit code other than 0.
     ready: all pods are ready.
     stale: created for an earlier spec.
-    held: a queue has not admitted it, or has requeued it.
-    ending: some of its pods are being deleted.
+    gated: a queue has not admitted it, or has requeued it.
+    pods_terminating: some of its pods are being deleted.
     disrupted: it failed because its pods were evicted or preempted, or a node did not start them.
     failed_at: unix seconds; 0 if unknown.
     abandoned: the last attempt of a Job that only pods on lost nodes keep; 0 without one.
@@ -53,11 +53,11 @@ class Job:
 
     state: JobState = JobState.ABSENT
     attempt: int = 0
-    ends: tuple[Ended, ...] = ()
+    exits: tuple[ContainerExit, ...] = ()
     ready: bool = False
     stale: bool = False
-    held: bool = False
-    ending: bool = False
+    gated: bool = False
+    pods_terminating: bool = False
     disrupted: bool = False
     failed_at: float = 0.0
     abandoned: int = 0
@@ -79,8 +79,8 @@ class Service:
     starting: int = 0
     restarts: int = 0
     restarted: str = ""
-    bad_input: Ended | None = None
-    given_up: Ended | None = None
+    bad_input: ContainerExit | None = None
+    given_up: ContainerExit | None = None
     lost: int = 0
 
 
@@ -100,7 +100,7 @@ class LifecycleInput:
     edit: of the spec, since the last reconcile.
     unproven: fields that have been edited and have not trained :data:`.failures.PROVEN_STEPS` steps yet.
     drain_seconds: timeout of a drain.
-    held_seconds: see :data:`HELD_SECONDS`.
+    gated_seconds: see :data:`GATED_SECONDS`.
     """
 
     unix_seconds: float
@@ -121,7 +121,7 @@ class LifecycleInput:
     edit: SpecEdit = field(default_factory=SpecEdit)
     unproven: tuple[str, ...] = ()
     drain_seconds: float = DRAIN_SECONDS
-    held_seconds: float = HELD_SECONDS
+    gated_seconds: float = GATED_SECONDS
 
 
 class Suspension(enum.StrEnum):
@@ -133,27 +133,27 @@ class Suspension(enum.StrEnum):
     YES = "Resting"
 
 
-class End(enum.StrEnum):
+class OutcomeKind(enum.StrEnum):
     COMPLETED = "Completed"
     """Continues when a limit is raised."""
     FAILED = "Failed"
     """Continues when its spec is mended."""
-    HELD = "Suspended"
+    SUSPENDED = "Suspended"
     """A run that has trained does not start with its present spec. It is not over: it continues when its spec is edited, or
     when a user suspends and resumes it."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended. It stays until an edit lets the run continue."""
 
-    end: End
+    kind: OutcomeKind
     reason: Reason
     message: str
 
 
 @dataclass(frozen=True)
-class Memory:
+class PersistedState:
     """What a reconcile keeps for the next one, in the run's status. Times are unix seconds of the operator's clock.
 
     attempt: of the trainer, counted from 1; 0 before the first.
@@ -161,16 +161,16 @@ class Memory:
     restarts: of the trainer, in all.
     ready_since: since when all ranks of this attempt have been ready; None before.
     next_at: the next attempt is created at this time or later.
-    held_since: since when a queue has held this attempt.
+    gated_since: since when a queue has gated this attempt.
     drain_since: start of the present drain.
     unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
     coordinator_attempt: of the coordinator, from 1; greater than that of each one on a lost node.
-    rest: the run is drained, and nothing exists until ``suspend`` becomes false.
+    suspension: the run is drained, and nothing exists until ``suspend`` becomes false.
     resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
     has_trained: steps, of RL or of mid-training.
     unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
         :data:`.failures.PROVEN_STEPS` more.
-    holding: the failure for which the run drains, to be held.
+    suspending_for: the failure for which the run drains, to be suspended.
     awaited_since: since when a run that ends has had no trainer that is ready; None otherwise.
     """
 
@@ -180,17 +180,17 @@ class Memory:
     restarts: int = 0
     ready_since: float | None = None
     next_at: float = 0.0
-    held_since: float | None = None
+    gated_since: float | None = None
     drain_since: float | None = None
     unreachable_since: float | None = None
     coordinator_attempt: int = 1
-    rest: Suspension = Suspension.NO
+    suspension: Suspension = Suspension.NO
     resumed: bool = False
     has_trained: bool = False
     unproven_since: int | None = None
-    holding: Outcome | None = None
+    suspending_for: RunOutcome | None = None
     awaited_since: float | None = None
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
 
 
 @dataclass(frozen=True)
@@ -200,23 +200,23 @@ class LifecycleDecision:
     prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
     generators: replicas.
     trainer: the attempt that exists; None: none.
-    frozen: existing objects are not updated, also if the spec has changed.
+    update_existing: whether existing objects follow the spec; False during a drain.
     request_stop: the reason of the stop request to the coordinator; empty cancels the request; None sends nothing.
     set_suspend: set ``spec.suspend`` to true.
     release: remove the finalizer.
     again_seconds: until the next reconcile; None: at the next change.
-    note: what the run waits for, for users.
+    waiting_for: what the run waits for, for users.
     """
 
     phase: Phase
-    memory: Memory
+    persisted: PersistedState
     prepare: bool = False
     coordinator: bool = False
     generators: int = 0
     trainer: int | None = None
-    frozen: bool = False
+    update_existing: bool = True
     request_stop: str | None = None
     set_suspend: bool = False
     release: bool = False
     again_seconds: float | None = None
-    note: str = ""
+    waiting_for: str = ""

@@ -47,7 +47,7 @@ class Cause(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class ProcessEnd:
+class ProcessExit:
     """How a process ended.
 
     exit_code: as ``subprocess`` gives it (negative: the signal); None if it was ended for a probe.
@@ -61,7 +61,7 @@ class ProcessEnd:
     def describe(self) -> str:
         """Description for messages.
 
-        >>> ProcessEnd(Cause.EXIT, -9, None).describe()
+        >>> ProcessExit(Cause.EXIT, -9, None).describe()
         'was killed by SIGKILL before it was ready'
         """
         if self.exit_code is None or self.cause is not Cause.EXIT:
@@ -108,10 +108,10 @@ class GiveUp:
     bad_input: bool = False
 
 
-def decide(policy: RestartPolicy, record: Record, end: ProcessEnd) -> Restart | GiveUp:
+def decide(policy: RestartPolicy, record: Record, end: ProcessExit) -> Restart | GiveUp:
     """The decision after an end that was not requested.
 
-    >>> decide(RestartPolicy(), Record(), ProcessEnd(Cause.EXIT, 1, ready_seconds=5.0)).delay_seconds
+    >>> decide(RestartPolicy(), Record(), ProcessExit(Cause.EXIT, 1, ready_seconds=5.0)).delay_seconds
     1.0
     """
     if end.exit_code == BAD_INPUT_EXIT_CODE:

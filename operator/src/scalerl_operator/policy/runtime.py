@@ -1,6 +1,6 @@
 """What runs a run: the interface between the lifecycle and a runtime (a cluster, one machine).
 
-:func:`step` is the whole of a runtime's loop. It is level-triggered: nothing is remembered but :class:`.Memory`, and that is
+:func:`step` is the whole of a runtime's loop. It is level-triggered: nothing is kept but :class:`.PersistedState`, and that is
 recorded before it is acted on, so that the process may end at any line.
 """
 
@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import RunSpec
 from scalerl_operator.policy.lifecycle import decide
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, LifecycleInput, Memory
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, LifecycleInput, PersistedState
 
 
 class Runtime(Protocol):
@@ -24,7 +24,7 @@ class Runtime(Protocol):
         ...
 
     async def record(self, decision: LifecycleDecision) -> None:
-        """Stores the memory and phase of a decision, for a later process."""
+        """Stores the persisted state and phase of a decision, for a later process."""
         ...
 
     async def apply(self, decision: LifecycleDecision) -> None:
@@ -33,22 +33,22 @@ class Runtime(Protocol):
         ...
 
 
-async def step(runtime: Runtime, spec: RunSpec | None, memory: Memory) -> LifecycleDecision:
+async def step(runtime: Runtime, spec: RunSpec | None, persisted: PersistedState) -> LifecycleDecision:
     """One reconcile of a run."""
-    decision = decide(spec, await runtime.observe(), memory)
+    decision = decide(spec, await runtime.observe(), persisted)
     await runtime.record(decision)
     await runtime.apply(decision)
     return decision
 
 
-AT_REST: Final = (Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED)
+STOPPED_PHASES: Final = (Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED)
 _POLL_SECONDS: Final = 2.0
 
 
 class StoredRuntime(Runtime, Protocol):
     """A runtime of an installed package (entry points ``scalerl.runtimes``): called with the run, its plan and its directory."""
 
-    memory: Memory
+    persisted: PersistedState
     """As the last :meth:`record`, maybe of an earlier process, stored it."""
 
 
@@ -56,11 +56,11 @@ async def drive(
     runtime: StoredRuntime, spec: RunSpec, *, poll_seconds: float = _POLL_SECONDS
 ) -> LifecycleDecision:
     """Reconcile a run until it rests; returns the last decision. A process that ends before is continued by another one."""
-    memory = runtime.memory
+    persisted = runtime.persisted
     while True:
-        decision = await step(runtime, spec, memory)
-        memory = decision.memory
-        if decision.phase in AT_REST and not decision.set_suspend:
+        decision = await step(runtime, spec, persisted)
+        persisted = decision.persisted
+        if decision.phase in STOPPED_PHASES and not decision.set_suspend:
             return decision
         again = decision.again_seconds
         await asyncio.sleep(poll_seconds if again is None else min(poll_seconds, again))

@@ -19,7 +19,7 @@ log = logging.getLogger("scalerl_tasks.environments.gate")
 
 EPISODES: Final = 64
 """Of which the share is taken."""
-MOST_FAILURES: Final = EPISODES // 2
+MAX_FAILURES: Final = EPISODES // 2
 _MOST_TRIES = 6
 """After which an episode that fails alone is let go."""
 
@@ -96,7 +96,7 @@ class EnvironmentGate:
     def _note(self, failed: Sequence[bool], error: str) -> None:
         self._failed.extend(failed)
         failures = sum(self._failed)
-        is_shut = len(self._failed) == EPISODES and failures > MOST_FAILURES
+        is_shut = len(self._failed) == EPISODES and failures > MAX_FAILURES
         if is_shut and not self.problem:
             log.warning("%s fails; its episodes wait: %s", self._where, error)
         elif self.problem and not is_shut:

@@ -17,8 +17,8 @@ from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_operator import names
-from scalerl_operator.build.gang import Gang
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.gang import Gang
 from scalerl_operator.names import PORTS, Names
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload

@@ -15,7 +15,7 @@ _OF_GROUPS, _OF_STEPS = 0.05, 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpenSlot:
     """A slot of the window that may be leased now."""
 
     slot: int
@@ -30,7 +30,7 @@ class Generator:
 
     name: str
     """Its member id."""
-    room: int
+    capacity: int
     """Number of groups that it requests."""
     groups: int = 0
     """Number of groups that it samples now."""
@@ -38,20 +38,20 @@ class Generator:
     """Expected tokens of these groups (:func:`expected_load`)."""
 
 
-Assignment = dict[str, list[Place]]
-"""The places of each generator, by :attr:`Generator.name`, in the order in which to start them."""
+Assignment = dict[str, list[OpenSlot]]
+"""The slots of each generator, by :attr:`Generator.name`, in the order in which to start them."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SchedulerInput:
     """The inputs of an assignment."""
 
-    places: Sequence[Place]
+    slots: Sequence[OpenSlot]
     """In slot order."""
     generators: Sequence[Generator]
     """In the order of their requests."""
     tokens_per_step: float = math.inf
-    """Expected tokens (:attr:`Place.tokens`) of a group whose generation takes as long as a step of the run; infinite until both
+    """Expected tokens (:attr:`OpenSlot.tokens`) of a group whose generation takes as long as a step of the run; infinite until both
     durations have been measured."""
 
 
@@ -60,7 +60,7 @@ _JUMP = 16
 
 
 class Pace:
-    """Measures the durations of groups and steps, as running means in seconds, from which :attr:`View.tokens_per_step` follows."""
+    """Measures the durations of groups and steps, as running means in seconds, from which :attr:`SchedulerInput.tokens_per_step` follows."""
 
     def __init__(self) -> None:
         self._seconds_per_token: float | None = None
@@ -95,13 +95,13 @@ def _mean(before: float | None, value: float, smoothing: float) -> float:
     return value if before is None else before + smoothing * (value - before)
 
 
-class Policy(Protocol):
-    """Assigns places to generators."""
+class SchedulingPolicy(Protocol):
+    """Assigns slots to generators."""
 
-    def assign(self, view: View) -> Assignment:
-        """Assign places to the generators of ``view``, to each at most as many as it has room for.
+    def assign(self, inputs: SchedulerInput) -> Assignment:
+        """Assign slots to the generators of ``inputs``, to each at most as many as it has room for.
 
-        Afterwards all places are assigned, or no generator has room left: no place is kept for a generator without a request.
+        Afterwards all slots are assigned, or no generator has room left: no slot is kept for a generator without a request.
         """
         ...
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_operator import names
-from scalerl_operator.build.pod_settings import PodSettings
-from scalerl_operator.build.pods import pod_template
-from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.pod_settings import PodSettings
+from scalerl_operator.manifests.pods import pod_template
+from scalerl_operator.manifests.scope import Scope
 
 START_SECONDS: Final = 2100
 """Longer than the startup probe, before whose end a Deployment without progress may only be slow."""

@@ -8,8 +8,8 @@ from typing import Final
 from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodTemplate
-from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPILE_CACHE_DIR, MODELS_DIR, RUN_DIR, SOURCE_DIR, SPEC_DIR, TOKEN_DIR
 from scalerl_operator.role_containers import ENVIRONMENT
 from scalerl_operator.workloads import Container, Role, Volume, Workload, expand

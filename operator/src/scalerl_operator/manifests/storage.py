@@ -13,8 +13,8 @@ from scalerl_api.curve import curve_csv
 from scalerl_api.paths import TRAINED_FILE
 from scalerl_api.spec import GROUP, ScaleRLRun
 from scalerl_api.wire import EvaluationPoint
-from scalerl_operator.build.scope import Scope, metadata_of
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.scope import Scope, metadata_of
 from scalerl_operator.names import SPEC_KEY, TOKEN_KEY, Names
 
 CURVE_KEY: Final = "curve.csv"

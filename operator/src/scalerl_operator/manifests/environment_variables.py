@@ -6,10 +6,10 @@ from typing import Final
 
 from scalerl_api import process as api
 from scalerl_api.pods import RANK_VARIABLES, PodTemplate
-from scalerl_operator.build.pod_settings import PodSettings
-from scalerl_operator.build.scope import Scope
-from scalerl_operator.build.volumes import is_own_directory
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.pod_settings import PodSettings
+from scalerl_operator.manifests.scope import Scope
+from scalerl_operator.manifests.volumes import is_own_directory
 from scalerl_operator.names import RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
 from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, port_variable
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.build import (
+from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import (
     coordinator,
     environment,
     gang,
@@ -22,10 +23,9 @@ from scalerl_operator.build import (
     storage,
     trainer,
 )
-from scalerl_operator.build.gang import Gang
-from scalerl_operator.build.scope import Desired, Images, Scope, finished, spec_hash
-from scalerl_operator.build.storage import secret
-from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.gang import Gang
+from scalerl_operator.manifests.scope import Desired, Images, Scope, finished, spec_hash
+from scalerl_operator.manifests.storage import secret
 from scalerl_operator.workloads import Role
 
 

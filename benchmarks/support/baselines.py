@@ -30,7 +30,7 @@ STANDARD = student.ppf((np.arange(DRAWS) + 0.5) / DRAWS, 4)
 """Quantiles of Student's t with four degrees of freedom at evenly spaced levels."""
 _Z = np.concatenate([-np.geomspace(400, 0.01, 300), [0.0], np.geomspace(0.01, 400, 300)])
 _CRPS_OF_Z = crps(np.broadcast_to(STANDARD, (_Z.size, DRAWS)), _Z)
-LEAST_LOSS = 1e-3
+MIN_LOSS = 1e-3
 """Lower limit of the loss 1 − R, whose logarithm must be finite."""
 
 
@@ -58,7 +58,7 @@ def log_linear(head: cf.Curve, at: float) -> tuple[float, float]:
 def loss_power_law(head: cf.Curve, at: float) -> tuple[float, float]:
     """ln(1 − R) = E − k·ln C through all points: the power law in test loss of arXiv 2509.25300 [S]."""
     trained = head.compute > 0
-    loss = np.maximum(1 - head.reward[trained], LEAST_LOSS)
+    loss = np.maximum(1 - head.reward[trained], MIN_LOSS)
     slope, level = _line(np.log(head.compute[trained] / head.now), np.log(loss))
     now = 1 - np.exp(level)
     return float(now), float(1 - np.exp(level + slope * np.log(at / head.now)) - now)
@@ -111,10 +111,10 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(slope), float(level)
 
 
-def learn(rival: LevelAndGain, damped: bool, curves: Sequence[LLMCurve], factor: float) -> Forecaster:
+def learn(baseline: LevelAndGain, damped: bool, curves: Sequence[LLMCurve], factor: float) -> Forecaster:
     """The forecaster with the floor, part and share of least mean CRPS on these curves, which have equal weights."""
     made = targets(curves, factor)
-    level, gain = np.array([rival(t.head, t.at) for t in made]).T
+    level, gain = np.array([baseline(t.head, t.at) for t in made]).T
     actual = np.array([t.actual for t in made])
     names = [t.origin.name for t in made]
     weight = np.array([1 / names.count(name) for name in names])
@@ -134,21 +134,21 @@ def learn(rival: LevelAndGain, damped: bool, curves: Sequence[LLMCurve], factor:
     floor, part, share = settings(found.x)
 
     def forecaster(head: cf.Curve, at: float) -> np.ndarray:
-        level, gain = rival(head, at)
+        level, gain = baseline(head, at)
         return np.clip(level + share * gain + np.hypot(floor, part * gain) * STANDARD, 0.0, 1.0)
 
     return forecaster
 
 
 def rows_of(
-    rival: LevelAndGain,
+    baseline: LevelAndGain,
     curves: Sequence[LLMCurve],
     factor: float,
     damped: bool,
     group: Callable[[LLMCurve], str],
 ) -> list[Row]:
     """Scored forecasts of every curve, with a scale fitted to the curves of other groups."""
-    return leave_one_out(lambda others: learn(rival, damped, others, factor), curves, factor, group)
+    return leave_one_out(lambda others: learn(baseline, damped, others, factor), curves, factor, group)
 
 
 def lcpfn_rows(python: str, network: str, curves: Sequence[LLMCurve], factor: float) -> list[Row]:

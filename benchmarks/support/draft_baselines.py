@@ -18,7 +18,7 @@ Int32s = NDArray[np.int32]
 MAX_DRAFT = 32
 
 
-class Rival(Protocol):
+class Baseline(Protocol):
     """A drafter in one engine, which gets one prompt after another; the siblings (completions) of a prompt run concurrently."""
 
     def begin(self, prompt: int, prompt_t: Int32s, siblings: int) -> None: ...
@@ -50,12 +50,15 @@ class Outcome:
 
 
 def replay(
-    rival: Rival, prompts: list[Int32s], groups: list[list[Int32s]], rewards: list[list[float]] | None = None
+    baseline: Baseline,
+    prompts: list[Int32s],
+    groups: list[list[Int32s]],
+    rewards: list[list[float]] | None = None,
 ) -> Outcome:
     """Replay one epoch; ``groups`` and ``rewards`` have the completions of each prompt and their rewards."""
     outcome = Outcome()
     for prompt, (prompt_t, completions) in enumerate(zip(prompts, groups, strict=True)):
-        rival.begin(prompt, prompt_t, len(completions))
+        baseline.begin(prompt, prompt_t, len(completions))
         # The first token is sampled by the prompt's forward pass and needs no verification.
         at = [0] * len(completions)
         drafts: list[list[int]] = [[] for _ in completions]
@@ -72,11 +75,11 @@ def replay(
                     outcome.verifications += 1
                     outcome.drafted += len(drafts[i])
                 at[i] += len(new)
-                drafts[i] = rival.draft(i, new, len(completions[i]) + MAX_DRAFT - at[i])
+                drafts[i] = baseline.draft(i, new, len(completions[i]) + MAX_DRAFT - at[i])
                 if at[i] == len(completions[i]):
-                    rival.end(i)
+                    baseline.end(i)
                     running.discard(i)
-        rival.finish(completions, rewards[prompt] if rewards else [0.0] * len(completions))
+        baseline.finish(completions, rewards[prompt] if rewards else [0.0] * len(completions))
     return outcome
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
-from scalerl_coordinator.scheduling import Assignment, View, spread
+from scalerl_coordinator.scheduling import Assignment, SchedulerInput, spread
 from scalerl_extras.simulation.fleet import Fleet, Spans
 from scalerl_extras.simulation.workload import Cluster, Outcome, Workload
 
@@ -26,16 +26,16 @@ APRIL_FACTOR = 1.5
 class SlotOrder:
     """First come, first served: a generator gets as many groups as fit."""
 
-    def assign(self, view: View) -> Assignment:
-        places = iter(view.places)
-        return {one.name: list(islice(places, one.room)) for one in view.generators}
+    def assign(self, inputs: SchedulerInput) -> Assignment:
+        slots = iter(inputs.slots)
+        return {one.name: list(islice(slots, one.capacity)) for one in inputs.generators}
 
 
 class RoundRobin:
     """The same number of groups for each requesting generator, regardless of its load."""
 
-    def assign(self, view: View) -> Assignment:
-        return spread(view.places, view, lambda generator: 0.0, lambda place: 1.0)
+    def assign(self, inputs: SchedulerInput) -> Assignment:
+        return spread(inputs.slots, inputs, lambda generator: 0.0, lambda slot: 1.0)
 
 
 class HistoPipe:
@@ -45,16 +45,16 @@ class HistoPipe:
     shortest of the next. A group whose generator is full goes to the next generator with room.
     """
 
-    def assign(self, view: View) -> Assignment:
-        generators = sorted(view.generators, key=lambda one: one.name)
+    def assign(self, inputs: SchedulerInput) -> Assignment:
+        generators = sorted(inputs.generators, key=lambda one: one.name)
         assigned: Assignment = {one.name: [] for one in generators}
-        for step, places in groupby(view.places, key=lambda place: place.step):
-            ranked = sorted(places, key=lambda place: place.tokens, reverse=step % 2 == 0)
-            for rank, place in enumerate(ranked):
+        for step, slots in groupby(inputs.slots, key=lambda slot: slot.step):
+            ranked = sorted(slots, key=lambda slot: slot.tokens, reverse=step % 2 == 0)
+            for rank, slot in enumerate(ranked):
                 first = rank * len(generators) // len(ranked)
                 for one in (*generators[first:], *generators[:first]):
-                    if len(assigned[one.name]) < one.room:
-                        assigned[one.name].append(place)
+                    if len(assigned[one.name]) < one.capacity:
+                        assigned[one.name].append(slot)
                         break
         return assigned
 

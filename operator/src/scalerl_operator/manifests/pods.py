@@ -24,14 +24,15 @@ from scalerl_api import endpoints
 from scalerl_api.pod_memory import directory_bytes
 from scalerl_api.pods import EnvSource, InitContainer, PodResources, PodTemplate
 from scalerl_operator import names
-from scalerl_operator.build import gang
-from scalerl_operator.build.environment_variables import environment_of
-from scalerl_operator.build.memory_requests import bytes_of_pod, estimate
-from scalerl_operator.build.pod_settings import PodSettings
-from scalerl_operator.build.probes import probes
-from scalerl_operator.build.resources import native, resources
-from scalerl_operator.build.scope import Scope, pod_template_of, spec_hash
-from scalerl_operator.build.volumes import (
+from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import gang
+from scalerl_operator.manifests.environment_variables import environment_of
+from scalerl_operator.manifests.memory_requests import bytes_of_pod, estimate
+from scalerl_operator.manifests.pod_settings import PodSettings
+from scalerl_operator.manifests.probes import probes
+from scalerl_operator.manifests.resources import native, resources
+from scalerl_operator.manifests.scope import Scope, pod_template_of, spec_hash
+from scalerl_operator.manifests.volumes import (
     FETCH,
     FETCH_TOKENIZER,
     READ_ONLY_CONTAINERS,
@@ -43,7 +44,6 @@ from scalerl_operator.build.volumes import (
     tmp_of,
     volumes_of,
 )
-from scalerl_operator.kube.types import Object
 from scalerl_operator.names import PORTS
 from scalerl_operator.workloads import Container, Role
 

@@ -1,4 +1,4 @@
-"""The lifecycle's memory and a run's progress as fields of its status, and back. Pure.
+"""The lifecycle's persisted state and a run's progress as fields of its status, and back. Pure.
 
 The operator keeps the status in the run's object, ``scalerl run`` in ``status.json``: the same fields, by the same functions.
 """
@@ -24,7 +24,13 @@ from scalerl_api.status import (
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.budget import elapsed_seconds
-from scalerl_operator.policy.lifecycle_types import End, LifecycleDecision, Memory, Outcome, Suspension
+from scalerl_operator.policy.lifecycle_types import (
+    LifecycleDecision,
+    OutcomeKind,
+    PersistedState,
+    RunOutcome,
+    Suspension,
+)
 from scalerl_operator.policy.problems import Problem
 
 PROGRESS: Final = frozenset(
@@ -40,13 +46,13 @@ PROGRESS_SECONDS: Final = 15.0
 _MESSAGE_CHARACTERS: Final = 2000
 _SUSPENDED_BY: Final = {FORECAST: Reason.STOPPED_BY_FORECAST, BROKEN: Reason.BROKEN}
 DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
-"""Reasons of a suspension by a user or the autoscaler; any other is a failure, after which the run is held."""
+"""Reasons of a suspension by a user or the autoscaler; any other is a failure, after which the run is suspended."""
 
 
-def remembered(status: RunStatus) -> Memory:
-    """The lifecycle's memory, from the last status."""
+def persisted_state(status: RunStatus) -> PersistedState:
+    """The lifecycle's persisted state, from the last status."""
     trainer = status.trainer
-    return Memory(
+    return PersistedState(
         attempt=trainer.attempt,
         last_recorded_attempt=trainer.last_recorded_attempt,
         record=restarts.Record(
@@ -60,37 +66,37 @@ def remembered(status: RunStatus) -> Memory:
         restarts=trainer.restarts,
         ready_since=seconds(trainer.ready_time) or None,
         next_at=seconds(trainer.next_attempt_time),
-        held_since=seconds(trainer.held_time) or None,
+        gated_since=seconds(trainer.held_time) or None,
         drain_since=seconds(status.drain_start_time) or None,
         unreachable_since=seconds(status.coordinator_unreachable_time) or None,
         coordinator_attempt=status.coordinator_attempt,
-        rest=Suspension(status.rest),
+        suspension=Suspension(status.rest),
         resumed=status.resumed,
         has_trained=status.has_trained,
         unproven_since=status.unproven_since,
-        holding=_held(status.holding),
+        suspending_for=_suspending_for(status.holding),
         awaited_since=seconds(trainer.awaited_time) or None,
         outcome=_outcome(status),
     )
 
 
-def is_over(memory: Memory) -> bool:
-    """Whether the run has ended; a run that is held has not."""
-    return memory.outcome is not None and memory.outcome.end is not End.HELD
+def is_over(persisted: PersistedState) -> bool:
+    """Whether the run has ended; a run that is suspended has not."""
+    return persisted.outcome is not None and persisted.outcome.kind is not OutcomeKind.SUSPENDED
 
 
-def memory_fields(memory: Memory) -> dict[str, Any]:
-    """The fields from which :func:`remembered` reads the memory, but for its outcome, which the conditions have."""
+def persisted_fields(persisted: PersistedState) -> dict[str, Any]:
+    """The fields from which :func:`persisted_state` reads the state, but for its outcome, which the conditions have."""
     return {
-        "drain_start_time": _time(memory.drain_since),
-        "coordinator_unreachable_time": _time(memory.unreachable_since),
-        "coordinator_attempt": memory.coordinator_attempt,
-        "rest": memory.rest.value,
-        "resumed": memory.resumed,
-        "has_trained": memory.has_trained,
-        "unproven_since": memory.unproven_since,
-        "holding": _holding(memory.holding),
-        "trainer": _trainer(memory),
+        "drain_start_time": _time(persisted.drain_since),
+        "coordinator_unreachable_time": _time(persisted.unreachable_since),
+        "coordinator_attempt": persisted.coordinator_attempt,
+        "rest": persisted.suspension.value,
+        "resumed": persisted.resumed,
+        "has_trained": persisted.has_trained,
+        "unproven_since": persisted.unproven_since,
+        "holding": _holding_status(persisted.suspending_for),
+        "trainer": _trainer(persisted),
     }
 
 
@@ -99,23 +105,23 @@ def decision_fields(before: RunStatus, decision: LifecycleDecision, now: str) ->
     return {
         "phase": decision.phase,
         "start_time": before.start_time or (now if decision.prepare else None),
-        "completion_time": (before.completion_time or now) if is_over(decision.memory) else None,
-        **memory_fields(decision.memory),
+        "completion_time": (before.completion_time or now) if is_over(decision.persisted) else None,
+        **persisted_fields(decision.persisted),
     }
 
 
-def trained_spec(before: RunStatus, memory: Memory, text: str | None) -> str | None:
+def trained_spec(before: RunStatus, persisted: PersistedState, text: str | None) -> str | None:
     """The spec of the last steps that were trained, while the accepted one, ``text``, has not been proven."""
     proven = before.trained_spec or before.accepted_spec
-    return proven if memory.unproven_since is not None and proven != text else None
+    return proven if persisted.unproven_since is not None and proven != text else None
 
 
 def end_of(type_: ConditionType, decision: LifecycleDecision, stop_reason: str) -> tuple[bool, Problem]:
     """Value and reason of a condition Suspended, Completed or Failed."""
-    end, outcome = _ENDS[type_], decision.memory.outcome
-    if outcome is not None and outcome.end is end:
+    end, outcome = _ENDS[type_], decision.persisted.outcome
+    if outcome is not None and outcome.kind is end:
         return True, Problem(outcome.reason, outcome.message)
-    if end is not End.HELD or decision.phase is not Phase.SUSPENDED:
+    if end is not OutcomeKind.SUSPENDED or decision.phase is not Phase.SUSPENDED:
         return False, phase_problem(decision)
     return True, Problem(_SUSPENDED_BY.get(stop_reason, Reason.SUSPENDED_BY_SPEC), "")
 
@@ -141,13 +147,13 @@ def condition(
 
 def phase_problem(decision: LifecycleDecision) -> Problem:
     """The reason of a condition that is False only because of the run's phase."""
-    return Problem(decision.phase, f"Waiting for {decision.note}" if decision.note else "")
+    return Problem(decision.phase, f"Waiting for {decision.waiting_for}" if decision.waiting_for else "")
 
 
 _ENDS: Final = {
-    ConditionType.SUSPENDED: End.HELD,
-    ConditionType.COMPLETED: End.COMPLETED,
-    ConditionType.FAILED: End.FAILED,
+    ConditionType.SUSPENDED: OutcomeKind.SUSPENDED,
+    ConditionType.COMPLETED: OutcomeKind.COMPLETED,
+    ConditionType.FAILED: OutcomeKind.FAILED,
 }
 
 
@@ -157,18 +163,21 @@ def waits_for_progress_only(before: RunStatus, now: RunStatus) -> bool:
     return all(one.get(name) == other.get(name) for name in (one.keys() | other.keys()) - PROGRESS)
 
 
-def _outcome(status: RunStatus) -> Outcome | None:
-    for type_, end in ((ConditionType.COMPLETED, End.COMPLETED), (ConditionType.FAILED, End.FAILED)):
+def _outcome(status: RunStatus) -> RunOutcome | None:
+    for type_, end in (
+        (ConditionType.COMPLETED, OutcomeKind.COMPLETED),
+        (ConditionType.FAILED, OutcomeKind.FAILED),
+    ):
         condition = status.condition(type_)
         if condition is not None and condition.status == "True":
-            return Outcome(end, *Reason.understood(condition.reason, condition.message))
+            return RunOutcome(end, *Reason.understood(condition.reason, condition.message))
     suspended = status.condition(ConditionType.SUSPENDED)
     if suspended is not None and suspended.status == "True" and not status.rest:
-        return Outcome(End.HELD, *Reason.understood(suspended.reason, suspended.message))
+        return RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(suspended.reason, suspended.message))
     return None
 
 
-def _holding(failure: Outcome | None) -> HoldingStatus | None:
+def _holding_status(failure: RunOutcome | None) -> HoldingStatus | None:
     return (
         None
         if failure is None
@@ -176,30 +185,34 @@ def _holding(failure: Outcome | None) -> HoldingStatus | None:
     )
 
 
-def _held(holding: HoldingStatus | None) -> Outcome | None:
-    return None if holding is None else Outcome(End.HELD, *Reason.understood(holding.reason, holding.message))
+def _suspending_for(holding: HoldingStatus | None) -> RunOutcome | None:
+    return (
+        None
+        if holding is None
+        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(holding.reason, holding.message))
+    )
 
 
 def _time(unix_seconds: float | None) -> str | None:
     return None if not unix_seconds else rfc3339(unix_seconds)
 
 
-def _trainer(memory: Memory) -> TrainerStatus:
-    awaited = memory.last_recorded_attempt == memory.attempt and memory.next_at
+def _trainer(persisted: PersistedState) -> TrainerStatus:
+    awaited = persisted.last_recorded_attempt == persisted.attempt and persisted.next_at
     return TrainerStatus(
-        attempt=memory.attempt,
-        last_recorded_attempt=memory.last_recorded_attempt,
-        restarts=memory.restarts,
-        consecutive_failures=memory.record.consecutive_failures,
-        failed_starts=memory.record.failed_starts,
-        disruptions=memory.record.disruptions,
-        diverged=memory.record.diverged,
-        publish_refused=memory.record.publish_refused,
-        has_been_ready=memory.record.has_been_ready,
-        ready_time=_time(memory.ready_since),
-        held_time=_time(memory.held_since),
-        awaited_time=_time(memory.awaited_since),
-        next_attempt_time=rfc3339(memory.next_at + 0.999)
+        attempt=persisted.attempt,
+        last_recorded_attempt=persisted.last_recorded_attempt,
+        restarts=persisted.restarts,
+        consecutive_failures=persisted.record.consecutive_failures,
+        failed_starts=persisted.record.failed_starts,
+        disruptions=persisted.record.disruptions,
+        diverged=persisted.record.diverged,
+        publish_refused=persisted.record.publish_refused,
+        has_been_ready=persisted.record.has_been_ready,
+        ready_time=_time(persisted.ready_since),
+        held_time=_time(persisted.gated_since),
+        awaited_time=_time(persisted.awaited_since),
+        next_attempt_time=rfc3339(persisted.next_at + 0.999)
         if awaited
         else None,  # in whole seconds, rounded up
     )

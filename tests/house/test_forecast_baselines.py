@@ -15,8 +15,7 @@ from scalerl_curvefit import Curve, paper_grid_search
 # Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from support.llm_curves import LLMCurve
-from support.rivals import (
+from support.baselines import (
     STANDARD,
     GridSearch,
     LevelAndGain,
@@ -28,6 +27,7 @@ from support.rivals import (
     loss_power_law,
     persistence,
 )
+from support.llm_curves import LLMCurve
 from support.scoring import targets
 
 STEPS = np.arange(0.0, 41.0)
@@ -39,7 +39,7 @@ def of(reward: np.ndarray, name: str = "made", source: str = "here") -> LLMCurve
 
 
 @pytest.mark.parametrize(
-    ("rival", "reward"),
+    ("baseline", "reward"),
     [
         (persistence, np.full(40, 0.3)),
         (drift, 0.2 + 0.1 * np.log(LATER)),
@@ -48,8 +48,8 @@ def of(reward: np.ndarray, name: str = "made", source: str = "here") -> LLMCurve
         (asymptotic_power_law, 0.7 - 0.5 * LATER**-0.5),
     ],
 )
-def test_rival_is_exact_on_its_own_form(rival: LevelAndGain, reward: np.ndarray) -> None:
-    level, gain = rival(Curve(LATER[:10], reward[:10]), 20.0)
+def test_baseline_is_exact_on_its_own_form(baseline: LevelAndGain, reward: np.ndarray) -> None:
+    level, gain = baseline(Curve(LATER[:10], reward[:10]), 20.0)
     assert level == pytest.approx(reward[9], abs=1e-3)
     assert level + gain == pytest.approx(reward[19], abs=1e-3)
 

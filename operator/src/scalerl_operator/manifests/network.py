@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from scalerl_operator import names
-from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import MASTER_PORT_NUMBER, PORTS
 from scalerl_operator.workloads import MASTER_PORT, Role
 

@@ -7,10 +7,10 @@ from typing import Final
 
 from scalerl_api.process import COMPILE_CACHE
 from scalerl_operator import names
-from scalerl_operator.build.deployments import beside_gang, deployment
-from scalerl_operator.build.pod_settings import PodSettings
-from scalerl_operator.build.scope import Scope
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests.deployments import beside_gang, deployment
+from scalerl_operator.manifests.pod_settings import PodSettings
+from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPILE_CACHE_DIR
 from scalerl_operator.workloads import ADDRESS, Role
 
