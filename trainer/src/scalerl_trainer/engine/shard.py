@@ -64,8 +64,9 @@ def pack_shard(
 
 
 def _pinned(micro: MicroBatch) -> MicroBatch:
-    tensors: list[Any] = [getattr(micro, field.name) for field in fields(micro)]
-    return MicroBatch(*[tensor if tensor is None else tensor.pin_memory() for tensor in tensors])
+    tensors = (getattr(micro, field.name) for field in fields(micro))
+    pinned: list[Any] = [None if tensor is None else tensor.pin_memory() for tensor in tensors]
+    return MicroBatch(*pinned)
 
 
 def exchange_sizes(shard: PackedShard, device: torch.device) -> torch.Tensor:
