@@ -78,7 +78,8 @@ class _Answer(Protocol):
 async def read_answer(answer: _Answer, limit: int, *, chunked: bool = True) -> bytearray:
     """The body of an answer of aiohttp, at most ``limit`` bytes. The client's total timeout applies. Raises BadAnswer.
 
-    chunked: accept an answer without a length. Parsing chunks of a byte each takes all of a processor until the timeout.
+    Args:
+        chunked: accept an answer without a length. Parsing chunks of a byte each takes all of a processor until the timeout.
     """
     body = Body(answer.headers, limit)
     if not chunked and "content-length" not in answer.headers:

@@ -95,7 +95,8 @@ async def exchange(
     """Status code and body of an answer of at most ``limit`` bytes, for a status other than 200 ``MAX_ERROR_BYTES``. Redirects are not
     followed.
 
-    chunked: see :func:`.answers.read_answer`.
+    Args:
+        chunked: see :func:`.answers.read_answer`.
 
     Raises:
         Unanswered

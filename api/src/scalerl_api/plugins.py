@@ -123,7 +123,8 @@ def problems(
 ) -> list[tuple[str, str]]:
     """Field and problem of each name of ``kinds`` in a spec that is not installed here.
 
-    load: also import what they name, and check the parameters.
+    Args:
+        load: also import what they name, and check the parameters.
     """
     found = []
     for path, plugin in plugins(spec):

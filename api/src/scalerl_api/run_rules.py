@@ -27,8 +27,9 @@ _INTERRUPTION: Final = "self.recipe.length.interruption"
 def _reads_rewards(field: str, why: str, given: str, chosen: Callable[[RecipeSpec], object]) -> Rule:
     """Rule: a field of the recipe contradicts a distillation that ignores the rewards.
 
-    given: CEL, whether the manifest gives the field.
-    chosen: whether the field is in effect.
+    Args:
+        given: CEL, whether the manifest gives the field.
+        chosen: whether the field is in effect.
     """
     return Rule(
         f"!has(self.recipe.distillation) || self.recipe.distillation.rewards != 'Ignored' || !({given})",

@@ -62,7 +62,8 @@ class Member:
 def run_compare(arguments: argparse.Namespace, runner: Runner | None = None) -> int:
     """Make the missing runs, compare, and write ``comparison.md``, ``.csv`` and ``.png``; returns the exit code.
 
-    runner: replaces ``scalerl run`` in tests.
+    Args:
+        runner: replaces ``scalerl run`` in tests.
     """
 
     def run_planned(plan: Planned, directory: Path, resume: bool) -> int:

@@ -31,7 +31,8 @@ Section = TypeVar("Section", bound=BaseModel)
 def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
     """Load a run file; paths in it are relative to its own folder.
 
-    changes: values by path in ``spec`` (``recipe.loss``) that replace those of the file; None removes a field.
+    Args:
+        changes: values by path in ``spec`` (``recipe.loss``) that replace those of the file; None removes a field.
 
     Raises:
         SpecError: see :func:`scalerl_api.load.load_run`.
@@ -149,7 +150,8 @@ def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:
 def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
     """Problems of the model; of one that has to be downloaded or made first, only what the spec says.
 
-    structure: see :func:`scalerl_trainer.model_checks.model_problems`.
+    Args:
+        structure: see :func:`scalerl_trainer.model_checks.model_problems`.
     """
     if find_spec("scalerl_trainer") is None:
         echo(

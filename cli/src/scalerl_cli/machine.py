@@ -71,7 +71,8 @@ def _limits(root: Path) -> Iterator[int]:
 def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem | None:
     """A run that needs more memory than is available; None if it fits, or if either amount is unknown.
 
-    available: bytes; None measures them.
+    Args:
+        available: bytes; None measures them.
     """
     size = model_size(spec)
     available = available_bytes() if available is None else available
@@ -112,9 +113,10 @@ NUMA = "libnuma.so.1"
 def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = NUMA) -> SpecProblem | None:
     """An installed vLLM build that does not run on the devices of the spec: one build is for CPUs, another for GPUs.
 
-    path: directories of packages; None is ``sys.path``.
-    numa: system library that the CPU build is linked against; ``make setup`` installs one into the environment where the
-        system has none.
+    Args:
+        path: directories of packages; None is ``sys.path``.
+        numa: system library that the CPU build is linked against; ``make setup`` installs one into the environment where the
+            system has none.
     """
     where = list(sys.path if path is None else path)
     found = {d.name: d.version for d in importlib.metadata.distributions(name="vllm", path=where)}
@@ -153,7 +155,8 @@ def gpu_problem(spec: RunSpec, root: Path = Path("/"), include: Path | None = No
     """What this machine lacks to run a spec with devices: a driver for CUDA 13, and what Triton compiles its launchers with when
     a kernel is first used. None also where there is no NVIDIA driver: the operator counts the devices.
 
-    root: of the file system. include: folder with ``Python.h``; None is this interpreter's.
+    Args:
+        root: of the file system. include: folder with ``Python.h``; None is this interpreter's.
     """
     role = "generator" if spec.generator.devices else "trainer"
     try:

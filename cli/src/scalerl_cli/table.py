@@ -17,13 +17,14 @@ def _same(value: Any) -> Any:
 class Column:
     """A column of a table.
 
-    name: of its values in the rows, in CSV and in JSON.
-    heading: in text and Markdown; None: it is not shown there.
-    shown: text of a value.
-    exported: value in CSV and JSON; one with ``median``, ``low`` and ``high`` is three columns of a CSV.
-    interval: whether its values have a median and bounds.
-    varied: not shown where all rows have the same value.
-    complete: not shown where a row has no value.
+    Attributes:
+        name: of its values in the rows, in CSV and in JSON.
+        heading: in text and Markdown; None: it is not shown there.
+        shown: text of a value.
+        exported: value in CSV and JSON; one with ``median``, ``low`` and ``high`` is three columns of a CSV.
+        interval: whether its values have a median and bounds.
+        varied: not shown where all rows have the same value.
+        complete: not shown where a row has no value.
     """
 
     name: str

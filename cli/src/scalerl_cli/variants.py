@@ -118,7 +118,8 @@ def planned(run: ScaleRLRun, recipe: str, variant: Variant | None) -> Planned:
 def earlier_spec(plan: Planned, parent: Path, others: frozenset[str]) -> str:
     """Difference between the spec and that of an older run of the same name in ``parent``; empty if there is no older run.
 
-    others: names of the directories of this comparison, which are not older runs.
+    Args:
+        others: names of the directories of this comparison, which are not older runs.
     """
     for old in sorted(parent.glob(f"{plan.prefix}-{'[0-9a-f]' * _HASH}")):
         if old.name in others:

@@ -50,8 +50,9 @@ class Replaced(Exception):
 class Fence:
     """The right to write the journal in :attr:`folder`, until another process takes it.
 
-    root: the run's ``coordinator``.
-    pod: the pod's uid.
+    Args:
+        root: the run's ``coordinator``.
+        pod: the pod's uid.
     """
 
     def __init__(self, root: Path, attempt: Attempt, pod: str) -> None:

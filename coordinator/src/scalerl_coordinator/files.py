@@ -26,8 +26,9 @@ from scalerl_coordinator.disk import replace
 class RunFiles:
     """Writes the files of one run.
 
-    staging: folder for files that are not complete, the journal's: a coordinator that was replaced cannot rename a file from there, since
-        the next one has removed it. None: beside the file.
+    Args:
+        staging: folder for files that are not complete, the journal's: a coordinator that was replaced cannot rename a file from
+            there, since the next one has removed it. None: beside the file.
     """
 
     def __init__(self, paths: RunPaths, staging: Path | None = None) -> None:

@@ -90,7 +90,8 @@ class Journal:
 
     Life cycle: construct → :meth:`recover` → :meth:`start` → appends → :meth:`close`. Blobs are read through ``blobs``.
 
-    fence: checked after each group commit. None: there is a lock file, which a lost node would not release.
+    Args:
+        fence: checked after each group commit. None: there is a lock file, which a lost node would not release.
 
     Raises:
         JournalLocked: another process holds the lock.

@@ -62,7 +62,8 @@ class SimilarityFile:
 
     ``report`` is called with the problem if lines could not be written; they are lost.
 
-    slack_seconds: that comparisons may take beyond their share of the time.
+    Args:
+        slack_seconds: that comparisons may take beyond their share of the time.
     """
 
     def __init__(

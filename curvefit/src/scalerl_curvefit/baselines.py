@@ -25,9 +25,11 @@ class GridSearch:
 
     B: unbounded least-squares estimate of `curve_fit`.
     R0: fixed initial reward.
-    residual_sd: root mean square of the residuals.
-    fits: number of `curve_fit` calls.
-    edges: edges of the grid on which the pair lies, such as "A high".
+
+    Attributes:
+        residual_sd: root mean square of the residuals.
+        fits: number of `curve_fit` calls.
+        edges: edges of the grid on which the pair lies, such as "A high".
     """
 
     A: float
@@ -65,10 +67,11 @@ def paper_grid_search(
 ) -> GridSearch:
     """The least-squares method of the paper: SciPy's `curve_fit` for B alone at every pair of (A, Cmid).
 
-    a_values: `ARTICLE_A` by default.
-    cmid_values: by default 100 linear values from the first compute to the last; the article uses 4,000 … 16,000 for a run of
-        96,725 GPU-hours.
-    r0: fixed R0; the first reward by default, since the paper's value is not published [?].
+    Args:
+        a_values: `ARTICLE_A` by default.
+        cmid_values: by default 100 linear values from the first compute to the last; the article uses 4,000 … 16,000 for a run of
+            96,725 GPU-hours.
+        r0: fixed R0; the first reward by default, since the paper's value is not published [?].
 
     Raises TooFewPointsError under 3 points at compute > 0; RequestError for an empty grid or when no
     pair converges.

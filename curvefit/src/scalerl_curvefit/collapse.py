@@ -58,13 +58,14 @@ CUT_TO_SD: Final = 1.03
 class Collapse:
     """A fall of the reward below its best by more than noise.
 
-    points: number of points of the segment before the fall; the last of them was within noise of the best.
-    compute: compute of the first evaluation of the fall.
-    best: highest mean of three evaluations.
-    best_compute: compute of the last of those three.
-    newest: mean of the last three evaluations.
-    noise: largest fall that noise explains.
-    over: number of evaluations since the fall began.
+    Attributes:
+        points: number of points of the segment before the fall; the last of them was within noise of the best.
+        compute: compute of the first evaluation of the fall.
+        best: highest mean of three evaluations.
+        best_compute: compute of the last of those three.
+        newest: mean of the last three evaluations.
+        noise: largest fall that noise explains.
+        over: number of evaluations since the fall began.
     """
 
     points: int
@@ -85,12 +86,13 @@ class Collapse:
 class CollapseCheck:
     """Whether the run is broken, and why.
 
-    broken: an alarm is active; no forecast should be made or acted on.
-    reasons: a sentence for each cause.
-    checked: whether there were enough evaluations to compare (if not, only truncation was checked).
-    latest: the last three evaluations, oldest first.
-    floor: the mean of three evaluations that ends the alarm.
-    collapse: None if the reward has not fallen.
+    Attributes:
+        broken: an alarm is active; no forecast should be made or acted on.
+        reasons: a sentence for each cause.
+        checked: whether there were enough evaluations to compare (if not, only truncation was checked).
+        latest: the last three evaluations, oldest first.
+        floor: the mean of three evaluations that ends the alarm.
+        collapse: None if the reward has not fallen.
     """
 
     broken: bool
@@ -111,10 +113,11 @@ def detect_collapse(
 ) -> CollapseCheck:
     """Raise an alarm if the reward fell below its best by more than noise, or 10 % or more of the rollouts are truncated.
 
-    truncation: share of rollouts cut off at the length limit, for each point or for the latest only.
-    least: smallest fall that matters.
-    after: evaluations up to this compute are acknowledged: they do not count for the best and raise no alarm.
-    start: compute of earlier recipes, for the message only.
+    Args:
+        truncation: share of rollouts cut off at the length limit, for each point or for the latest only.
+        least: smallest fall that matters.
+        after: evaluations up to this compute are acknowledged: they do not count for the best and raise no alarm.
+        start: compute of earlier recipes, for the message only.
 
     Checks the last segment only, and is stateless: an alarm that an earlier evaluation raised stays active until a mean
     of three is within noise of the best, or an evaluation is the best so far. `Curve` refuses rewards that are not finite
@@ -199,7 +202,8 @@ def _noise(last: Curve, first: int, count: NDArray[np.intp], best: FloatArray) -
 def difference_sd(reward: FloatArray, order: int = 3) -> float:
     """s: sd of the difference of two means of three evaluations, from evaluations (n,) that may follow a trend.
 
-    order: order of the differences for slow noise; with 2, the curvature of a trend counts as noise too.
+    Args:
+        order: order of the differences for slow noise; with 2, the curvature of a trend counts as noise too.
     """
     steps = np.diff(reward)
     # Equal for independent noise; second differences contain less of a curved trend.

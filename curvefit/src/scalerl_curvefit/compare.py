@@ -32,14 +32,15 @@ class Better(StrEnum):
 class Comparison:
     """The result of the paper's rule for two recipes.
 
-    first, second: the fits; with `same_asymptote`, the refits at the mean A (`shared_a`).
-    same_asymptote: the fitted A differ by at most .02. The larger B is better then, else the larger A.
-    by: "A" or "B".
-    better: UNDECIDED while either run is probably below its own midpoint, where recipes must not be compared [P].
-    shared_a: mean of the fitted A; None unless `same_asymptote`.
-    probability: probability that the better recipe (the first, if none is better) has the larger A or B, from the two
-        posteriors; ties count half.
-    warnings: reasons to distrust the result, such as an A that is set by its bound.
+    Attributes:
+        first, second: the fits; with `same_asymptote`, the refits at the mean A (`shared_a`).
+        same_asymptote: the fitted A differ by at most .02. The larger B is better then, else the larger A.
+        by: "A" or "B".
+        better: UNDECIDED while either run is probably below its own midpoint, where recipes must not be compared [P].
+        shared_a: mean of the fitted A; None unless `same_asymptote`.
+        probability: probability that the better recipe (the first, if none is better) has the larger A or B, from the two
+            posteriors; ties count half.
+        warnings: reasons to distrust the result, such as an A that is set by its bound.
     """
 
     first: Fit
@@ -56,10 +57,11 @@ class Comparison:
 class SeedComparison:
     """The result of the paper's rule for two recipes with one or more runs each; other fields as in `Comparison`.
 
-    first, second: the fits of each run; with a `shared_a`, the refits.
-    same_asymptote: whether the means of the fitted A differ by at most .02.
-    better: the recipe with the larger mean over its runs.
-    probability: probability that a run of the better recipe has a larger A or B than a run of the other one.
+    Attributes:
+        first, second: the fits of each run; with a `shared_a`, the refits.
+        same_asymptote: whether the means of the fitted A differ by at most .02.
+        better: the recipe with the larger mean over its runs.
+        probability: probability that a run of the better recipe has a larger A or B than a run of the other one.
     """
 
     first: tuple[Fit, ...]

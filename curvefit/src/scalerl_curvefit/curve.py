@@ -33,8 +33,9 @@ SIGNED_SCALE: Final = (-1.0, 1.0)
 class Segment:
     """Consecutive points of one recipe and one evaluation version.
 
-    curve: the points; compute counts from the start of the recipe (`start`).
-    start: compute spent on earlier recipes, in the curve's unit.
+    Attributes:
+        curve: the points; compute counts from the start of the recipe (`start`).
+        start: compute spent on earlier recipes, in the curve's unit.
     """
 
     curve: Curve

@@ -35,7 +35,8 @@ SIZES: Final = (np.arange(8) + 0.5) / 8
 class ComputeToTarget:
     """Total compute at which a target is reached: median and 90 % interval, infinite where the target is not reached.
 
-    probability: P(A > target).
+    Attributes:
+        probability: P(A > target).
     """
 
     target: float
@@ -49,9 +50,10 @@ class ComputeToTarget:
 class Block:
     """The further compute with the largest net value.
 
-    compute: its size; 0 if none has a positive net value.
-    gain: expected gain of reward.
-    net: value of the gain − price of the compute.
+    Attributes:
+        compute: its size; 0 if none has a positive net value.
+        gain: expected gain of reward.
+        net: value of the gain − price of the compute.
     """
 
     compute: float
@@ -139,9 +141,10 @@ def compute_to(fitted: Fit, target: float) -> ComputeToTarget:
 def best_block(fitted: Fit, value: float, price: float, horizon: float) -> Block:
     """The block ΔC that maximizes value·E[R(now + ΔC) − R(now)] − price·ΔC.
 
-    value: value of one unit of reward (from pass rate 0 to 1).
-    price: price of one unit of compute.
-    horizon: total compute up to which blocks are considered, > now.
+    Args:
+        value: value of one unit of reward (from pass rate 0 to 1).
+        price: price of one unit of compute.
+        horizon: total compute up to which blocks are considered, > now.
     """
     if value < 0 or price < 0 or not np.isfinite([value, price]).all():
         raise RequestError(f"value is {value:g} and price {price:g}; both must be finite and not negative")
@@ -185,8 +188,9 @@ def _rises_above(
 ) -> FloatArray:
     """P(departure + late rise > −over); `over` and `headroom` are in units of the departure's scale.
 
-    below: cumulative distribution function of the departure.
-    rising: probability of a late rise.
+    Args:
+        below: cumulative distribution function of the departure.
+        rising: probability of a late rise.
     """
     with_rise = below(over[:, None] + headroom * SIZES).mean(axis=1)
     return np.asarray((1.0 - rising) * below(over) + rising * with_rise)

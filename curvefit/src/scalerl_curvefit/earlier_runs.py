@@ -89,7 +89,8 @@ PUBLIC_FLAT_RUNS: Final = 2.0
 class EarlierRun:
     """A finished run.
 
-    curve: points of one segment, with the unit, reward scale and evaluation set of the new run.
+    Attributes:
+        curve: points of one segment, with the unit, reward scale and evaluation set of the new run.
     """
 
     name: str
@@ -100,8 +101,9 @@ class EarlierRun:
 class EarlierUse:
     """Weight of an earlier run.
 
-    weight: from 0 to 1.
-    reason: reason for a weight below `REPORTED_BELOW`, else empty.
+    Attributes:
+        weight: from 0 to 1.
+        reason: reason for a weight below `REPORTED_BELOW`, else empty.
     """
 
     name: str
@@ -113,15 +115,16 @@ class EarlierUse:
 class RunSummary:
     """Summary of an earlier run for the prior.
 
-    doubling_k, level_k: log2 compute and smoothed reward, up to its end by its points, beyond by its own forecast.
-    end: log2 compute of its last point.
-    forecast_scale: scale of its own forecast per doubling beyond its end: of the Student's t of departures, with the variance
-        of departures and of the experts' spread together.
-    shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
-    sigma: noise sd of an evaluation.
-    scatter: the same from the differences of neighbours, without a curve.
-    late: number of doublings that could have a late rise, and number that had one.
-    fell: compute at which its reward fell, or None; only the points before are used.
+    Attributes:
+        doubling_k, level_k: log2 compute and smoothed reward, up to its end by its points, beyond by its own forecast.
+        end: log2 compute of its last point.
+        forecast_scale: scale of its own forecast per doubling beyond its end: of the Student's t of departures, with the variance
+            of departures and of the experts' spread together.
+        shape, shape_sd: (3,) medians and sds of A, ln B, ln Cmid.
+        sigma: noise sd of an evaluation.
+        scatter: the same from the differences of neighbours, without a curve.
+        late: number of doublings that could have a late rise, and number that had one.
+        fell: compute at which its reward fell, or None; only the points before are used.
     """
 
     doubling_k: FloatArray
@@ -144,9 +147,10 @@ class RunSummary:
 class SummarizedRun:
     """An earlier run without its points.
 
-    seed: hash of its points.
-    eval_version: evaluation version of its last point.
-    summary: its summary, or the reason why there is none.
+    Attributes:
+        seed: hash of its points.
+        eval_version: evaluation version of its last point.
+        summary: its summary, or the reason why there is none.
     """
 
     name: str
@@ -159,9 +163,10 @@ class SummarizedRun:
 class ShapePrior:
     """Prior of A, ln B and ln Cmid of the new run: independent Student's t.
 
-    centre, spread: (3,) location and scale.
-    dof: degrees of freedom.
-    strength: weight of this prior against none, from 0 to 1.
+    Attributes:
+        centre, spread: (3,) location and scale.
+        dof: degrees of freedom.
+        strength: weight of this prior against none, from 0 to 1.
     """
 
     centre: FloatArray
@@ -189,13 +194,14 @@ class ShapePrior:
 class EarlierRunsPrior:
     """The prior for one run; None where the earlier runs have too little weight.
 
-    uses: weight of each earlier run.
-    gains: prior of the gains over the next doublings.
-    shape: prior of the shape of the curve.
-    noise: noise sd of an evaluation, and its weight in pseudo-points.
-    late_rise: probability of a late rise per doubling.
-    now: log2 compute of the new run's last point.
-    summaries, weight: summary and weight of each earlier run that could be fitted.
+    Attributes:
+        uses: weight of each earlier run.
+        gains: prior of the gains over the next doublings.
+        shape: prior of the shape of the curve.
+        noise: noise sd of an evaluation, and its weight in pseudo-points.
+        late_rise: probability of a late rise per doubling.
+        now: log2 compute of the new run's last point.
+        summaries, weight: summary and weight of each earlier run that could be fitted.
     """
 
     uses: tuple[EarlierUse, ...]
@@ -210,7 +216,8 @@ class EarlierRunsPrior:
     def p_first_rise(self, public: float, least: float) -> float:
         """Probability that a run which has gained less than `least` still rises by `least`.
 
-        public: this probability in public curves.
+        Args:
+            public: this probability in public curves.
         """
         flat = rose = 0.0
         for weight, summary in zip(self.weight, self.summaries, strict=True):
@@ -257,7 +264,8 @@ def earlier_runs_prior(
 ) -> EarlierRunsPrior:
     """The prior for a run with the points `curve` and the trend `local`. Raises nothing.
 
-    runs: name, and summary or the reason why there is none.
+    Args:
+        runs: name, and summary or the reason why there is none.
     """
     summaries = [summary for _, summary in runs if isinstance(summary, RunSummary)]
     if not summaries:
@@ -322,10 +330,11 @@ def _similarity(
 ) -> tuple[FloatArray, Callable[[int], str]]:
     """Similarity of each earlier run to the new run so far, from 0 to 1, and the message of the largest difference of one.
 
-    level, gain: level of each earlier run at the new run's compute, and its gain over the last doubling up to there.
-    own_level, own: level and gain of the new run.
-    apart: distance of each earlier run's path from the new one's. noise: ln of the ratio of their noise.
-    counts: mask of the earlier runs that determine the spread between runs.
+    Args:
+        level, gain: level of each earlier run at the new run's compute, and its gain over the last doubling up to there.
+        own_level, own: level and gain of the new run.
+        apart: distance of each earlier run's path from the new one's. noise: ln of the ratio of their noise.
+        counts: mask of the earlier runs that determine the spread between runs.
     """
     between_level, between_gain = (x[counts].std() if counts.any() else 0.0 for x in (level, gain))
     unit = np.hypot(MIN_LEVEL_SPREAD, min(between_level, MAX_LEVEL_SPREAD))
@@ -351,7 +360,8 @@ def _foreign(apart: FloatArray, path_ik: FloatArray) -> str:
 
     Of runs of one task, each is as likely as the others to lie furthest from the rest.
 
-    apart: distance of each earlier run's path from the new one's. path_ik: their paths.
+    Args:
+        apart: distance of each earlier run's path from the new one's. path_ik: their paths.
     """
     count = apart.size
     if count < MIN_FOR_FOREIGN:
@@ -379,7 +389,8 @@ def _use(
 ) -> EarlierUse:
     """The use of one run.
 
-    differs: its largest difference from the new run, or a function that says it: of fifty runs few need it.
+    Args:
+        differs: its largest difference from the new run, or a function that says it: of fifty runs few need it.
     """
     why = []
     if weight < REPORTED_BELOW * covered:

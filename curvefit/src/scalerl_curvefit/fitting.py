@@ -84,10 +84,11 @@ class Estimate:
 class Edge:
     """A prior bound with posterior mass next to it: the bound, not the data, sets the interval.
 
-    parameter: A, B, Cmid, rho or A - R0 (at least 0, since a curve does not fall).
-    side: "low" or "high".
-    bound: value of the bound.
-    mass: posterior probability next to the bound.
+    Attributes:
+        parameter: A, B, Cmid, rho or A - R0 (at least 0, since a curve does not fall).
+        side: "low" or "high".
+        bound: value of the bound.
+        mass: posterior probability next to the bound.
     """
 
     parameter: str
@@ -102,24 +103,26 @@ class Fit:
 
     A, B, Cmid, R0: medians with 90 % intervals, of the sigmoid. R0 extrapolates the fitted points to C → 0; it is
         weakly determined and may be negative.
-    sigma: evaluation noise (sd of one point).
-    rho: its AR(1) coefficient, posterior mean.
-    point: the least-squares curve.
-    identifiable: whether the points determine A.
-    warnings: reasons why they do not; empty if `identifiable`.
-    edges: prior bounds with posterior mass next to them.
-    p_before_cmid: probability that Cmid lies beyond the last point.
-    points_used: number of points at compute > 0.
-    burn_in_points: number of first points with less weight.
-    now: compute of the last point.
-    nodes: posterior of each of `settings.families`.
-    trend: level and gain at the last point.
-    draws: DRAWS curves of the first family, for the estimates.
-    pool: DRAWS draws of the forecast pool, for the forecasts.
-    seed: hash of points, settings and earlier runs; seed of all draws.
-    check: whether the least-squares curve fits its points.
-    outliers: number of points that have little weight, since their neighbours contradict them (`outliers`).
-    prior: prior from earlier runs; None without any.
+
+    Attributes:
+        sigma: evaluation noise (sd of one point).
+        rho: its AR(1) coefficient, posterior mean.
+        point: the least-squares curve.
+        identifiable: whether the points determine A.
+        warnings: reasons why they do not; empty if `identifiable`.
+        edges: prior bounds with posterior mass next to them.
+        p_before_cmid: probability that Cmid lies beyond the last point.
+        points_used: number of points at compute > 0.
+        burn_in_points: number of first points with less weight.
+        now: compute of the last point.
+        nodes: posterior of each of `settings.families`.
+        trend: level and gain at the last point.
+        draws: DRAWS curves of the first family, for the estimates.
+        pool: DRAWS draws of the forecast pool, for the forecasts.
+        seed: hash of points, settings and earlier runs; seed of all draws.
+        check: whether the least-squares curve fits its points.
+        outliers: number of points that have little weight, since their neighbours contradict them (`outliers`).
+        prior: prior from earlier runs; None without any.
     """
 
     curve: Curve
@@ -166,9 +169,10 @@ def fit(
     Deterministic: the same points and settings give the same Fit and the same draws. Takes about 5 ms at 100 points
     and well under 100 ms at 10,000 (`sufficient_statistics`).
 
-    earlier: finished runs of the same task and model, on the same axis of compute, as a prior (`earlier_runs`). Runs of
-        another evaluation version and runs too short to fit are left out; `Fit.earlier` gives the reason. Each `EarlierRun`
-        costs a fit; a `SummarizedRun`, made with the same settings, costs none.
+    Args:
+        earlier: finished runs of the same task and model, on the same axis of compute, as a prior (`earlier_runs`). Runs of
+            another evaluation version and runs too short to fit are left out; `Fit.earlier` gives the reason. Each `EarlierRun`
+            costs a fit; a `SummarizedRun`, made with the same settings, costs none.
 
     Raises
     ------
@@ -329,8 +333,9 @@ def content_seed(curve: Curve, settings: FitSettings | None = None, earlier: Seq
 class _Points:
     """The points at compute > 0, and the prior, for the posterior; arrays are (n,).
 
-    precision: relative weight 1/sd of each point.
-    burnt: number of first points with less weight.
+    Attributes:
+        precision: relative weight 1/sd of each point.
+        burnt: number of first points with less weight.
     """
 
     compute: FloatArray

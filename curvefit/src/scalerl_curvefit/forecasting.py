@@ -17,9 +17,10 @@ from .sampling import interval
 class Forecast:
     """A forecast of the reward at `compute`.
 
-    median, low, high: median and 90 % interval of an evaluation's reward there: forecast pool, departures and late rises
-        beyond now, and the noise of one evaluation.
-    curve_low, curve_high: 90 % interval of the reward itself, without the evaluation's noise.
+    Attributes:
+        median, low, high: median and 90 % interval of an evaluation's reward there: forecast pool, departures and late rises
+            beyond now, and the noise of one evaluation.
+        curve_low, curve_high: 90 % interval of the reward itself, without the evaluation's noise.
     """
 
     compute: float

@@ -23,9 +23,10 @@ MIN_POINTS: Final = 8
 class Hindcast:
     """A forecast from the points up to compute `made_at` for the last point within the doubling after it.
 
-    until, observed: compute and reward of that point.
-    median, low, high: as in `Forecast`.
-    below: forecast probability of a lower reward than `observed`.
+    Attributes:
+        until, observed: compute and reward of that point.
+        median, low, high: as in `Forecast`.
+        below: forecast probability of a lower reward than `observed`.
     """
 
     made_at: float

@@ -22,7 +22,8 @@ TINY: Final = 1e-12
 class LeastSquaresFit:
     """The fitted curve R(C) = R0 + (A − R0)·s(C).
 
-    residual_sd: root mean square of the (precision-weighted) residuals.
+    Attributes:
+        residual_sd: root mean square of the (precision-weighted) residuals.
     """
 
     A: float

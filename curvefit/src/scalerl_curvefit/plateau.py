@@ -51,11 +51,12 @@ MIN_EVALUATIONS: Final = 10
 class Plateau:
     """Evidence, without a fitted curve, on whether a run still gains.
 
-    share: spent share of the compute budget.
-    gained: best mean of three evaluations minus the first one.
-    slope, slope_sd: reward per doubling of compute, over the last two doublings, and its sd.
-    p_trend: probability that the gain by this trend exceeds the smallest gain that matters.
-    p_late: probability of a first rise later.
+    Attributes:
+        share: spent share of the compute budget.
+        gained: best mean of three evaluations minus the first one.
+        slope, slope_sd: reward per doubling of compute, over the last two doublings, and its sd.
+        p_trend: probability that the gain by this trend exceeds the smallest gain that matters.
+        p_late: probability of a first rise later.
     """
 
     share: float
@@ -103,8 +104,9 @@ def record_means(curve: Curve) -> tuple[FloatArray, FloatArray]:
 def p_late_rise(doublings: float, least: float, rate: float, headroom: float) -> float:
     """Probability that a late rise by `least` or more begins within `doublings`.
 
-    rate: probability of a late rise per doubling.
-    headroom: largest size of a rise; sizes are uniform.
+    Args:
+        rate: probability of a late rise per doubling.
+        headroom: largest size of a rise; sizes are uniform.
     """
     hazard = rate * max(1.0 - least / headroom, 0.0) if headroom > 0 else 0.0
     return float(1.0 - (1.0 - hazard) ** max(doublings, 0.0))
@@ -126,9 +128,10 @@ def p_first_rise(share: float) -> float:
 def detect_plateau(curve: Curve, least: float, horizon: float, budget: float) -> Plateau | None:
     """Evidence on whether one segment is flat; None with fewer than 10 evaluations in its last two doublings.
 
-    least: smallest gain that matters.
-    horizon: multiple of now up to which the gain counts.
-    budget: total compute that may be used, on the axis of the segment.
+    Args:
+        least: smallest gain that matters.
+        horizon: multiple of now up to which the gain counts.
+        budget: total compute that may be used, on the axis of the segment.
 
     The trend is a least-squares line in log C. Its sd allows for correlated evaluations (`collapse.difference_sd`).
     """

@@ -58,11 +58,12 @@ NORMAL_QUANTILES: Final = np.linspace(-5.0, 5.0, 101)
 class GainPrior:
     """Distribution of the gain beyond now, from earlier runs: Student's t.
 
-    doublings: (k,) doublings of compute beyond now, from 0.
-    mean, scale: (k,) location and scale of the gain at each of `doublings`; linear between them, constant beyond.
-    dof: degrees of freedom.
-    late_rise: probability, per doubling, of a rise that no earlier run had.
-    strength: factor of the expert's weight, from 0 to 1.
+    Attributes:
+        doublings: (k,) doublings of compute beyond now, from 0.
+        mean, scale: (k,) location and scale of the gain at each of `doublings`; linear between them, constant beyond.
+        dof: degrees of freedom.
+        late_rise: probability, per doubling, of a rise that no earlier run had.
+        strength: factor of the expert's weight, from 0 to 1.
     """
 
     doublings: FloatArray
@@ -83,16 +84,17 @@ class GainPrior:
 class ForecastPool:
     """Draws of a run's future rewards; all arrays are (d,), one entry per draw.
 
-    curves: fitted curves; used up to now by all draws, and beyond by those whose expert is a family.
-    expert: index of the family; the number of families for the trend; that number plus one for the earlier runs.
-    misfit: root mean square of the fitted curve's residuals beyond noise.
-    expert_sd: sd of the experts' rewards at one doubling beyond now, without earlier runs.
-    gains: distribution of the earlier runs' gains; None without earlier runs.
-    departure: deviation from the expected reward, in units of `departure_scale`.
-    late_rise, reach: probability of a late rise per doubling, and its largest size.
-    rise_after, rise: doublings beyond now at which the late rise begins, and its size.
-    noise: noise of one evaluation, standard normal.
-    known: what `expected` has been asked for at single computes; most answers need only now and twice the compute.
+    Attributes:
+        curves: fitted curves; used up to now by all draws, and beyond by those whose expert is a family.
+        expert: index of the family; the number of families for the trend; that number plus one for the earlier runs.
+        misfit: root mean square of the fitted curve's residuals beyond noise.
+        expert_sd: sd of the experts' rewards at one doubling beyond now, without earlier runs.
+        gains: distribution of the earlier runs' gains; None without earlier runs.
+        departure: deviation from the expected reward, in units of `departure_scale`.
+        late_rise, reach: probability of a late rise per doubling, and its largest size.
+        rise_after, rise: doublings beyond now at which the late rise begins, and its size.
+        noise: noise of one evaluation, standard normal.
+        known: what `expected` has been asked for at single computes; most answers need only now and twice the compute.
     """
 
     curves: Draws
@@ -222,9 +224,10 @@ def sample_forecast_pool(
 ) -> ForecastPool:
     """`n` draws of the forecast pool. Draws of the trend have curves of the first family up to now.
 
-    gains: distribution of the earlier runs' gains.
-    late_rise: probability of a late rise per doubling, in place of the settings'.
-    misfit: root mean square of the fitted curve's residuals beyond noise.
+    Args:
+        gains: distribution of the earlier runs' gains.
+        late_rise: probability of a late rise per doubling, in place of the settings'.
+        misfit: root mean square of the fitted curve's residuals beyond noise.
     """
     own_rate, reach = _rise(settings, trend)
     if late_rise is None or gains is None:

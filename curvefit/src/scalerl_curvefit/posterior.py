@@ -56,11 +56,12 @@ A_REACH: Final = 4.5
 class GridSettings:
     """Resolution of a grid posterior.
 
-    coarse: size of the first grid, ln Cmid × ln B.
-    fine: size of each refinement, along × across the ridge.
-    stages: smallest number of stages.
-    nodes: effective number (1/Σw²) of shape nodes from which on the grid is fine enough.
-    a_points: number of quadrature points of A at a node.
+    Attributes:
+        coarse: size of the first grid, ln Cmid × ln B.
+        fine: size of each refinement, along × across the ridge.
+        stages: smallest number of stages.
+        nodes: effective number (1/Σw²) of shape nodes from which on the grid is fine enough.
+        a_points: number of quadrature points of A at a node.
     """
 
     coarse: tuple[int, int] = (28, 14)
@@ -79,12 +80,13 @@ COARSE_GRID: Final = GridSettings(coarse=(22, 11), fine=(18, 10), stages=2, node
 class Prior:
     """Bounds and scales of the prior, from settings and points.
 
-    ln_cmid, ln_b: bounds (low, high).
-    ln_b_mean, ln_b_sd: normal prior of ln B.
-    a_lowest, a_highest: bounds of A.
-    r0, r0_sd: normal prior of R0; the sd is for a noise sd of `noise_sd`.
-    noise_sd, noise_dof: prior noise sd of an evaluation, and its weight in pseudo-points.
-    ln_rho_weight_r: ln of the prior weight of each ρ.
+    Attributes:
+        ln_cmid, ln_b: bounds (low, high).
+        ln_b_mean, ln_b_sd: normal prior of ln B.
+        a_lowest, a_highest: bounds of A.
+        r0, r0_sd: normal prior of R0; the sd is for a noise sd of `noise_sd`.
+        noise_sd, noise_dof: prior noise sd of an evaluation, and its weight in pseudo-points.
+        ln_rho_weight_r: ln of the prior weight of each ρ.
     """
 
     ln_cmid: tuple[float, float]

@@ -33,9 +33,10 @@ MAX_RUN: Final = 2.5
 class PredictiveCheck:
     """Residuals of a fitted curve against the noise.
 
-    run: largest sum of successive residuals of one sign, in standard deviations.
-    length, mean: number of residuals of that run, and their mean.
-    misfit: root mean square of the residuals beyond the noise.
+    Attributes:
+        run: largest sum of successive residuals of one sign, in standard deviations.
+        length, mean: number of residuals of that run, and their mean.
+        misfit: root mean square of the residuals beyond the noise.
     """
 
     run: float = 0.0

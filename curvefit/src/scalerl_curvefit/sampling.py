@@ -18,10 +18,11 @@ from .posterior import Nodes
 class Draws:
     """Curves drawn from the posterior; all arrays are (d,), one entry per draw.
 
-    ln_b, ln_cmid: ln B and ln Cmid.
-    sigma: stationary sd of the evaluation noise.
-    rho: AR(1) coefficient of the noise.
-    family: index into `families`.
+    Attributes:
+        ln_b, ln_cmid: ln B and ln Cmid.
+        sigma: stationary sd of the evaluation noise.
+        rho: AR(1) coefficient of the noise.
+        family: index into `families`.
     """
 
     A: FloatArray

@@ -22,36 +22,37 @@ class LateRises(StrEnum):
 class FitSettings:
     """Priors and constants of a fit. Their names and values are part of the seed of all draws (`fitting.content_seed`).
 
-    burn_in_fraction: share of the points, from the first, that have less weight: the equation holds after the first epoch
-        (ScaleRL fits from ~1.5k GPU-h of 100k on [P]).
-    burn_in_keeps: smallest number of points with full weight.
-    burn_in_sd_factor: factor of the noise sd of the points with less weight.
-    r0_sd: prior sd of R0 around the first reward; wide, since R0 extrapolates the fitted points to C → 0 and is not
-        the evaluation at step 0.
-    b_median, ln_b_sd: log-normal prior of B; the published values are 1.09 to 2.44 [P].
-    cmid_below, cmid_above: ln Cmid is uniform from C_first/cmid_below to cmid_above·C_now.
-    a_lowest, a_highest: bounds of the uniform prior of A.
-    rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0: short series
-        underestimate their correlation, and a correlation of 0 makes intervals too narrow.
-    noise_share: prior noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
-        the same prompts are paired, and scatter by .4 to 1.0 of it in four sources.
-    noise_floor: smallest noise sd of an evaluation, added in quadrature.
-    noise_guess: prior noise sd where samples are not known.
-    noise_dof, guess_dof: weights of the two noise priors in pseudo-points.
-    families: curve families in the forecast pool. A, B, Cmid are those of the first.
-    pool: weights of each family, in order, and of the local trend in the forecast pool.
-    trend_window: doublings of compute over which the weight of a point for the present level falls by e.
-    trend_damping: the trend's gain over the next doubling, as a share of its gain over the last one.
-    pool_spread: factor of the experts' distances from their common mean: 1 leaves them in place, 0 moves all to the mean.
-    departure, departure_headroom: scale of the departure (model discrepancy) per doubling of compute beyond now: what the
-        experts' sd lacks to a floor, and a share of the distance from the present level to 1, in quadrature.
-        Language models creep by .01 to .03 a doubling after a flat one, which is the floor.
-    departure_dof: degrees of freedom of the departure, Student's t, above 2; infinite for a normal one. How far runs depart
-        differs by source, and that of a new source is not known: a normal one whose variance is not known is a Student's t.
-    misfit: factor of the curve's misfit to its own points (`predictive_check`) in the departure's scale.
-    late_rise: probability of a far late rise per doubling of compute, counted in `plateau`: of language models. Its size is
-        uniform between 0 and the distance from the present level to 1.
-    rises: where it was counted.
+    Attributes:
+        burn_in_fraction: share of the points, from the first, that have less weight: the equation holds after the first epoch
+            (ScaleRL fits from ~1.5k GPU-h of 100k on [P]).
+        burn_in_keeps: smallest number of points with full weight.
+        burn_in_sd_factor: factor of the noise sd of the points with less weight.
+        r0_sd: prior sd of R0 around the first reward; wide, since R0 extrapolates the fitted points to C → 0 and is not
+            the evaluation at step 0.
+        b_median, ln_b_sd: log-normal prior of B; the published values are 1.09 to 2.44 [P].
+        cmid_below, cmid_above: ln Cmid is uniform from C_first/cmid_below to cmid_above·C_now.
+        a_lowest, a_highest: bounds of the uniform prior of A.
+        rho, rho_weights: AR(1) coefficients of the noise and their prior weights. Little weight on 0: short series
+            underestimate their correlation, and a correlation of 0 makes intervals too narrow.
+        noise_share: prior noise sd of an evaluation as a share of the binomial sd, where samples are known: evaluations on
+            the same prompts are paired, and scatter by .4 to 1.0 of it in four sources.
+        noise_floor: smallest noise sd of an evaluation, added in quadrature.
+        noise_guess: prior noise sd where samples are not known.
+        noise_dof, guess_dof: weights of the two noise priors in pseudo-points.
+        families: curve families in the forecast pool. A, B, Cmid are those of the first.
+        pool: weights of each family, in order, and of the local trend in the forecast pool.
+        trend_window: doublings of compute over which the weight of a point for the present level falls by e.
+        trend_damping: the trend's gain over the next doubling, as a share of its gain over the last one.
+        pool_spread: factor of the experts' distances from their common mean: 1 leaves them in place, 0 moves all to the mean.
+        departure, departure_headroom: scale of the departure (model discrepancy) per doubling of compute beyond now: what the
+            experts' sd lacks to a floor, and a share of the distance from the present level to 1, in quadrature.
+            Language models creep by .01 to .03 a doubling after a flat one, which is the floor.
+        departure_dof: degrees of freedom of the departure, Student's t, above 2; infinite for a normal one. How far runs depart
+            differs by source, and that of a new source is not known: a normal one whose variance is not known is a Student's t.
+        misfit: factor of the curve's misfit to its own points (`predictive_check`) in the departure's scale.
+        late_rise: probability of a far late rise per doubling of compute, counted in `plateau`: of language models. Its size is
+            uniform between 0 and the distance from the present level to 1.
+        rises: where it was counted.
     """
 
     burn_in_fraction: float = 0.2

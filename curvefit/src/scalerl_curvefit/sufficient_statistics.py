@@ -35,12 +35,13 @@ MAX_KNOTS: Final = 160
 class SufficientStatistics:
     """Sufficient statistics of the points under AR(1) noise, for each ρ of a grid.
 
-    n: number of points.
-    ln_compute_k: knots.
-    rho_r: the AR(1) coefficients.
-    ss_diagonal_kr, ss_neighbour_kr: HᵀΩH, so that sᵀΩs = Σ_k d_k s_k² + 2 Σ_k e_k s_k s_{k+1}.
-    s_one_kr, s_y_kr: HᵀΩ1 and HᵀΩy.
-    one_one_r, one_y_r, y_y_r: the forms 1ᵀΩ1, 1ᵀΩy and yᵀΩy.
+    Attributes:
+        n: number of points.
+        ln_compute_k: knots.
+        rho_r: the AR(1) coefficients.
+        ss_diagonal_kr, ss_neighbour_kr: HᵀΩH, so that sᵀΩs = Σ_k d_k s_k² + 2 Σ_k e_k s_k s_{k+1}.
+        s_one_kr, s_y_kr: HᵀΩ1 and HᵀΩy.
+        one_one_r, one_y_r, y_y_r: the forms 1ᵀΩ1, 1ᵀΩy and yᵀΩy.
     """
 
     n: int
@@ -80,8 +81,9 @@ def sufficient_statistics(
 ) -> SufficientStatistics:
     """Sums over all points, in O(n), independent of the size of the grid that uses them.
 
-    precision: (n,) relative weights 1/sd, mean square 1; the AR(1) sequence is ε·precision.
-    max_knots: about the largest number of knots; `knot_count` by default.
+    Args:
+        precision: (n,) relative weights 1/sd, mean square 1; the AR(1) sequence is ε·precision.
+        max_knots: about the largest number of knots; `knot_count` by default.
     """
     knot = knots(ln_compute, max_knots or knot_count(ln_compute.size))
     interpolation = (
@@ -124,9 +126,10 @@ def sufficient_statistics(
 class _Interpolation:
     """The interpolation H with the diagonal matrix P of the precisions.
 
-    sums: rows v (2, n) → HᵀPv (2, k).
-    identity_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,) of HᵀPMPH, with M the identity, the ends
-        and the neighbours.
+    Attributes:
+        sums: rows v (2, n) → HᵀPv (2, k).
+        identity_k, ends_k, neighbours_k: diagonal (k,) and off-diagonal (k − 1,) of HᵀPMPH, with M the identity, the ends
+            and the neighbours.
     """
 
     sums: Callable[[FloatArray], FloatArray]

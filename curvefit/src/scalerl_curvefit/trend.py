@@ -19,8 +19,9 @@ TINY: Final = 1e-12
 class Trend:
     """Level and gain at the last point.
 
-    level: smoothed reward now.
-    gain: gain over the last doubling of compute, or over all points if they span less; by least squares in log2 C.
+    Attributes:
+        level: smoothed reward now.
+        gain: gain over the last doubling of compute, or over all points if they span less; by least squares in log2 C.
     """
 
     level: float
@@ -37,7 +38,8 @@ def trend(
 ) -> Trend:
     """The trend at the last of these points (n,), n ≥ 3, all at compute > 0.
 
-    trust: (n,) weights of the points (`outliers`); 1 by default.
+    Args:
+        trust: (n,) weights of the points (`outliers`); 1 by default.
 
     The level is the value at C_now of a line through all points, with weight exp(−h/trend_window) for a point h doublings
     ago: dense evaluations are averaged, and among sparse ones the newest dominates.

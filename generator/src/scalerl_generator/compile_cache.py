@@ -60,7 +60,9 @@ def key(options: Sequence[str], config: bytes, root: Path = Path("/")) -> str:
     """Name of the archive for a server with these options, of a model with this ``config.json``, on this machine.
 
     vLLM, inductor and Triton check again that an entry is theirs; the key keeps the archives of others small and stable.
-    root: of the file system.
+
+    Args:
+        root: of the file system.
     """
     gpus = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     models = [

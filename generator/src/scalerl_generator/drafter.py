@@ -221,8 +221,9 @@ def _write(
 ) -> int:
     """Write ``text_t[start:end]`` from ``position`` on, and return the position after it.
 
-    indexed: add each position to the chains of its context.
-    held: protect the written page from being overwritten.
+    Args:
+        indexed: add each position to the chains of its context.
+        held: protect the written page from being overwritten.
     """
     hashes = memory.heads.shape[2]
     scope = np.uint64(prompt + 1) * np.uint64(0xD6E8FEB86659FD93)

@@ -220,10 +220,11 @@ class _DraftReply(msgspec.Struct):
 class CachePressure:
     """Utilisation of the server's KV cache.
 
-    used: fraction of the cache's blocks in use.
-    running: sequences in the batch.
-    ended: sequences finished since the server's start.
-    longest: number of sequences of maximum length that the cache holds.
+    Attributes:
+        used: fraction of the cache's blocks in use.
+        running: sequences in the batch.
+        ended: sequences finished since the server's start.
+        longest: number of sequences of maximum length that the cache holds.
     """
 
     used: float

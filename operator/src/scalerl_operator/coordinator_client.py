@@ -57,7 +57,8 @@ class OffsetSuperseded(CoordinatorRefused):
 class CoordinatorClient:
     """Client of one coordinator; it connects at the first request. Every request raises CoordinatorUnreachable or CoordinatorRefused.
 
-    timeout_seconds: of one request; those to the decision log have ``DECISIONS_SECONDS``.
+    Args:
+        timeout_seconds: of one request; those to the decision log have ``DECISIONS_SECONDS``.
     """
 
     def __init__(self, url: str, token: str, *, timeout_seconds: float = 5.0) -> None:

@@ -54,7 +54,8 @@ log = logging.getLogger("scalerl_operator")
 class Operator:
     """One replica.
 
-    wait_log_seconds: between two log lines while it is not ready yet.
+    Args:
+        wait_log_seconds: between two log lines while it is not ready yet.
     """
 
     def __init__(

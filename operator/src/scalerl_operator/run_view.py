@@ -36,8 +36,9 @@ class Event:
 class Failure:
     """An end of a unit that its own restarts cannot mend.
 
-    line: the last line of its log.
-    log: the path of its log; empty without one.
+    Attributes:
+        line: the last line of its log.
+        log: the path of its log; empty without one.
     """
 
     unit: str
@@ -82,11 +83,12 @@ class UnitStatus:
 class Snapshot:
     """A run at one moment.
 
-    elapsed_seconds: since this command started.
-    status: the coordinator's last; None before the first.
-    stopping: the reason of the stop; empty without one.
-    eta_seconds: until the budget is used; None while unknown.
-    decision: the autoscaler's last; None without one.
+    Attributes:
+        elapsed_seconds: since this command started.
+        status: the coordinator's last; None before the first.
+        stopping: the reason of the stop; empty without one.
+        eta_seconds: until the budget is used; None while unknown.
+        decision: the autoscaler's last; None without one.
     """
 
     elapsed_seconds: float
@@ -102,9 +104,10 @@ class Snapshot:
 class Startup:
     """The time to the first lease.
 
-    first_lease_seconds: since the start of this command; None if there was none.
-    ready_seconds: by unit, until it was first ready (``prepare``: done).
-    waited_seconds: by the cause of the wait.
+    Attributes:
+        first_lease_seconds: since the start of this command; None if there was none.
+        ready_seconds: by unit, until it was first ready (``prepare``: done).
+        waited_seconds: by the cause of the wait.
     """
 
     first_lease_seconds: float | None = None
@@ -116,10 +119,11 @@ class Startup:
 class RunResult:
     """How the run ended.
 
-    failure: the unit that failed for good; None if none did.
-    status: the coordinator's last.
-    decision: the autoscaler's last; None without one.
-    outcome: of the lifecycle; None if the run is suspended.
+    Attributes:
+        failure: the unit that failed for good; None if none did.
+        status: the coordinator's last.
+        decision: the autoscaler's last; None without one.
+        outcome: of the lifecycle; None if the run is suspended.
     """
 
     failure: Failure | None

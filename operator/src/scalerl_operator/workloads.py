@@ -59,9 +59,10 @@ class Probe:
 class Resources:
     """Resources of one container.
 
-    devices: accelerators, not shared with others.
-    cpu_threads: compute threads; None: the runtime chooses.
-    memory_bytes: from the spec; None: not specified.
+    Attributes:
+        devices: accelerators, not shared with others.
+        cpu_threads: compute threads; None: the runtime chooses.
+        memory_bytes: from the spec; None: not specified.
     """
 
     devices: int = 0
@@ -81,10 +82,11 @@ class Volume:
 class Container:
     """One process: its command, its ports and its probes.
 
-    loopback: those of ``ports`` that only containers of the replica can reach; probed from inside.
-    startup: runs before the other probes until it succeeds once; at its threshold the process is restarted.
-    liveness: at its threshold the process is restarted.
-    readiness: whether the process accepts work; a failure restarts nothing.
+    Attributes:
+        loopback: those of ``ports`` that only containers of the replica can reach; probed from inside.
+        startup: runs before the other probes until it succeeds once; at its threshold the process is restarted.
+        liveness: at its threshold the process is restarted.
+        readiness: whether the process accepts work; a failure restarts nothing.
     """
 
     name: str
@@ -103,8 +105,9 @@ class Container:
 class Workload:
     """Replicas of one role; the containers of a replica share its ports and its address.
 
-    per_node: replicas that share a node's devices; a cluster runs them as processes of one pod.
-    essential: the run fails when the workload does.
+    Attributes:
+        per_node: replicas that share a node's devices; a cluster runs them as processes of one pod.
+        essential: the run fails when the workload does.
     """
 
     role: Role

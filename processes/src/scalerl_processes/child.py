@@ -76,12 +76,13 @@ def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> None:
 class Command:
     """A command and its limits.
 
-    argv: ``python`` as the first argument is this interpreter.
-    mark: value of :data:`MARK`.
-    grace_seconds: from a stop to SIGKILL of the process tree.
-    orphan_grace_seconds: the same after the runtime was killed.
-    cpus: CPU affinity of the process tree.
-    pass_fds: descriptors that the subreaper keeps open while any process of the tree exists (the run's lock).
+    Attributes:
+        argv: ``python`` as the first argument is this interpreter.
+        mark: value of :data:`MARK`.
+        grace_seconds: from a stop to SIGKILL of the process tree.
+        orphan_grace_seconds: the same after the runtime was killed.
+        cpus: CPU affinity of the process tree.
+        pass_fds: descriptors that the subreaper keeps open while any process of the tree exists (the run's lock).
     """
 
     argv: Sequence[str]

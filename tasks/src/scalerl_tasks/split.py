@@ -201,7 +201,8 @@ def open_train(
 ) -> Train:
     """The training prompts of :func:`split_held_out`, whose documentation describes arguments and errors.
 
-    left_out: indices in the source of prompts that are not trained on because they overlap with held-out ones.
+    Args:
+        left_out: indices in the source of prompts that are not trained on because they overlap with held-out ones.
     """
     identity = "/".join([_identity(source, size, seed, held_out.graphs), *(other.digest for other in others)])
     if left_out:

@@ -43,11 +43,13 @@ has no limit."""
 class Timings:
     """Times of the writing of checkpoints, in seconds.
 
-    retry: between two attempts.
-    blind_retry: the same, while the volume has no more space than after the last attempt: it may have a quota that does not show, and
-        each attempt fills it for all that write to it.
-    last_retry: pause before the last attempt of a trainer that received SIGTERM.
-    exchange: between two exchanges of the ranks' states while they wait for a checkpoint, written or read from the object store.
+    Attributes:
+        retry: between two attempts.
+        blind_retry: the same, while the volume has no more space than after the last attempt: it may have a quota that does not
+            show, and each attempt fills it for all that write to it.
+        last_retry: pause before the last attempt of a trainer that received SIGTERM.
+        exchange: between two exchanges of the ranks' states while they wait for a checkpoint, written or read from the object
+            store.
     """
 
     retry: float = 30.0

@@ -69,7 +69,8 @@ class PrepareError(TrainerError):
 def check_plugins(spec: RunSpec, *, one_machine: bool) -> None:
     """Check the names of installed packages in the spec, and their parameters.
 
-    one_machine: also those that the processes of other images use.
+    Args:
+        one_machine: also those that the processes of other images use.
 
     Raises:
         PrepareError: lists the problems.

@@ -46,7 +46,8 @@ class _Removed(Exception):
 def copy_run(source: RunPaths, target: RunPaths, spec: RunSpec, step: int | None, *, link: bool) -> Fork:
     """Copy checkpoint ``step`` (None: the newest) of ``source``, for a run with ``spec``, into the empty directory ``target``.
 
-    link: hard-link files where the file system allows it; they never change.
+    Args:
+        link: hard-link files where the file system allows it; they never change.
 
     Raises:
         ForkError: there is no such checkpoint, it is damaged, or the run cannot continue it with ``spec``.
@@ -201,7 +202,8 @@ def fork_directory(
 ) -> Fork:
     """Make the directory ``target`` of a new run, which must be empty or not exist. Atomic.
 
-    run_file: text of ``run.yaml``.
+    Args:
+        run_file: text of ``run.yaml``.
 
     Raises:
         ForkError, OSError: as :func:`copy_run`; nothing is made.
@@ -234,8 +236,9 @@ def fork_directory(
 def take_over(paths: RunPaths, spec: RunSpec, source: Path | None) -> None:
     """Copy the checkpoint of ``spec.from`` into the run's directory, unless the run has one of its own.
 
-    source: directory of the other run; None where the runtime gives none, also after the fork has trained and its volume was lost.
-        It then continues from its copies in ``spec.checkpoint.to``.
+    Args:
+        source: directory of the other run; None where the runtime gives none, also after the fork has trained and its volume was
+            lost. It then continues from its copies in ``spec.checkpoint.to``.
 
     Raises:
         ForkError, OSError: as :func:`copy_run`.

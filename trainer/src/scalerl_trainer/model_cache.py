@@ -75,7 +75,8 @@ class ModelCache:
     ) -> Path:
         """The folder with the files of a revision that match one of ``patterns``, downloaded if it is not there.
 
-        check: called with a folder that has the small files only, before large ones are downloaded.
+        Args:
+            check: called with a folder that has the small files only, before large ones are downloaded.
 
         Raises:
             NotCached: the cache is read-only and lacks the model.

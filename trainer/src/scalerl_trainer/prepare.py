@@ -349,7 +349,8 @@ def _link_or_copy(source: Path, directory: Path, spec: RunSpec, *, linked: bool 
 
     Of weights only those that transformers loads: vLLM would read all, such as the second copy in Mistral's repositories.
 
-    linked: weights become symbolic links, to a volume that all that read them mount; the small files are copied.
+    Args:
+        linked: weights become symbolic links, to a volume that all that read them mount; the small files are copied.
 
     Raises:
         PrepareError: the model cannot be used.

@@ -40,11 +40,12 @@ log = logging.getLogger(__name__)
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of supervised training besides the engine's; with both, training resumes exactly.
 
-    steps: number of updates, which also determines the next batch.
-    tokens: solution tokens trained on, end tokens included.
-    window: loss, sum of the examples' probabilities and number of examples of each recent step, for 256 examples in total.
-    replaced: number of bad examples that were replaced by others.
-    source: digest of the examples' source, which this module only passes on.
+    Attributes:
+        steps: number of updates, which also determines the next batch.
+        tokens: solution tokens trained on, end tokens included.
+        window: loss, sum of the examples' probabilities and number of examples of each recent step, for 256 examples in total.
+        replaced: number of bad examples that were replaced by others.
+        source: digest of the examples' source, which this module only passes on.
     """
 
     steps: int = 0

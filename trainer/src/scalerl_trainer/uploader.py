@@ -101,7 +101,8 @@ class Uploader:
     def resumed(self, version: int | None, steps: list[int], *, opened: bool) -> None:
         """The run begins at ``version``; the store has the checkpoints ``steps``.
 
-        opened: whether the store answered, and the prefix is this run's.
+        Args:
+            opened: whether the store answered, and the prefix is this run's.
         """
         self._version = -1 if version is None else version
         self._opened = opened and all(step <= self._version for step in steps)

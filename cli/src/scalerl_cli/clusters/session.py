@@ -51,8 +51,9 @@ class Interrupted(Exception):
 class Session:
     """Requests to one API server, one at a time. All raise :class:`~scalerl_operator.kube.errors.ApiError`.
 
-    namespace: of the command: ``-n``, else that of the context, else ``default``.
-    seconds: timeouts of a connection and of a response.
+    Args:
+        namespace: of the command: ``-n``, else that of the context, else ``default``.
+        seconds: timeouts of a connection and of a response.
     """
 
     def __init__(
@@ -258,7 +259,8 @@ def open_session(
 ) -> Session:
     """The session of a command, by ``--kubeconfig``, ``--context`` and ``-n``.
 
-    seconds, retries: of a request; without ``retries``, urllib3's.
+    Args:
+        seconds, retries: of a request; without ``retries``, urllib3's.
 
     As in kubectl, KUBECONFIG may name several files, and in a pod without any kubeconfig its service account is used.
 

@@ -112,8 +112,9 @@ def copy(
     Everything is written beside ``target`` first, and is kept there if the copy fails: the next one continues each file, which
     may have grown.
 
-    strip: prefix that local paths leave out.
-    vanishing: files that no longer exist are left out, as segments of a journal.
+    Args:
+        strip: prefix that local paths leave out.
+        vanishing: files that no longer exist are left out, as segments of a journal.
 
     Raises:
         Trouble: too little space, or a file changed or cannot be read.

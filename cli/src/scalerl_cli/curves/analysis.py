@@ -69,11 +69,12 @@ class State(StrEnum):
 class Analysis:
     """A file, its fit, and the forecasts; all compute is on the axis of the file.
 
-    fitted: the fit of all points of the last segment, or, after a fall of the reward, of those before the fall.
-    collapse_check: the collapse check, with the active alarms.
-    hindcasts: forecasts from earlier points, compared with later ones.
-    forecasts: first at 2× now, then at each requested compute; empty if the run is broken.
-    not_in_prior: name and reason of each given earlier run that cannot be used.
+    Attributes:
+        fitted: the fit of all points of the last segment, or, after a fall of the reward, of those before the fall.
+        collapse_check: the collapse check, with the active alarms.
+        hindcasts: forecasts from earlier points, compared with later ones.
+        forecasts: first at 2× now, then at each requested compute; empty if the run is broken.
+        not_in_prior: name and reason of each given earlier run that cannot be used.
     """
 
     file: CurveFile

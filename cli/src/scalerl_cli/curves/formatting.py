@@ -82,8 +82,9 @@ def amounts(interval: Interval) -> str:
 def reached(interval: Interval, now: float, start: float = 0.0) -> str:
     """Compute at which a target is reached, or a note that it is not within ``FARTHEST`` times the compute so far.
 
-    interval: total compute, on the axis of the file.
-    now: compute so far, counted from ``start``.
+    Args:
+        interval: total compute, on the axis of the file.
+        now: compute so far, counted from ``start``.
     """
     limit = start + FARTHEST * now
     beyond = f"{FARTHEST:.0f}×"

@@ -31,7 +31,8 @@ class Pace:
 def pace_of(file: CurveFile, rate: float | None = None, devices: float | None = None) -> Pace:
     """The pace over the last doubling of compute, so that it describes the present.
 
-    rate, devices: values of the user, which replace the measured ones.
+    Args:
+        rate, devices: values of the user, which replace the measured ones.
     """
     compute = file.curve.compute
     begin = len(compute) - len(file.segment.curve)

@@ -35,7 +35,8 @@ def draw_fit(
 ) -> None:
     """Draw points, median, bands, asymptote, Cmid, now and budget into ``path``.
 
-    title: the file's name if empty.
+    Args:
+        title: the file's name if empty.
 
     Raises:
         CurveProblem: the picture cannot be written.

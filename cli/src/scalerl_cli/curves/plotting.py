@@ -214,8 +214,9 @@ def draw_points(
 ) -> None:
     """Draw the evaluations, with binomial error bars where the number of samples is known.
 
-    start: compute that is added to the compute of the curve.
-    burn_in: number of first points at compute > 0 that are the burn-in of the fit; they are hollow.
+    Args:
+        start: compute that is added to the compute of the curve.
+        burn_in: number of first points at compute > 0 that are the burn-in of the fit; they are hollow.
     """
     compute, reward = curve.compute + start, scale.level(curve.reward)
     if len(curve) > MAX_BARS:

@@ -145,7 +145,8 @@ def _correction(cell: str) -> str:
 def _so_far(table: FileTable, name: str, per_hour: float = 1.0) -> FloatArray:
     """(n,) hours from a cumulative column, which must be finite, not negative and never decrease.
 
-    per_hour: units of the column in an hour.
+    Args:
+        per_hour: units of the column in an hour.
     """
     hours = numbers(table, name)
     bad = ~np.isfinite(hours) | (hours < 0)

@@ -152,7 +152,8 @@ class Timeline:
     ) -> dict[str, Any]:
         """``count`` steps up to the step ``last`` (default: the newest), as JSON values.
 
-        evaluated: versions with an evaluation, and when it ended, in seconds of the run.
+        Args:
+            evaluated: versions with an evaluation, and when it ended, in seconds of the run.
         """
         series = self._series
         steps = series.column("step")

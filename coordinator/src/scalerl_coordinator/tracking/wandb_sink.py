@@ -37,7 +37,8 @@ class WandbSink:
     once. Online, W&B's own process sends rows and retries; the next tracker process queries the server's newest step and
     evaluated versions, and sends the missing rows. W&B's own step is the row number.
 
-    init_seconds: timeout of the first requests.
+    Args:
+        init_seconds: timeout of the first requests.
     """
 
     def __init__(self, run: ScaleRLRun, paths: RunPaths, spec: WandbSpec, init_seconds: float = 30.0) -> None:

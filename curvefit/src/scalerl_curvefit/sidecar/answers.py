@@ -133,8 +133,9 @@ def _check_earlier(request: wire.ForecastRequest) -> None:
 class _HashedPoints:
     """The points of an earlier run as a cache key.
 
-    digest: hash of the points.
-    points: None after a cache miss, so that the cache keeps no points.
+    Attributes:
+        digest: hash of the points.
+        points: None after a cache miss, so that the cache keeps no points.
     """
 
     digest: bytes
@@ -150,8 +151,9 @@ class _HashedPoints:
 class _EarlierSegment:
     """The last segment of an earlier run.
 
-    run: summarized run with an empty name, since the name is not part of the cache key.
-    recipe_changed: whether another recipe precedes the segment.
+    Attributes:
+        run: summarized run with an empty name, since the name is not part of the cache key.
+        recipe_changed: whether another recipe precedes the segment.
     """
 
     run: SummarizedRun

@@ -166,7 +166,8 @@ class _Reader:
     ) -> bool:
         """Process ``target = right[0] = …`` in the step of ``letter``; returns whether it evaluates that letter.
 
-        before: parents that ``letter`` stands for on the right, as it had a meaning before this step.
+        Args:
+            before: parents that ``letter`` stands for on the right, as it had a meaning before this step.
         """
         last = right[-1].strip()
         if last == target and not before:

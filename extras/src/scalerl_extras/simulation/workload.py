@@ -29,7 +29,8 @@ class Drafts:
     def measured(cls, tokens: float, drafted: float, *, fixed: bool = False) -> Drafts:
         """Drafts of which a verification of ``drafted`` tokens yields ``tokens`` on average.
 
-        fixed: drafts have this length in batches of any size.
+        Args:
+            fixed: drafts have this length in batches of any size.
 
         >>> round(Drafts.measured(1.75, 2).acceptance, 6)  # 1 + 1/2 + 1/4
         0.5
@@ -104,8 +105,9 @@ class DecodeSpeed:
     def step(self, batch: Sequence[tuple[Drafts, int]], longest: int) -> tuple[float, list[float]]:
         """Seconds of a decoding step, and expected tokens of a sequence with each of the drafts in ``batch``.
 
-        batch: drafts, and number of sequences with them.
-        longest: limit on the tokens of a draft.
+        Args:
+            batch: drafts, and number of sequences with them.
+            longest: limit on the tokens of a draft.
 
         A draft ends before the first token whose probability of acceptance, together with all before it, is below a threshold. A
         server learns the threshold with the highest throughput (:mod:`scalerl_generator.draft_threshold`); here it is the best

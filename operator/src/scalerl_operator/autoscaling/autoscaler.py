@@ -43,9 +43,10 @@ log = logging.getLogger(__name__)
 class Step:
     """One decision and its execution.
 
-    action: of the decision in Auto; none in Advisory, and none if the decision could not be recorded.
-    changed: the state differs from the one before.
-    problem: why the decision is not executed; empty otherwise.
+    Attributes:
+        action: of the decision in Auto; none in Advisory, and none if the decision could not be recorded.
+        changed: the state differs from the one before.
+        problem: why the decision is not executed; empty otherwise.
     """
 
     policy: Policy
@@ -113,7 +114,8 @@ class Autoscaler:
     ) -> AutoscalerReport:
         """Returns the latest report, and starts a step on ``status`` in the background.
 
-        resumed: the run was resumed, and the coordinator still has the stop request.
+        Args:
+            resumed: the run was resumed, and the coordinator still has the stop request.
         """
         self.resumed = self.resumed or (resumed and not self._was_resumed)
         self._was_resumed, self.spec = resumed, spec

@@ -45,10 +45,11 @@ class RecordError(Exception):
 class Line(Recorded, frozen=True, kw_only=True):
     """One decision.
 
-    time: by the machine's clock, for people only.
-    spec: ``spec.autoscaling`` at the decision.
-    kept, added: the points, see the module.
-    before: the history that the decision was made with.
+    Attributes:
+        time: by the machine's clock, for people only.
+        spec: ``spec.autoscaling`` at the decision.
+        kept, added: the points, see the module.
+        before: the history that the decision was made with.
     """
 
     format: int
@@ -67,10 +68,11 @@ class Line(Recorded, frozen=True, kw_only=True):
 class LogSummary:
     """Summary of the lines so far.
 
-    sequence: of the next line.
-    last: the newest line.
-    last_evaluated: the newest line on an evaluation, not on the balance.
-    recent: the newest lines, oldest first.
+    Attributes:
+        sequence: of the next line.
+        last: the newest line.
+        last_evaluated: the newest line on an evaluation, not on the balance.
+        recent: the newest lines, oldest first.
     """
 
     sequence: int = 0

@@ -34,8 +34,9 @@ async def select(
 ) -> list[EarlierRun]:
     """The finished runs that may be a prior of ``run``, at most ``MAX_EARLIER_RUNS``.
 
-    candidates: names of finished runs and what loads them, the newest first.
-    on_read: called with a summary of what was found.
+    Args:
+        candidates: names of finished runs and what loads them, the newest first.
+        on_read: called with a summary of what was found.
     """
     runs, left_out = list[EarlierRun](), dict[str, str]()
     for name, load in itertools.islice(candidates, MAX_EXAMINED):
@@ -85,7 +86,8 @@ def _listed(items: Sequence[str]) -> str:
 def earlier_run(name: str, table: str) -> EarlierRun | None:
     """A finished run for a forecast request; None with fewer than ``MIN_POINTS``.
 
-    table: its ``curve.csv``. The evaluations of the last evaluation set, each of one weight version, at most ``MAX_POINTS``.
+    Args:
+        table: its ``curve.csv``. The evaluations of the last evaluation set, each of one weight version, at most ``MAX_POINTS``.
 
     Raises:
         ValueError: ``table`` is not a curve.
@@ -109,7 +111,8 @@ def earlier_run(name: str, table: str) -> EarlierRun | None:
 def evenly(compute: Sequence[float], most: int) -> list[int]:
     """Indices of at most ``most`` points, evenly in log compute; the first and the last point are among them.
 
-    compute: ascending, from 0.
+    Args:
+        compute: ascending, from 0.
 
     >>> evenly([0, 1, 2, 3, 4, 5, 6, 7, 8], 5)
     [0, 1, 2, 4, 8]

@@ -36,10 +36,11 @@ class Sidecar:
 
     A failed connection, a timeout, a 5xx and an invalid answer are retried; a 4xx is not.
 
-    url: read for each request, since a restarted sidecar may have another.
-    timeout_seconds: of one attempt.
-    attempts: at most, in all.
-    backoff_seconds: before the second attempt at most; see :class:`scalerl_api.http_client.Backoff`.
+    Args:
+        url: read for each request, since a restarted sidecar may have another.
+        timeout_seconds: of one attempt.
+        attempts: at most, in all.
+        backoff_seconds: before the second attempt at most; see :class:`scalerl_api.http_client.Backoff`.
     """
 
     def __init__(

@@ -84,11 +84,12 @@ class Latest(Recorded, frozen=True, kw_only=True):
 class PointSet(Recorded, frozen=True, kw_only=True):
     """The points of the forecast request.
 
-    used: their number.
-    version: of the last one; -1 without any.
-    digest: of all of them.
-    mixed: evaluations left out because several weight versions made them.
-    not_finite: evaluations left out because their reward is not finite.
+    Attributes:
+        used: their number.
+        version: of the last one; -1 without any.
+        digest: of all of them.
+        mixed: evaluations left out because several weight versions made them.
+        not_finite: evaluations left out because their reward is not finite.
     """
 
     used: int
@@ -102,10 +103,11 @@ class PointSet(Recorded, frozen=True, kw_only=True):
 class Generators(Recorded, frozen=True, kw_only=True):
     """The generators of the run.
 
-    wanted: requested replicas.
-    ready: replicas that hold weights and work.
-    quota: most replicas that devices or quota allow; None if unknown.
-    devices_each: devices of one replica, at least 1.
+    Attributes:
+        wanted: requested replicas.
+        ready: replicas that hold weights and work.
+        quota: most replicas that devices or quota allow; None if unknown.
+        devices_each: devices of one replica, at least 1.
     """
 
     wanted: int
@@ -117,8 +119,9 @@ class Generators(Recorded, frozen=True, kw_only=True):
 class Staleness(Recorded, frozen=True, kw_only=True):
     """Staleness in steps.
 
-    allowed: k of recipe.offPolicy.
-    most: of the oldest token trained on so far.
+    Attributes:
+        allowed: k of recipe.offPolicy.
+        most: of the oldest token trained on so far.
     """
 
     allowed: int
@@ -128,9 +131,10 @@ class Staleness(Recorded, frozen=True, kw_only=True):
 class Load(Recorded, frozen=True, kw_only=True):
     """Utilisation of trainer and generators over the last ``seconds``, in which ``steps`` were trained.
 
-    queued_steps: rollouts that wait for the trainer at the end, in steps.
-    stale_share: share of the delivered rollouts that were dropped as too old.
-    outage: whether episodes or verdicts waited for an environment or a reward service that failed.
+    Attributes:
+        queued_steps: rollouts that wait for the trainer at the end, in steps.
+        stale_share: share of the delivered rollouts that were dropped as too old.
+        outage: whether episodes or verdicts waited for an environment or a reward service that failed.
     """
 
     seconds: float
@@ -154,10 +158,11 @@ class Recipe(Recorded, frozen=True, kw_only=True):
 class Observation(Recorded, frozen=True, kw_only=True):
     """The input of a decision, besides the spec and the history.
 
-    unix_seconds: the machine's clock, for a deadline only.
-    forecast: as received.
-    trouble: why there is no forecast; empty with one, and where none was requested.
-    resumed: the run was resumed since the last decision.
+    Attributes:
+        unix_seconds: the machine's clock, for a deadline only.
+        forecast: as received.
+        trouble: why there is no forecast; empty with one, and where none was requested.
+        resumed: the run was resumed since the last decision.
     """
 
     unix_seconds: float
@@ -190,10 +195,11 @@ class Pace(Recorded, frozen=True, kw_only=True):
 class Change(Recorded, frozen=True, kw_only=True):
     """The last decision that changed the number of generators.
 
-    at: seconds of the run's clock.
-    exploratory: made without a measured elasticity, and reverted if the elasticity is too low.
-    measuring: the elasticity is not known yet; False also if another number of generators prevents the measurement.
-    pace: before the change.
+    Attributes:
+        at: seconds of the run's clock.
+        exploratory: made without a measured elasticity, and reverted if the elasticity is too low.
+        measuring: the elasticity is not known yet; False also if another number of generators prevents the measurement.
+        pace: before the change.
     """
 
     before: int
@@ -207,7 +213,8 @@ class Change(Recorded, frozen=True, kw_only=True):
 class Alarm(Recorded, frozen=True, kw_only=True):
     """Why the run is BROKEN.
 
-    eval_version: the evaluation set of a fallen curve.
+    Attributes:
+        eval_version: the evaluation set of a fallen curve.
     """
 
     kind: Literal["curve", "truncated", "not finite"]
@@ -226,16 +233,17 @@ _HISTORY: Final = {
 class History(Recorded, frozen=True, kw_only=True, rename=_HISTORY):
     """What one decision passes to the next.
 
-    rules: the fields of the spec that the streak was counted under.
-    version: newest evaluation that was counted.
-    consecutive_votes: consecutive evaluations that voted for a stop, or, while BROKEN, that had the alarm.
-    alarms_acknowledged_until: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
-    seen_healthy_evaluation: since then, an evaluation had few completions cut off.
-    generators: requested at the last observation.
-    ready_since: since when all of them have been ready; None while they are not.
-    elasticity: as last measured.
-    reversals: number of changes in the direction opposite to the one before.
-    unix_seconds: of the last observation.
+    Attributes:
+        rules: the fields of the spec that the streak was counted under.
+        version: newest evaluation that was counted.
+        consecutive_votes: consecutive evaluations that voted for a stop, or, while BROKEN, that had the alarm.
+        alarms_acknowledged_until: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.
+        seen_healthy_evaluation: since then, an evaluation had few completions cut off.
+        generators: requested at the last observation.
+        ready_since: since when all of them have been ready; None while they are not.
+        elasticity: as last measured.
+        reversals: number of changes in the direction opposite to the one before.
+        unix_seconds: of the last observation.
     """
 
     state: State = State.INSUFFICIENT
@@ -259,7 +267,8 @@ class History(Recorded, frozen=True, kw_only=True, rename=_HISTORY):
 class Action(Recorded, frozen=True, kw_only=True):
     """The action of a decision.
 
-    kind: ``stop`` as ``on_stop`` says, ``scale`` to ``generators`` replicas, ``hold`` suspends a broken run.
+    Attributes:
+        kind: ``stop`` as ``on_stop`` says, ``scale`` to ``generators`` replicas, ``hold`` suspends a broken run.
     """
 
     kind: Literal["none", "stop", "scale", "hold"] = "none"
@@ -274,10 +283,11 @@ _DECISION: Final = {"affordable_compute": "reach", "worthwhile_compute": "pays"}
 class Decision(Recorded, frozen=True, kw_only=True, rename=_DECISION):
     """A decision.
 
-    reasons: for people, the decisive one first.
-    advice: changes of the recipe that raise the asymptote.
-    affordable_compute: further compute within budget and deadline, in tokens.
-    worthwhile_compute: further compute that would pay, in tokens.
+    Attributes:
+        reasons: for people, the decisive one first.
+        advice: changes of the recipe that raise the asymptote.
+        affordable_compute: further compute within budget and deadline, in tokens.
+        worthwhile_compute: further compute that would pay, in tokens.
     """
 
     state: State

@@ -27,7 +27,8 @@ _LONGEST = 60
 class Difference:
     """A difference between a recorded line and the line made again.
 
-    field: path within the line.
+    Attributes:
+        field: path within the line.
     """
 
     line: int

@@ -32,18 +32,19 @@ MAX_TOKENS: Final = 1e18
 class AutoscalerReport:
     """What the autoscaler of one run requests and reports.
 
-    known: the decision log was read; until then, ``status.autoscaling`` stays as it is.
-    stop: the reason to stop the run, ``FORECAST`` or ``BROKEN``; empty without one.
-    generators: the number that the last decision set; None if it set none.
-    decision: sequence number of the last decision.
-    decisions: the newest decisions, oldest first.
-    state: of the newest decision.
-    forecast: reward at the horizon with its 90 % interval.
-    outlook: the numbers of that forecast; None without one.
-    votes: consecutive evaluations that voted for a stop, or had the alarm.
-    ready, reason, message: of the condition ForecastReady.
-    event: message of an Event, reported once; empty without one.
-    alarming: the Event is a warning.
+    Attributes:
+        known: the decision log was read; until then, ``status.autoscaling`` stays as it is.
+        stop: the reason to stop the run, ``FORECAST`` or ``BROKEN``; empty without one.
+        generators: the number that the last decision set; None if it set none.
+        decision: sequence number of the last decision.
+        decisions: the newest decisions, oldest first.
+        state: of the newest decision.
+        forecast: reward at the horizon with its 90 % interval.
+        outlook: the numbers of that forecast; None without one.
+        votes: consecutive evaluations that voted for a stop, or had the alarm.
+        ready, reason, message: of the condition ForecastReady.
+        event: message of an Event, reported once; empty without one.
+        alarming: the Event is a warning.
     """
 
     known: bool = False
@@ -67,8 +68,9 @@ def report_of(
 ) -> AutoscalerReport:
     """The report of a run.
 
-    problem: why the autoscaler cannot decide now.
-    resumed: the user has resumed the run since the last decision.
+    Args:
+        problem: why the autoscaler cannot decide now.
+        resumed: the user has resumed the run since the last decision.
     """
     evaluated, last = log.last_evaluated, log.last
     ready, reason, message = _forecast_ready(evaluated)

@@ -75,7 +75,8 @@ def elasticity(before: Pace, after: Pace) -> float | None:
 class Remaining:
     """What is left of the limits; None is no limit.
 
-    deadline_note: why the deadline was left out; empty if it was not.
+    Attributes:
+        deadline_note: why the deadline was left out; empty if it was not.
     """
 
     steps: float | None

@@ -58,8 +58,9 @@ class Side(enum.IntEnum):
 class Vote:
     """One evaluation's vote.
 
-    worth_scaling: continuing is worth more devices.
-    worthwhile_compute: further compute that would pay, in tokens.
+    Attributes:
+        worth_scaling: continuing is worth more devices.
+        worthwhile_compute: further compute that would pay, in tokens.
     """
 
     side: Side

@@ -50,9 +50,10 @@ _DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget", WORKLOAD}
 class Applier:
     """Writes the objects of runs.
 
-    images: of runs that name none.
-    operator_namespace: its pods may connect to the coordinators.
-    namespaced: see :func:`.preflight`.
+    Args:
+        images: of runs that name none.
+        operator_namespace: its pods may connect to the coordinators.
+        namespaced: see :func:`.preflight`.
     """
 
     def __init__(

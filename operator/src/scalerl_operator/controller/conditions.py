@@ -234,11 +234,12 @@ def _ended(type_: ConditionType, findings: Findings) -> Value:
 class Row:
     """One type of condition.
 
-    check: its value and reason.
-    problem: the status that is a problem, for alerts; None: neither.
-    events: statuses that get an Event when the condition changes to them, with its type.
-    always: also for a run that cannot be started.
-    of_pods: False in phases without pods, with the phase as the reason.
+    Attributes:
+        check: its value and reason.
+        problem: the status that is a problem, for alerts; None: neither.
+        events: statuses that get an Event when the condition changes to them, with its type.
+        always: also for a run that cannot be started.
+        of_pods: False in phases without pods, with the phase as the reason.
     """
 
     check: Callable[[Findings], Value]

@@ -66,9 +66,10 @@ TIMINGS: Final = Timings()
 class Answer:
     """The result of a poll.
 
-    known: the coordinator was polled after the current observation; otherwise the run is woken when it has been.
-    status: None if the coordinator does not respond.
-    refusal: why it refused the last request; empty if it did not.
+    Attributes:
+        known: the coordinator was polled after the current observation; otherwise the run is woken when it has been.
+        status: None if the coordinator does not respond.
+        refusal: why it refused the last request; empty if it did not.
     """
 
     known: bool
@@ -128,9 +129,10 @@ class _Poller:
 class CoordinatorPollers:
     """The pollers of all runs.
 
-    fence: called before a write; raises if this process may not write.
-    wake: called for a run with a response that a reconcile waits for, or with a significant change.
-    background: poll periodically; otherwise only :meth:`refresh` does.
+    Args:
+        fence: called before a write; raises if this process may not write.
+        wake: called for a run with a response that a reconcile waits for, or with a significant change.
+        background: poll periodically; otherwise only :meth:`refresh` does.
     """
 
     def __init__(

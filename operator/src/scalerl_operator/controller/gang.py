@@ -41,7 +41,8 @@ async def find(api: KubeApi, run: Run, accepted: Accepted, *, served: bool) -> G
     """The gang of a run; None: it has none, since it has no queue, the cluster serves no Workloads, it was started
     without one, or the operator may not read the class of its priority, as with a role for single namespaces.
 
-    served: the cluster serves Workloads.
+    Args:
+        served: the cluster serves Workloads.
     """
     live = _live(run)
     if live is None:

@@ -97,7 +97,8 @@ class ObjectWriter:
     ) -> None:
         """Restores the labels of an object, without which the cache receives no events of it.
 
-        at_once: without back-off.
+        Args:
+            at_once: without back-off.
         """
         key = kind, name = key_of(live)
         missing = {label_name: text for label_name, text in labels.items() if label(live, label_name) != text}

@@ -74,11 +74,12 @@ def observe(
 ) -> Observed:
     """The observation of a run.
 
-    objects: by (kind, name).
-    uid: the run's; objects of an earlier run of the same name are left out.
-    hashes: those of the accepted spec, by role.
-    terminating_seconds: by a pod's uid, see :func:`pod_view`.
-    lost_seconds: see :data:`LOST_SECONDS`.
+    Args:
+        objects: by (kind, name).
+        uid: the run's; objects of an earlier run of the same name are left out.
+        hashes: those of the accepted spec, by role.
+        terminating_seconds: by a pod's uid, see :func:`pod_view`.
+        lost_seconds: see :data:`LOST_SECONDS`.
     """
     own = {key: obj for key, obj in objects.items() if belongs(obj, uid)}
     views = (

@@ -38,11 +38,12 @@ CLAIM: Final = "PersistentVolumeClaim"
 class Run:
     """A run as it was read.
 
-    obj: the ScaleRLRun, with the writes of this reconcile.
-    objects: its objects, by (kind, name), with the writes of this reconcile.
-    unix_seconds: now.
-    before: the last status.
-    persisted: the state of the lifecycle, from that status.
+    Attributes:
+        obj: the ScaleRLRun, with the writes of this reconcile.
+        objects: its objects, by (kind, name), with the writes of this reconcile.
+        unix_seconds: now.
+        before: the last status.
+        persisted: the state of the lifecycle, from that status.
     """
 
     obj: Object
@@ -99,12 +100,13 @@ class Run:
 class Accepted:
     """The accepted spec.
 
-    found: the run with it: with the current one or, while that is invalid, the one accepted before; None: neither.
-    text: that spec, for the status; None if it is too large.
-    long_hash: of a valid spec that is too long for the status, which then has no text.
-    invalid: why the current spec is invalid.
-    edit: of the accepted spec, since the last reconcile.
-    unproven: fields that were edited after the last steps that were trained.
+    Attributes:
+        found: the run with it: with the current one or, while that is invalid, the one accepted before; None: neither.
+        text: that spec, for the status; None if it is too large.
+        long_hash: of a valid spec that is too long for the status, which then has no text.
+        invalid: why the current spec is invalid.
+        edit: of the accepted spec, since the last reconcile.
+        unproven: fields that were edited after the last steps that were trained.
     """
 
     found: ScaleRLRun | None = None
@@ -134,18 +136,19 @@ class Accepted:
 class PodView:
     """One pod.
 
-    terminating: it is being deleted.
-    finished: all its containers have ended.
-    creating: scheduled, without containers: only Events say why.
-    restarts: consecutive ones of its worst container.
-    exits: of containers that ended with another exit code than 0.
-    disrupted: evicted, or refused by its node.
-    started: its startup probes have succeeded, so that it responds though it may not be ready.
-    lost: it is being deleted, and its node, which does not answer, cannot confirm that it has ended.
-    attempt: number of the trainer or the coordinator; 0: it has none.
-    steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
-    model: what a preparation that has ended well reports of the model.
-    spec_hash: of the spec that it was created for; empty if unknown.
+    Attributes:
+        terminating: it is being deleted.
+        finished: all its containers have ended.
+        creating: scheduled, without containers: only Events say why.
+        restarts: consecutive ones of its worst container.
+        exits: of containers that ended with another exit code than 0.
+        disrupted: evicted, or refused by its node.
+        started: its startup probes have succeeded, so that it responds though it may not be ready.
+        lost: it is being deleted, and its node, which does not answer, cannot confirm that it has ended.
+        attempt: number of the trainer or the coordinator; 0: it has none.
+        steps_lost: a container that is not ready ended with the report that the volume holds none of the run's steps.
+        model: what a preparation that has ended well reports of the model.
+        spec_hash: of the spec that it was created for; empty if unknown.
     """
 
     name: str
@@ -175,13 +178,14 @@ class PodView:
 class Observed:
     """A run's objects, its queue, its coordinator, and its forecast.
 
-    serving: workloads of the coordinator or of the generators exist.
-    replica_failures: by role, why a Deployment cannot create its pods.
-    young_seconds: until the first problem of a new pod counts; None: no pod has one.
-    gang: the run in the queue of a cluster with Kueue.
-    coordinator: its last status; None while it does not respond.
-    refusal: message of a coordinator that refuses the operator's requests.
-    trouble: faults of the run, by that status or, without one, as before.
+    Attributes:
+        serving: workloads of the coordinator or of the generators exist.
+        replica_failures: by role, why a Deployment cannot create its pods.
+        young_seconds: until the first problem of a new pod counts; None: no pod has one.
+        gang: the run in the queue of a cluster with Kueue.
+        coordinator: its last status; None while it does not respond.
+        refusal: message of a coordinator that refuses the operator's requests.
+        trouble: faults of the run, by that status or, without one, as before.
     """
 
     pods: tuple[PodView, ...] = ()
@@ -214,7 +218,8 @@ class Observed:
     def service(self, role: Role, spec_hash: str = "") -> Service:
         """The lifecycle's input about a role that runs as a service.
 
-        spec_hash: pods of another spec count as starting; empty: the failures of all pods count.
+        Args:
+            spec_hash: pods of another spec count as starting; empty: the failures of all pods count.
         """
         pods = self.of(role)
         own = [pod for pod in pods if not spec_hash or pod.spec_hash in ("", spec_hash)]
@@ -246,12 +251,13 @@ class Observed:
 class Checks:
     """What was checked before a decision is applied.
 
-    not_started: why the run cannot be started or resumed; nothing is applied meanwhile.
-    volume: the problem of the run's claim.
-    claim_gone: no pod may start on the claim: it does not hold the run's steps, or is being deleted.
-    queue_missing: the problem of the run's queue; empty without one.
-    source_claim: of the run ``spec.from.run``, for a preparation that is about to be created.
-    source_uid: of that run; empty if it is not known, or was not read at this reconcile.
+    Attributes:
+        not_started: why the run cannot be started or resumed; nothing is applied meanwhile.
+        volume: the problem of the run's claim.
+        claim_gone: no pod may start on the claim: it does not hold the run's steps, or is being deleted.
+        queue_missing: the problem of the run's queue; empty without one.
+        source_claim: of the run ``spec.from.run``, for a preparation that is about to be created.
+        source_uid: of that run; empty if it is not known, or was not read at this reconcile.
     """
 
     not_started: Problem | None = None
@@ -266,7 +272,8 @@ class Checks:
 class Findings:
     """All parts of a reconcile.
 
-    blocked: why an object of the run could not be created, now or, before the decision is applied, at the last reconcile.
+    Attributes:
+        blocked: why an object of the run could not be created, now or, before the decision is applied, at the last reconcile.
     """
 
     run: Run

@@ -63,16 +63,17 @@ COORDINATOR_SECONDS: Final = 10.0
 class Reconciler:
     """Reconciles runs; at most one reconcile of a run at a time.
 
-    images: of runs that name none.
-    namespaced: the operator watches a few namespaces, and may not read cluster-scoped objects.
-    autoscaler: creates the autoscaler of a run with that uid; None: no forecasts.
-    on_status: called with each run's status and figures at each reconcile; None: the run is gone.
-    gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
-    wake: called for a run whose coordinator has responded.
-    background, poll_timings: see :class:`.CoordinatorPollers`.
-    gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`; lost_seconds: see :data:`.observe.LOST_SECONDS`.
-    clock: Unix seconds.
-    monotonic: seconds that no correction of the clock changes.
+    Args:
+        images: of runs that name none.
+        namespaced: the operator watches a few namespaces, and may not read cluster-scoped objects.
+        autoscaler: creates the autoscaler of a run with that uid; None: no forecasts.
+        on_status: called with each run's status and figures at each reconcile; None: the run is gone.
+        gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
+        wake: called for a run whose coordinator has responded.
+        background, poll_timings: see :class:`.CoordinatorPollers`.
+        gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`; lost_seconds: see :data:`.observe.LOST_SECONDS`.
+        clock: Unix seconds.
+        monotonic: seconds that no correction of the clock changes.
     """
 
     def __init__(

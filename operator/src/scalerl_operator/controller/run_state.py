@@ -22,8 +22,9 @@ ObjectName = tuple[str, str]
 class Repair:
     """Consecutive repairs of an object.
 
-    last: when the last one was made, Unix seconds.
-    due: when the next one may be made, if it has been put off.
+    Attributes:
+        last: when the last one was made, Unix seconds.
+        due: when the next one may be made, if it has been put off.
     """
 
     count: int
@@ -88,7 +89,8 @@ class RunState:
     def terminating_seconds(self, objects: Iterable[Object], now: float) -> dict[str, float]:
         """For how long each pod has been seen to be deleted, by uid. An object's own times are those of another clock.
 
-        now: by a monotonic clock, since a corrected one would make pods count as lost that are ending.
+        Args:
+            now: by a monotonic clock, since a corrected one would make pods count as lost that are ending.
         """
         before, self.terminating = self.terminating, {}
         for obj in objects:

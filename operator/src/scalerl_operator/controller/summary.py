@@ -32,11 +32,13 @@ _PHASES: Final[frozenset[str]] = frozenset(Phase)
 class RunFigures:
     """Figures of a run for its metrics.
 
-    max_steps: None without that limit.
-    budget_used: fraction of each limit, by its field.
-    estimated_end: when the first limit of the budget is reached, Unix seconds; None while unknown, or if the run does not train.
-    deadline: of the autoscaler, Unix seconds; None without one.
-    stop_after: votes that a stop needs; None without autoscaling.
+    Attributes:
+        max_steps: None without that limit.
+        budget_used: fraction of each limit, by its field.
+        estimated_end: when the first limit of the budget is reached, Unix seconds; None while unknown, or if the run does not
+            train.
+        deadline: of the autoscaler, Unix seconds; None without one.
+        stop_after: votes that a stop needs; None without autoscaling.
     """
 
     max_steps: int | None = None

@@ -81,10 +81,11 @@ def _not_below(
 ) -> Rule:
     """A limit of the budget is not set below what the run has used.
 
-    limit: field of ``spec.budget``.
-    used: path in ``status``.
-    number: CEL of a number to compare; ``{}`` is the field.
-    shown: formats of both values in the message.
+    Args:
+        limit: field of ``spec.budget``.
+        used: path in ``status``.
+        number: CEL of a number to compare; ``{}`` is the field.
+        shown: formats of both values in the message.
     """
     now, before, amount = f"self.spec.budget.{limit}", f"oldSelf.spec.budget.{limit}", f"self.status.{used}"
     parts = used.split(".")

@@ -62,9 +62,11 @@ _EVENT: Final = msgspec.json.Decoder(WatchEvent)
 class KubeApi:
     """A client of one API server; an async context manager. All calls raise :class:`~.errors.ApiError` only.
 
-    timeout: of a call with its retries, in seconds.
-    fence: called before each write, except of kinds in :data:`.kinds.UNFENCED`; if it returns False, the call raises :class:`~.errors.Fenced`.
-    instance: the reporter of Events.
+    Args:
+        timeout: of a call with its retries, in seconds.
+        fence: called before each write, except of kinds in :data:`.kinds.UNFENCED`; if it returns False, the call raises
+            :class:`~.errors.Fenced`.
+        instance: the reporter of Events.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class KubeApi:
     ) -> Object | None:
         """The object; None if it, its namespace or its kind does not exist.
 
-        recent: from the API server's cache, which may be out of date by moments and costs a third of a read of its store.
+        Args:
+            recent: from the API server's cache, which may be out of date by moments and costs a third of a read of its store.
         """
         query = {"resourceVersion": "0"} if recent else {}
         current = kind_of(kind)

@@ -38,11 +38,12 @@ class Cause:
 class ApiError(Exception):
     """A call to the API server without a result.
 
-    code: the HTTP status; 0 without a response.
-    reason: the Status's reason.
-    what: verb, kind, namespace and name of the call.
-    retry_after: seconds to wait at least, as the server requested; None: it requested none.
-    longest_wait: a ceiling of the back-off after this error, in seconds; None: the caller's own.
+    Args:
+        code: the HTTP status; 0 without a response.
+        reason: the Status's reason.
+        what: verb, kind, namespace and name of the call.
+        retry_after: seconds to wait at least, as the server requested; None: it requested none.
+        longest_wait: a ceiling of the back-off after this error, in seconds; None: the caller's own.
     """
 
     longest_wait: float | None = None

@@ -58,7 +58,10 @@ async def listed(api: KubeApi, cache: Cache, kind: Kind, namespace: str | None) 
 @dataclass
 class Informer:
     """One kind in one namespace; None: in all. synced: set after the first list. on_event: called with the kind of each event.
-    served: whether the last list of an optional kind succeeded."""
+
+    Attributes:
+        served: whether the last list of an optional kind succeeded.
+    """
 
     api: KubeApi
     cache: Cache

@@ -13,9 +13,10 @@ from scalerl_api.spec import API_VERSION
 class Kind:
     """Name and address of one kind of object.
 
-    watched: the cache holds its objects that have the label of a run.
-    optional: the cluster may not serve it.
-    earlier: versions in which it is read where ``api_version`` is not served.
+    Attributes:
+        watched: the cache holds its objects that have the label of a run.
+        optional: the cluster may not serve it.
+        earlier: versions in which it is read where ``api_version`` is not served.
     """
 
     name: str
@@ -39,7 +40,8 @@ class Kind:
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         """The path on the API server of an object, or without ``name`` of the collection.
 
-        namespace: None for all namespaces, and for an object without one.
+        Args:
+            namespace: None for all namespaces, and for an object without one.
         """
         root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
         parts = [root]

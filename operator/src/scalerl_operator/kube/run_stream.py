@@ -49,8 +49,9 @@ class Resync:
     """Compares the cached runs with a list (names and versions only), and corrects the cache: kopf can miss a deletion, and its
     stream can stop without an error.
 
-    every: seconds.
-    on_repair: called with the number of corrected runs.
+    Attributes:
+        every: seconds.
+        on_repair: called with the number of corrected runs.
     """
 
     api: KubeApi

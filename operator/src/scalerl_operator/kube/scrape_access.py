@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 class ScrapeAccess:
     """Decides on requests by their ``Authorization`` header.
 
-    wait_seconds: for a review, with the wait for others: less than Prometheus' default timeout of a scrape, 10 s.
+    Args:
+        wait_seconds: for a review, with the wait for others: less than Prometheus' default timeout of a scrape, 10 s.
     """
 
     def __init__(

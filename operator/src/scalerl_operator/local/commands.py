@@ -40,9 +40,10 @@ _LOOPBACK: Final = {
 class LocalSettings:
     """How this machine runs a plan.
 
-    pin: CPUs by role; other roles may use all. Benchmarks give each role its own cores, as it would have its own devices.
-    grace_seconds: from a stop to SIGKILL.
-    orphan_grace_seconds: the same after this process was killed.
+    Attributes:
+        pin: CPUs by role; other roles may use all. Benchmarks give each role its own cores, as it would have its own devices.
+        grace_seconds: from a stop to SIGKILL.
+        orphan_grace_seconds: the same after this process was killed.
     """
 
     restart: RestartPolicy = field(default_factory=RestartPolicy)

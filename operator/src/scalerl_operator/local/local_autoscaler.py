@@ -45,8 +45,9 @@ def resumed_plan(plan: Plan, spec: RunSpec, log: LogSummary) -> tuple[Plan, str]
 class LocalAutoscaler:
     """The autoscaler of one local run.
 
-    applied: number of the last decision that :func:`resumed_plan` has applied.
-    earlier: reads the finished runs that are a prior of the forecast.
+    Args:
+        applied: number of the last decision that :func:`resumed_plan` has applied.
+        earlier: reads the finished runs that are a prior of the forecast.
     """
 
     def __init__(

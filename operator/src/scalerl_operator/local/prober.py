@@ -30,7 +30,8 @@ async def succeeds(probe: Probe, port: int) -> bool:
 async def watch(container: Container, ports: dict[str, int], on_ready: Callable[[], None]) -> Cause:
     """Probes until the startup or the liveness probe has failed, and returns which; never returns without these probes.
 
-    on_ready: called once, when the container is ready.
+    Args:
+        on_ready: called once, when the container is ready.
     """
     startup, liveness = container.startup, container.liveness
     if startup is not None and not await _answers(startup, ports, range(startup.failure_threshold)):

@@ -53,8 +53,9 @@ class LocalRun:
 
     A resumed run is first suspended, and then continues: as on a cluster when a user does both.
 
-    started: ``time.monotonic()`` at the start of the command.
-    clock: Unix seconds.
+    Args:
+        started: ``time.monotonic()`` at the start of the command.
+        clock: Unix seconds.
 
     Raises:
         RecordError: the record of decisions cannot be read.

@@ -38,7 +38,8 @@ class DirectoryProblem(Exception):
 class RunDirectory:
     """A locked directory. The lock ends with :meth:`release`, or with this process and all its subreapers, which share the lock.
 
-    resumed: it had a run before.
+    Args:
+        resumed: it had a run before.
     """
 
     def __init__(self, root: Path, lock_fd: int, *, resumed: bool = False) -> None:
@@ -219,8 +220,9 @@ class DirectoryRuns:
 
     A run is finished if it has a ``summary.json`` and no process has locked its directory.
 
-    root: directory of the run with the forecast.
-    on_read: called with a summary of what was found.
+    Attributes:
+        root: directory of the run with the forecast.
+        on_read: called with a summary of what was found.
     """
 
     root: Path

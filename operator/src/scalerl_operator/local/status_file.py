@@ -65,8 +65,9 @@ class StatusFile:
     ) -> None:
         """Replaces the file if the status differs. Progress alone is written every :data:`.PROGRESS_SECONDS`.
 
-        coordinator: its status; None while it does not answer.
-        now: Unix seconds.
+        Args:
+            coordinator: its status; None while it does not answer.
+            now: Unix seconds.
 
         Raises:
             OSError: the file stays as it was.

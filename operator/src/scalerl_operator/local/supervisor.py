@@ -34,9 +34,10 @@ class Roles:
 class LocalRuntime:
     """The processes of a plan: those of a decision are started, all others are ended.
 
-    directory: locked by this process.
-    on_event: called for each restart, failure and unanswered probe.
-    on_change: called when :meth:`observed` has something new.
+    Args:
+        directory: locked by this process.
+        on_event: called for each restart, failure and unanswered probe.
+        on_change: called when :meth:`observed` has something new.
 
     Raises:
         NotEnoughDevices: nothing was started.

@@ -33,7 +33,8 @@ _LAST_BYTES = 4096
 class Member:
     """One process of a unit.
 
-    command: takes the number of the start, from 1.
+    Attributes:
+        command: takes the number of the start, from 1.
     """
 
     name: str
@@ -45,9 +46,10 @@ class Member:
 class Unit:
     """Supervises its members until they are done, fail, or are stopped.
 
-    index: of the replica; 0 for a gang.
-    on_change: called when the unit is ready, or has ended.
-    is_ending: whether the run ends, so that a service whose process has exited with 0 is not restarted.
+    Args:
+        index: of the replica; 0 for a gang.
+        on_change: called when the unit is ready, or has ended.
+        is_ending: whether the run ends, so that a service whose process has exited with 0 is not restarted.
     """
 
     def __init__(

@@ -47,9 +47,10 @@ def render(
     A Job is immutable. If the annotation ``scalerl.dev/spec-hash`` of an existing one differs from :func:`spec_hash`, it was
     created for an earlier spec.
 
-    operator_namespace: its operator pods may connect to the coordinator.
-    size: of the model, as the preparation found it.
-    created: when the run was created, in unix seconds.
+    Args:
+        operator_namespace: its operator pods may connect to the coordinator.
+        size: of the model, as the preparation found it.
+        created: when the run was created, in unix seconds.
 
     Raises:
         ValueError: the run has no namespace.

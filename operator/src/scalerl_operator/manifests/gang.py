@@ -48,11 +48,13 @@ _COUNTED: Final = (
 class Gang:
     """A run's Workload.
 
-    generators: its number of generators.
-    environments: its number of environment servers.
-    placement: JSON of what :meth:`of` returns, by role; empty while it has no quota.
-    admitted: the trainer may run. An evicted gang keeps its placement, by which its pods are as they were while the trainer saves.
-    priority: the value of its WorkloadPriorityClass; None: the run names none, or it does not exist.
+    Attributes:
+        generators: its number of generators.
+        environments: its number of environment servers.
+        placement: JSON of what :meth:`of` returns, by role; empty while it has no quota.
+        admitted: the trainer may run. An evicted gang keeps its placement, by which its pods are as they were while the trainer
+            saves.
+        priority: the value of its WorkloadPriorityClass; None: the run names none, or it does not exist.
     """
 
     generators: int
@@ -81,8 +83,9 @@ def workload(
 ) -> Object:
     """The Workload. Immutable once it has quota.
 
-    templates: by role: the number of pods, and their template.
-    priority: see :class:`Gang`. The API server refuses a class without its value.
+    Args:
+        templates: by role: the number of pods, and their template.
+        priority: see :class:`Gang`. The API server refuses a class without its value.
     """
     spec: Object = {
         "queueName": queue_labels.get(names.QUEUE, ""),
@@ -128,7 +131,8 @@ def _pod_set(role: Role, count: int, template: Object) -> Object:
 def place(template: Object, placed: Object, role: Role, name: str) -> None:
     """Sets in a pod template where the gang was admitted.
 
-    name: of the Workload.
+    Args:
+        name: of the Workload.
     """
     spec, metadata = template["spec"], template["metadata"]
     if placed.get("nodeSelector"):

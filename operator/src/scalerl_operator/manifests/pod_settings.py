@@ -14,13 +14,14 @@ from scalerl_operator.workloads import Role
 class PodSettings:
     """The settings of one role's pods.
 
-    grace_seconds: from SIGTERM to SIGKILL.
-    name: SCALERL_NAME, which may refer to ``variables``; None: the pod's name.
-    variables: environment entries before the name.
-    extra: environment by the name of a container.
-    metrics_port: port with Prometheus metrics; None: no metrics.
-    pod: fields of the pod's spec.
-    extra_pod: beyond the gang of the run.
+    Attributes:
+        grace_seconds: from SIGTERM to SIGKILL.
+        name: SCALERL_NAME, which may refer to ``variables``; None: the pod's name.
+        variables: environment entries before the name.
+        extra: environment by the name of a container.
+        metrics_port: port with Prometheus metrics; None: no metrics.
+        pod: fields of the pod's spec.
+        extra_pod: beyond the gang of the run.
     """
 
     role: Role

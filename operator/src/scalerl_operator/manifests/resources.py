@@ -37,11 +37,13 @@ def resources(
 ) -> Object:
     """Requests and limits for ``processes`` processes of the container.
 
-    device_resource: None: the devices are not requested here, but by a claim.
-    given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API server.
-    estimate: memory of one process by the model's size, with what the spec adds; 0 where the size is not known.
-    shared: memory that does not grow with the processes, as of ``/dev/shm``, bytes.
-    disk: ephemeral storage; 0 for no request.
+    Args:
+        device_resource: None: the devices are not requested here, but by a claim.
+        given: from podTemplate, overrides all but the devices. A limit is also the request if that is missing, as in the API
+            server.
+        estimate: memory of one process by the model's size, with what the spec adds; 0 where the size is not known.
+        shared: memory that does not grow with the processes, as of ``/dev/shm``, bytes.
+        disk: ephemeral storage; 0 for no request.
     """
     cpu, memory = _FLOORS[container.name]
     needs = container.resources

@@ -36,9 +36,10 @@ _METADATA: Final = (
 def record(run: Object, events: Sequence[Object], curve: str) -> Object:
     """The ConfigMap. It does not have the label of the run's objects, so that no cache holds it.
 
-    run: the ScaleRLRun with its last status.
-    events: its Events, in any order.
-    curve: the text of its ``curve.csv``; empty without one.
+    Args:
+        run: the ScaleRLRun with its last status.
+        events: its Events, in any order.
+        curve: the text of its ``curve.csv``; empty without one.
     """
     metadata = run["metadata"]
     kept: dict[str, Any] = {

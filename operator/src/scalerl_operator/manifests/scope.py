@@ -49,12 +49,13 @@ class Images:
 class Desired:
     """Which objects of a run should exist.
 
-    generators: replicas; 0: no Deployment.
-    trainer_attempt: number of the attempt, from 1; None: no trainer.
-    trained: the run has trained steps, which its volume must hold.
-    coordinator_attempt: number of the coordinator, from 1.
-    gang: of a queued run, whose trainer, coordinator and generators exist once it is admitted.
-    source_claim: of the run that this one forks, for its preparation; None: it mounts none.
+    Attributes:
+        generators: replicas; 0: no Deployment.
+        trainer_attempt: number of the attempt, from 1; None: no trainer.
+        trained: the run has trained steps, which its volume must hold.
+        coordinator_attempt: number of the coordinator, from 1.
+        gang: of a queued run, whose trainer, coordinator and generators exist once it is admitted.
+        source_claim: of the run that this one forks, for its preparation; None: it mounts none.
     """
 
     prepare: bool = False
@@ -71,8 +72,9 @@ class Desired:
 class Scope:
     """The run to render, and the settings outside of its spec.
 
-    size: of the model, as the preparation found it; None before.
-    created: when the run was created, in unix seconds.
+    Attributes:
+        size: of the model, as the preparation found it; None before.
+        created: when the run was created, in unix seconds.
     """
 
     run: ScaleRLRun

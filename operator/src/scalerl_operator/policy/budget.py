@@ -70,7 +70,8 @@ def must_send_stop(wanted: str, given: str, revocable: Collection[str] = REVOCAB
     cancelled; a stop for the coordinator's own reason is not. An interrupt replaces any other reason: it ends the run without
     a last evaluation.
 
-    revocable: reasons that can be cancelled.
+    Args:
+        revocable: reasons that can be cancelled.
 
     >>> must_send_stop("maxSeconds", ""), must_send_stop("", "maxSeconds"), must_send_stop("", "maxSteps")
     (True, True, False)

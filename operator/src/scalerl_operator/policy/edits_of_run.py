@@ -33,8 +33,9 @@ _LIMITS: Final = ("max_steps", "max_device_hours", "max_seconds", "max_compute_t
 class SpecEdit:
     """The changes from one accepted spec to the next.
 
-    fields: paths below ``spec``.
-    raises_limit: a limit of the run was raised or removed, and it has reached none of the others.
+    Attributes:
+        fields: paths below ``spec``.
+        raises_limit: a limit of the run was raised or removed, and it has reached none of the others.
     """
 
     fields: tuple[str, ...] = ()
@@ -99,8 +100,9 @@ def edits_since(
 ) -> tuple[SpecEdit, tuple[str, ...]]:
     """What has been edited since the status was written, and the fields that were edited since the last trained steps.
 
-    spec: as it was written, but for defaults of the API server.
-    text: of the accepted spec, for the status; None if it is too long.
+    Args:
+        spec: as it was written, but for defaults of the API server.
+        text: of the accepted spec, for the status; None if it is too long.
     """
     edit, last = SpecEdit(), before.accepted_spec
     if last is not None and last != text:

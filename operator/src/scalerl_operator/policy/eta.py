@@ -31,7 +31,8 @@ def recent_rates(status: Status, token_cost: float) -> Rates:
     From the coordinator's totals alone, so that they are the same after a restart of the operator. Between evaluations, because
     an evaluation ends some steps after its version was trained.
 
-    token_cost: of a completion token, see :func:`scalerl_api.compute.rl_token_cost`.
+    Args:
+        token_cost: of a completion token, see :func:`scalerl_api.compute.rl_token_cost`.
     """
     window = status.points[-1 - INTERVALS :]
     if window:

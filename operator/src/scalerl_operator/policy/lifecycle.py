@@ -85,7 +85,8 @@ _IN_QUEUE: Final = "the queue to admit it"
 def decide(spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedState) -> LifecycleDecision:
     """The decision for a run.
 
-    spec: as accepted; None only for a run that is being deleted, which needs none.
+    Args:
+        spec: as accepted; None only for a run that is being deleted, which needs none.
     """
     if observed.trainer.attempt > persisted.attempt:
         # A process created this attempt and ended before it recorded it.

@@ -40,15 +40,16 @@ class ContainerExit:
 class Job:
     """Observation of a Job.
 
-    attempt: of the trainer, from 1; 0 for ``prepare``.
-    exits: of containers with an exit code other than 0.
-    ready: all pods are ready.
-    stale: created for an earlier spec.
-    gated: a queue has not admitted it, or has requeued it.
-    pods_terminating: some of its pods are being deleted.
-    disrupted: it failed because its pods were evicted or preempted, or a node did not start them.
-    failed_at: unix seconds; 0 if unknown.
-    abandoned: the last attempt of a Job that only pods on lost nodes keep; 0 without one.
+    Attributes:
+        attempt: of the trainer, from 1; 0 for ``prepare``.
+        exits: of containers with an exit code other than 0.
+        ready: all pods are ready.
+        stale: created for an earlier spec.
+        gated: a queue has not admitted it, or has requeued it.
+        pods_terminating: some of its pods are being deleted.
+        disrupted: it failed because its pods were evicted or preempted, or a node did not start them.
+        failed_at: unix seconds; 0 if unknown.
+        abandoned: the last attempt of a Job that only pods on lost nodes keep; 0 without one.
     """
 
     state: JobState = JobState.ABSENT
@@ -67,12 +68,13 @@ class Job:
 class Service:
     """Observation of the replicas of a role.
 
-    restarts: most restarts of any one container.
-    restarted: that container.
-    bad_input: the end of a container with wrong input, for which a restart cannot help.
-    given_up: the last end of a container whose starts all fail, where its runtime says so; a cluster's tries on without end.
-    lost: the greatest attempt of a coordinator on a lost node; 0 without one.
-    starting: number of replicas that are not ready and had neither such end.
+    Attributes:
+        restarts: most restarts of any one container.
+        restarted: that container.
+        bad_input: the end of a container with wrong input, for which a restart cannot help.
+        given_up: the last end of a container whose starts all fail, where its runtime says so; a cluster's tries on without end.
+        lost: the greatest attempt of a coordinator on a lost node; 0 without one.
+        starting: number of replicas that are not ready and had neither such end.
     """
 
     ready: int = 0
@@ -88,19 +90,20 @@ class Service:
 class LifecycleInput:
     """The observation of a run.
 
-    unix_seconds: the operator's clock, for back-off, drains and queues only.
-    queued: a queue admits the run's Jobs.
-    unadmitted: the queue has not admitted the run's gang, or has evicted it.
-    serving: the coordinator or generators exist.
-    environment: its servers; None: the run has none.
-    status: of the coordinator; None while it does not answer.
-    stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
-    steps: trained, as recorded in the run's status.
-    started: a coordinator and a generator of the accepted spec are ready; others may still be those of an earlier spec.
-    edit: of the spec, since the last reconcile.
-    unproven: fields that have been edited and have not trained :data:`.failures.PROVEN_STEPS` steps yet.
-    drain_seconds: timeout of a drain.
-    gated_seconds: see :data:`GATED_SECONDS`.
+    Attributes:
+        unix_seconds: the operator's clock, for back-off, drains and queues only.
+        queued: a queue admits the run's Jobs.
+        unadmitted: the queue has not admitted the run's gang, or has evicted it.
+        serving: the coordinator or generators exist.
+        environment: its servers; None: the run has none.
+        status: of the coordinator; None while it does not answer.
+        stop: the reason for which the autoscaler stops the run, ``FORECAST`` or ``BROKEN``; empty without one.
+        steps: trained, as recorded in the run's status.
+        started: a coordinator and a generator of the accepted spec are ready; others may still be those of an earlier spec.
+        edit: of the spec, since the last reconcile.
+        unproven: fields that have been edited and have not trained :data:`.failures.PROVEN_STEPS` steps yet.
+        drain_seconds: timeout of a drain.
+        gated_seconds: see :data:`GATED_SECONDS`.
     """
 
     unix_seconds: float
@@ -156,22 +159,23 @@ class RunOutcome:
 class PersistedState:
     """What a reconcile keeps for the next one, in the run's status. Times are unix seconds of the operator's clock.
 
-    attempt: of the trainer, counted from 1; 0 before the first.
-    last_recorded_attempt: the attempt whose end ``record`` has.
-    restarts: of the trainer, in all.
-    ready_since: since when all ranks of this attempt have been ready; None before.
-    next_at: the next attempt is created at this time or later.
-    gated_since: since when a queue has gated this attempt.
-    drain_since: start of the present drain.
-    unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
-    coordinator_attempt: of the coordinator, from 1; greater than that of each one on a lost node.
-    suspension: the run is drained, and nothing exists until ``suspend`` becomes false.
-    resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
-    has_trained: steps, of RL or of mid-training.
-    unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
-        :data:`.failures.PROVEN_STEPS` more.
-    suspending_for: the failure for which the run drains, to be suspended.
-    awaited_since: since when a run that ends has had no trainer that is ready; None otherwise.
+    Attributes:
+        attempt: of the trainer, counted from 1; 0 before the first.
+        last_recorded_attempt: the attempt whose end ``record`` has.
+        restarts: of the trainer, in all.
+        ready_since: since when all ranks of this attempt have been ready; None before.
+        next_at: the next attempt is created at this time or later.
+        gated_since: since when a queue has gated this attempt.
+        drain_since: start of the present drain.
+        unreachable_since: since when the coordinator has not answered in that drain; None while it answers.
+        coordinator_attempt: of the coordinator, from 1; greater than that of each one on a lost node.
+        suspension: the run is drained, and nothing exists until ``suspend`` becomes false.
+        resumed: ``suspend`` became false, or an ended run continues, and the coordinator may still have the stop request.
+        has_trained: steps, of RL or of mid-training.
+        unproven_since: steps at the last edit, or resumption, of a run that has trained; None once it has trained
+            :data:`.failures.PROVEN_STEPS` more.
+        suspending_for: the failure for which the run drains, to be suspended.
+        awaited_since: since when a run that ends has had no trainer that is ready; None otherwise.
     """
 
     attempt: int = 0
@@ -197,15 +201,16 @@ class PersistedState:
 class LifecycleDecision:
     """The objects that are to exist, and the actions.
 
-    prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
-    generators: replicas.
-    trainer: the attempt that exists; None: none.
-    update_existing: whether existing objects follow the spec; False during a drain.
-    request_stop: the reason of the stop request to the coordinator; empty cancels the request; None sends nothing.
-    set_suspend: set ``spec.suspend`` to true.
-    release: remove the finalizer.
-    again_seconds: until the next reconcile; None: at the next change.
-    waiting_for: what the run waits for, for users.
+    Attributes:
+        prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
+        generators: replicas.
+        trainer: the attempt that exists; None: none.
+        update_existing: whether existing objects follow the spec; False during a drain.
+        request_stop: the reason of the stop request to the coordinator; empty cancels the request; None sends nothing.
+        set_suspend: set ``spec.suspend`` to true.
+        release: remove the finalizer.
+        again_seconds: until the next reconcile; None: at the next change.
+        waiting_for: what the run waits for, for users.
     """
 
     phase: Phase

@@ -21,8 +21,9 @@ _CAPACITY_TERMS: Final = ("insufficient ", "too many pods", "max volume count")
 class Problem:
     """Why a condition does not have its healthy value.
 
-    reason: the phase, if the phase itself is the reason.
-    message: of the cluster.
+    Attributes:
+        reason: the phase, if the phase itself is the reason.
+        message: of the cluster.
     """
 
     reason: Reason | Phase

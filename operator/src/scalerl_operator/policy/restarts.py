@@ -28,9 +28,10 @@ RESET_AFTER_SECONDS: Final = 600.0
 class RestartPolicy:
     """The n-th consecutive restart waits ``first_delay · 2^(n−1)`` seconds, at most ``max_delay``.
 
-    max_failed_starts: most consecutive failures of a unit that was never ready.
-    max_restarts: most restarts since the last reset.
-    max_start_delay_seconds: the longest delay after a failed start of a unit that has been ready before.
+    Attributes:
+        max_failed_starts: most consecutive failures of a unit that was never ready.
+        max_restarts: most restarts since the last reset.
+        max_start_delay_seconds: the longest delay after a failed start of a unit that has been ready before.
     """
 
     first_delay_seconds: float = 1.0
@@ -50,8 +51,9 @@ class Cause(enum.StrEnum):
 class ProcessExit:
     """How a process ended.
 
-    exit_code: as ``subprocess`` gives it (negative: the signal); None if it was ended for a probe.
-    ready_seconds: how long it had been ready; None if it never was.
+    Attributes:
+        exit_code: as ``subprocess`` gives it (negative: the signal); None if it was ended for a probe.
+        ready_seconds: how long it had been ready; None if it never was.
     """
 
     cause: Cause
@@ -77,11 +79,12 @@ class ProcessExit:
 class Record:
     """Counts of a unit's failures between restarts.
 
-    diverged: the training diverged, and no start was ready for :data:`RESET_AFTER_SECONDS` since. A crash does not clear it: the
-        trainer trains the same batches from the same checkpoint again.
-    publish_refused: generators could not use the published weights, likewise.
-    has_been_ready: at least once with this spec.
-    disruptions: consecutive ones; they only lengthen the next delay.
+    Attributes:
+        diverged: the training diverged, and no start was ready for :data:`RESET_AFTER_SECONDS` since. A crash does not clear it:
+            the trainer trains the same batches from the same checkpoint again.
+        publish_refused: generators could not use the published weights, likewise.
+        has_been_ready: at least once with this spec.
+        disruptions: consecutive ones; they only lengthen the next delay.
     """
 
     consecutive_failures: int = 0

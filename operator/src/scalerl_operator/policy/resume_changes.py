@@ -17,7 +17,8 @@ OF_A_CLUSTER = (
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """``field: old → new (why)`` of each change that is refused for a started run.
 
-    before, after: manifests as ``to_manifest`` returns them.
+    Args:
+        before, after: manifests as ``to_manifest`` returns them.
 
     >>> forbidden_changes({"spec": {"warmStart": {"steps": 1}}}, {"spec": {"budget": {"maxSteps": 10}}})
     ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it runs before the first step. Create another run)']

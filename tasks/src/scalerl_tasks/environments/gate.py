@@ -33,8 +33,9 @@ class EnvironmentGate:
 
     ``problem`` says why episodes wait; empty if none does.
 
-    delays: seconds before the first try, and the longest ones.
-    waiting_seconds: between two calls of ``on_graded``.
+    Args:
+        delays: seconds before the first try, and the longest ones.
+        waiting_seconds: between two calls of ``on_graded``.
     """
 
     def __init__(
