@@ -43,7 +43,7 @@ _LOG_LINES = 20
 def run(arguments: argparse.Namespace) -> int:
     """Execute the run of a file until it ends; returns the exit code. No process of the run is left."""
     if arguments.runtime is not None:
-        from scalerl_cli.other_runtime import run_elsewhere
+        from scalerl_cli.plugin_runtime import run_elsewhere
 
         return run_elsewhere(arguments)
     spec = read_spec(arguments.file)
