@@ -16,7 +16,7 @@ from operator_tests.manifests import EVERYTHING, UID, cluster_run, findings, pod
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller import gang
+from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.diagnosis import queue_problem
@@ -142,7 +142,7 @@ def seen(
 
 
 async def find(api: Any, made: Findings, *, served: bool) -> Gang | None:
-    return await gang.find(api, made.run, made.accepted, served=served)
+    return await gang_admission.find(api, made.run, made.accepted, served=served)
 
 
 def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
@@ -346,9 +346,9 @@ def test_trainer_of_a_gang_is_seen_as_a_held_job(
     workload: Object | None, pods: list[Object], persisted: PersistedState, expected: Job
 ) -> None:
     made = seen(workload, *pods, persisted=persisted, gang=Gang(3))
-    assert gang.observed_in_queue(made.run, made.observed).trainer == expected
+    assert gang_admission.observed_in_queue(made.run, made.observed).trainer == expected
     admitted = replace(made.observed, gang=Gang(3, "{}", admitted=True))
-    assert gang.observed_in_queue(made.run, admitted) == admitted
+    assert gang_admission.observed_in_queue(made.run, admitted) == admitted
 
 
 def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
@@ -362,7 +362,7 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
         assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
     decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, gated=True)), FIRST)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
-    assert gang.is_wanted(decision, DONE), "it stays in the queue"
+    assert gang_admission.is_wanted(decision, DONE), "it stays in the queue"
     between = decide(SPEC, replace(evicted, trainer=Job(JobState.FAILED, 1)), FIRST)
     assert between.phase == "Pending"
 
@@ -370,7 +370,7 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
 def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
     def wanted(phase: Phase, attempt: int = 1, preparation: Job = DONE, **parts: Any) -> bool:
         decision = LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts)
-        return gang.is_wanted(decision, preparation)
+        return gang_admission.is_wanted(decision, preparation)
 
     assert wanted(Phase.RUNNING, prepare=True, coordinator=True), "between two attempts too"
     assert wanted(Phase.PENDING, prepare=True)
@@ -382,10 +382,10 @@ def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
     assert not wanted(Phase.SUSPENDED)
     first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), PersistedState())
     assert (first.phase, exists(first)) == ("Pending", (True, False, 0, 1))
-    assert gang.is_wanted(first, DONE)
+    assert gang_admission.is_wanted(first, DONE)
     resumed = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=held), FIRST)
     assert (resumed.phase, resumed.prepare) == ("Pending", True)
-    assert not gang.is_wanted(resumed, held), "the run would compete with its own preparation"
+    assert not gang_admission.is_wanted(resumed, held), "the run would compete with its own preparation"
     draining = wanted(Phase.SUSPENDING, preparation=Job(), coordinator=True, trainer=1)
     assert draining, "it keeps its quota until it has saved"
 
@@ -396,7 +396,7 @@ async def answered(
     api: Any = Api()
     trainer = Job(JobState.ACTIVE, 1, ready=admitted)
     made = seen(workload, *pods, gang=Gang(3, "{}", admitted=admitted), trainer=trainer)
-    await gang.answer(api, replace(made, decision=replace(made.decision, generators=generators)))
+    await gang_admission.answer(api, replace(made, decision=replace(made.decision, generators=generators)))
     if not api.patches:
         return None
     ((kind, _, name, patch, subresource), options) = api.patches[0]
@@ -445,7 +445,7 @@ async def test_quota_is_given_back_though_a_node_is_lost() -> None:
     pods = [lost(f"p-{role}", role) for role in (Role.TRAINER, Role.GENERATOR, Role.COORDINATOR)]
     assert await answered(evicted, *pods) is not None
     made = seen(evicted, *pods, gang=Gang(3, "{}"), trainer=Job(abandoned=FIRST.attempt))
-    held = gang.observed_in_queue(made.run, made.observed).trainer
+    held = gang_admission.observed_in_queue(made.run, made.observed).trainer
     assert held == Job(JobState.ACTIVE, FIRST.attempt, gated=True, abandoned=FIRST.attempt)
     decision = decide(SPEC, replace(RUNNING, queued=True, serving=True, unadmitted=True, trainer=held), FIRST)
     assert exists(decision)[1:3] == (False, 0)
@@ -476,12 +476,12 @@ async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
 @pytest.mark.parametrize("refusal", [errors.Forbidden, errors.Invalid, errors.NotFound])
 async def test_refused_answer_is_said_and_fails_no_reconcile(refusal: type[errors.ApiError]) -> None:
     made = seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION), gang=Gang(3))
-    await gang.answer(Api(refusal=refusal), made)  # type: ignore[arg-type]
-    assert "the role has no such right" in gang.why_waiting(made.run)
-    await gang.answer(Api(), made)  # type: ignore[arg-type]
-    assert "no such right" not in gang.why_waiting(made.run)
+    await gang_admission.answer(Api(refusal=refusal), made)  # type: ignore[arg-type]
+    assert "the role has no such right" in gang_admission.why_waiting(made.run)
+    await gang_admission.answer(Api(), made)  # type: ignore[arg-type]
+    assert "no such right" not in gang_admission.why_waiting(made.run)
     with pytest.raises(errors.Conflict):
-        await gang.answer(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
+        await gang_admission.answer(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", ["two", "0", "", "1.5", "-2", "９", "99999999999"])
@@ -542,8 +542,8 @@ def test_waiting_run_says_what_kueue_says() -> None:
     workload = live()
     message = "insufficient unused quota for nvidia.com/gpu in flavor default, 2 more needed"
     workload["status"]["conditions"] = [{"type": "QuotaReserved", "status": "False", "message": message}]
-    assert gang.why_waiting(seen(workload).run) == message
-    assert "Kueue" in gang.why_waiting(seen(None).run)
+    assert gang_admission.why_waiting(seen(workload).run) == message
+    assert "Kueue" in gang_admission.why_waiting(seen(None).run)
 
 
 class Unserved:

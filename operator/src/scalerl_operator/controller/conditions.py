@@ -16,7 +16,7 @@ from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.controller import gang
+from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.coordinator_problems import (
     journal_problem,
     problem_of_running,
@@ -100,7 +100,7 @@ def _admitted(findings: Findings) -> Value:
     jobs = {Role.PREPARE: observed.prepare, Role.TRAINER: observed.trainer}
     if observed.trainer.gated and findings.observed.gang is not None:
         text = f"the run as a whole ({findings.observed.gang.generators} generators) in the queue {queue}"
-        return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang.why_waiting(findings.run)}")
+        return False, Problem(Reason.WAITING_FOR_QUOTA, f"{text}: {gang_admission.why_waiting(findings.run)}")
     waiting = [role for role, job in jobs.items() if job.gated]
     for role in (Role.COORDINATOR, Role.GENERATOR, Role.ENVIRONMENT):
         problems = (pod.problem for pod in observed.of(role))

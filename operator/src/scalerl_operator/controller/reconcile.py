@@ -25,7 +25,7 @@ from scalerl_api.conditions import Phase, Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.controller import gang
+from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
@@ -169,10 +169,10 @@ class Reconciler:
     async def _observe(self, run: Run, accepted: Accepted) -> Observed | None:
         """None: the coordinator has not responded since the run's pods changed; its poller wakes the run."""
         await self._applier.find_unlabelled(run)
-        queued = await gang.find(self._api, run, accepted, served=self._gangs())
+        queued = await gang_admission.find(self._api, run, accepted, served=self._gangs())
         terminating = run.state.terminating_seconds(run.objects.values(), self._monotonic())
         seen = observe(run.objects, run.uid, accepted.spec_hashes(), terminating, self._lost_seconds)
-        seen = gang.observed_in_queue(run, replace(seen, gang=queued))
+        seen = gang_admission.observed_in_queue(run, replace(seen, gang=queued))
         seen = ignore_young_pods(seen, run.unix_seconds)
         observed = await ask_coordinator(self._api, self.coordinators, run, accepted, seen)
         if observed is None:
@@ -222,7 +222,7 @@ class Reconciler:
         if findings.accepted.found is None:
             return decision.again_seconds
         if findings.checks.not_started is None:
-            await gang.answer(self._api, findings)
+            await gang_admission.answer(self._api, findings)
             if decision.set_suspend:
                 await self._run.suspend(run)
             elif (number := wanted_generators(findings)) is not None:

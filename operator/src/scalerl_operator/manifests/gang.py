@@ -3,7 +3,7 @@ generators.
 
 Kueue admits a Workload as a whole, so two runs in a queue cannot each hold the half that the other lacks. It knows the run as an
 external controller does: the operator creates the Workload, creates the pods once it is admitted, with the node labels and
-tolerations of the assigned flavors, and ends them when it is evicted (:mod:`..controller.gang`). Generators beyond the least number,
+tolerations of the assigned flavors, and ends them when it is evicted (:mod:`..controller.gang_admission`). Generators beyond the least number,
 and servers that were added later, are in a Deployment of their own, whose pods Kueue queues one by one. ADR 0016.
 """
 
