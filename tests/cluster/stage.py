@@ -25,7 +25,7 @@ from testcluster import Cluster, KubectlError, MissingError, start_control_plane
 
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.decisions import DecisionLog
-from scalerl_operator.controller.observe import LOST_SECONDS
+from scalerl_operator.controller.pod_views import LOST_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache

@@ -14,7 +14,7 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_operator import names
-from scalerl_operator.controller import apply, observe
+from scalerl_operator.controller import apply, pod_views
 from scalerl_operator.kube.errors import ApiError
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.coordinator import GRACE_SECONDS
@@ -197,7 +197,7 @@ async def test_suspended_run_does_not_wait_for_the_lost_pod(there: Stage) -> Non
         for there.stepped in (86_400.0, -86_400.0, 0.0):
             run = await there.reconcile_until(lambda r: r["status"]["phase"] != "Suspended")
             assert run["status"]["phase"] == "Pending", "a clock that was set makes no pod count as lost"
-        there.now += pod["metadata"]["deletionGracePeriodSeconds"] + observe.LOST_SECONDS + 1.0
+        there.now += pod["metadata"]["deletionGracePeriodSeconds"] + pod_views.LOST_SECONDS + 1.0
         await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
         await there.end("prepare")
         run = await there.reconcile_until(lambda r: trainer(r)["attempt"] == 2)
@@ -293,7 +293,7 @@ async def test_run_that_is_suspended_meanwhile_resumes_with_a_greater_number(the
                 break
             await asyncio.sleep(0.1)
         await there.reconcile()
-        there.now += GRACE_SECONDS + observe.LOST_SECONDS + 1.0
+        there.now += GRACE_SECONDS + pod_views.LOST_SECONDS + 1.0
         for _ in range(600):
             await there.reconcile()
             if await there.get("Pod", name) is None:

@@ -14,7 +14,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
-from scalerl_operator.controller.observe import PLACING_SECONDS
+from scalerl_operator.controller.pod_views import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS
 from scalerl_operator.manifests import render

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from operator_tests.manifests import UID
-from scalerl_operator.controller.observe import JOB_NAME
+from scalerl_operator.controller.pod_views import JOB_NAME
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.workloads import Role
 

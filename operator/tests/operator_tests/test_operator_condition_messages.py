@@ -16,8 +16,8 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
 from scalerl_operator.controller.conditions import event_type
-from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import QUEUE
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, OutcomeKind, PersistedState, RunOutcome
@@ -39,7 +39,7 @@ def observed(*pods: Object, jobs: tuple[Role, ...] = ()) -> Observed:
     objects = {("Pod", p["metadata"]["name"]): p for p in pods} | {
         ("Job", str(r)): builders.job(r) for r in jobs
     }
-    return observe(objects, UID, HASHES)
+    return observe_objects(objects, UID, HASHES)
 
 
 def conditions(

@@ -14,8 +14,8 @@ from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.status import merge_patch, report
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.policy.lifecycle_types import (
@@ -158,7 +158,7 @@ def test_refused_connection_is_distinguished_from_unreachable(refused: str, reas
     )
     pod = {"metadata": {"name": "c", "labels": {RUN_UID: UID, COMPONENT: Role.COORDINATOR}}}
     pod["status"] = {"conditions": [{"type": "Ready", "status": "True"}]}
-    observed = observe({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    observed = observe_objects({("Pod", "c"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
     status = report(findings(RUN, observed=replace(observed, refusal=refused), decision=decision))
     for type_ in (ConditionType.COORDINATOR_READY, ConditionType.PROGRESSING):
         condition = status.condition(type_)

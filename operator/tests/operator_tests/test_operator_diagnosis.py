@@ -18,7 +18,7 @@ from scalerl_operator.controller.diagnosis import (
     diagnose,
     next_start_check,
 )
-from scalerl_operator.controller.observe import observe
+from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.names import COMPONENT, RUN_UID, Names
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
@@ -45,7 +45,7 @@ async def reason(events: Events, **objects: Any) -> Reason | None:
         unix_seconds=NOW,
         objects=there,
         decision=LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1), coordinator=True),
-        observed=observe(there, UID, dict.fromkeys(Role, "")),
+        observed=observe_objects(there, UID, dict.fromkeys(Role, "")),
     )
     problem = await diagnose(cast(KubeApi, events), found)
     return None if problem is None else problem.reason
@@ -93,5 +93,5 @@ def test_events_are_read_soon_after_each_start_of_a_run_that_has_trained_for_day
     waiting = {"name": "c", "state": {"waiting": {"reason": "ContainerCreating"}}}
     starting = pod("a", Role.PREPARE, waiting, phase="Pending")
     starting["metadata"]["creationTimestamp"] = rfc3339(NOW - age)
-    observed = observe({("Pod", "a"): starting}, UID, dict.fromkeys(Role, ""))
+    observed = observe_objects({("Pod", "a"): starting}, UID, dict.fromkeys(Role, ""))
     assert next_start_check(replace(found, observed=observed)) == wait

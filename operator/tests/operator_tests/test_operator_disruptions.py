@@ -12,8 +12,8 @@ from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase, Reason
-from scalerl_operator.controller.observe import LOST_SECONDS, observe, pod_view
 from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import LOST_SECONDS, observe_objects, pod_view
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import ATTEMPT
@@ -66,7 +66,7 @@ def seen(*pods: dict[str, Any], role: Role = Role.TRAINER, why: str = "BackoffLi
     failed["message"] = BY_RULE if why == "PodFailurePolicy" else "limit"
     job = builders.job(role, failed, name="j", parallelism=2)
     objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods} | {("Job", "j"): job}
-    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return observe_objects(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
 REFUSED = a_pod("a", "Failed", reason="UnexpectedAdmissionError", message=ALLOCATE)
@@ -367,7 +367,7 @@ def test_lost_pod_does_not_depend_on_the_api_servers_clock(skew: float) -> None:
 
     def lost(now: float) -> bool:
         terminating = state.terminating_seconds(objects.values(), NOW + skew + now)
-        (seen,) = observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, terminating).pods
+        (seen,) = observe_objects(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}, terminating).pods
         return seen.lost
 
     limit = 300 + LOST_SECONDS
@@ -390,7 +390,7 @@ def with_jobs(*pods: dict[str, Any], deleted: bool = False, later: bool = False)
         jobs["j"]["metadata"]["deletionTimestamp"] = rfc3339(NOW)
     objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods}
     objects |= {("Job", name): job for name, job in jobs.items()}
-    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return observe_objects(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
 LOST = a_pod("a", "Running", terminating=True, conditions=[TAINTED, *ready("False", "True")])
@@ -450,7 +450,7 @@ def coordinators(*numbers: int) -> Observed:
         if number:
             pod["metadata"]["labels"][ATTEMPT] = str(number)
     objects = {("Pod", pod["metadata"]["name"]): pod for pod in pods}
-    return observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return observe_objects(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
 @pytest.mark.parametrize(

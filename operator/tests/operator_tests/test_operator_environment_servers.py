@@ -25,7 +25,7 @@ from operator_tests.manifests import (
 )
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.controller.observe import observe, pod_view
+from scalerl_operator.controller.pod_views import observe_objects, pod_view
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import Gang
 from scalerl_operator.manifests.scope import spec_hash
@@ -227,5 +227,5 @@ def test_exit_codes_of_a_users_program_have_no_meaning() -> None:
         status = container_status(waiting, restarts=9, lastState={"terminated": ended}, name="environment")
         view = pod_view(pod("e", Role.ENVIRONMENT, status))
         assert (view.bad_input, view.restarts, view.problem is not None) == (None, 9, True)
-        observed = observe({("Pod", "e"): pod("e", Role.ENVIRONMENT, status)}, UID, {Role.PREPARE: "", Role.TRAINER: ""})  # fmt: skip
+        observed = observe_objects({("Pod", "e"): pod("e", Role.ENVIRONMENT, status)}, UID, {Role.PREPARE: "", Role.TRAINER: ""})  # fmt: skip
         assert observed.service(Role.ENVIRONMENT).starting == 1

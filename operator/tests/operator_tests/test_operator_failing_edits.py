@@ -22,8 +22,8 @@ from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.decide import decide
-from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Findings, Run
+from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
@@ -65,7 +65,7 @@ class World:
         run = Run(self.obj, dict(self.objects), self.now, before, persisted_state(before))
         accepted = accept(run)
         assert accepted.invalid is None, accepted.invalid
-        observed = observe(run.objects, UID, accepted.spec_hashes())
+        observed = observe_objects(run.objects, UID, accepted.spec_hashes())
         if observed.service(Role.COORDINATOR).ready:
             observed = replace(observed, coordinator=self.coordinator)
         decision = decide(run, accepted, observed)

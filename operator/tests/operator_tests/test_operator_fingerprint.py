@@ -13,8 +13,8 @@ from operator_tests import builders
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api.conditions import Phase
 from scalerl_operator.controller.apply import fingerprint
-from scalerl_operator.controller.observe import pod_view
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, PodView, Run
+from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
 

@@ -20,8 +20,8 @@ from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.diagnosis import queue_problem
-from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Findings, Observed
+from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -133,7 +133,7 @@ def seen(
     }
     if workload is not None:
         objects["Workload", workload["metadata"]["name"]] = workload
-    observed = replace(observe(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}), gang=gang)
+    observed = replace(observe_objects(objects, UID, {Role.PREPARE: "", Role.TRAINER: ""}), gang=gang)
     if trainer is not None:
         observed = replace(observed, trainer=trainer)
     made = findings(run or queued(), objects=objects, persisted=persisted, observed=observed)

@@ -6,8 +6,8 @@ import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
 from scalerl_operator.controller.apply import pinned
-from scalerl_operator.controller.observe import observe
 from scalerl_operator.controller.parts import Run
+from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render, spec_hash
 from scalerl_operator.manifests.scope import Images
@@ -88,7 +88,7 @@ def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> 
     cluster.reconcile(OLD)
     run = cluster_run(trainer={"replicas": 1, "devices": 8})
     roles = (Role.PREPARE, Role.TRAINER)
-    observed = observe(cluster.objects, UID, {role: spec_hash(run, role) for role in roles})
+    observed = observe_objects(cluster.objects, UID, {role: spec_hash(run, role) for role in roles})
     inputs = LifecycleInput(unix_seconds=0.0, prepare=observed.prepare, trainer=observed.trainer)
     decision = lifecycle.decide(run.spec, inputs, PersistedState(attempt=1))
     assert (decision.prepare, decision.coordinator, decision.generators, decision.trainer) == (

@@ -18,8 +18,8 @@ from scalerl_api.pod_memory import container_bytes
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus
 from scalerl_operator.controller.apply import fingerprint
-from scalerl_operator.controller.observe import observe, pod_view
 from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import observe_objects, pod_view
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
@@ -164,7 +164,9 @@ def test_newest_report_counts() -> None:
         ended(model.model_dump_json(by_alias=True), created=f"2026-01-0{day}T00:00:00Z")
         for day, model in ((2, newer), (1, QWEN_1_5B))
     ]
-    found = observe({("Pod", str(n)): one for n, one in enumerate(pods)}, UID, dict.fromkeys(Role, ""))
+    found = observe_objects(
+        {("Pod", str(n)): one for n, one in enumerate(pods)}, UID, dict.fromkeys(Role, "")
+    )
     assert found.model == newer
 
 
@@ -174,14 +176,15 @@ def test_preparation_ends_with_its_pod() -> None:
     running = pod("p", Role.PREPARE, container_status({"running": {}}, name="prepare"), job="prepare")
     hashes = dict.fromkeys(Role, "")
     assert (
-        observe({("Job", "a"): complete, ("Pod", "p"): running}, UID, hashes).prepare.state is JobState.ACTIVE
+        observe_objects({("Job", "a"): complete, ("Pod", "p"): running}, UID, hashes).prepare.state
+        is JobState.ACTIVE
     )
     finished = ended(QWEN_1_5B.model_dump_json(by_alias=True), job="prepare")
     assert (
-        observe({("Job", "a"): complete, ("Pod", "p"): finished}, UID, hashes).prepare.state
+        observe_objects({("Job", "a"): complete, ("Pod", "p"): finished}, UID, hashes).prepare.state
         is JobState.COMPLETE
     )
-    assert observe({("Job", "a"): complete}, UID, hashes).prepare.state is JobState.COMPLETE, (
+    assert observe_objects({("Job", "a"): complete}, UID, hashes).prepare.state is JobState.COMPLETE, (
         "the pod is gone"
     )
 

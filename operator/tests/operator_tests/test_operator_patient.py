@@ -6,8 +6,8 @@ from typing import Any
 
 from operator_tests.manifests import UID
 from scalerl_api.conditions import Reason
-from scalerl_operator.controller.observe import ignore_young_pods, observe
 from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import ignore_young_pods, observe_objects
 from scalerl_operator.names import COMPONENT, RUN_UID
 from scalerl_operator.policy.persisted_state import rfc3339
 from scalerl_operator.workloads import Role
@@ -25,7 +25,7 @@ def waiting(**of: tuple[float, str]) -> Observed:
         metadata["creationTimestamp"] = rfc3339(NOW - age)
         said = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
         pods["Pod", name] = {"metadata": metadata, "status": {"conditions": [said]}}
-    return observe(pods, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return observe_objects(pods, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
 def reasons(observed: Observed) -> dict[str, Reason]:

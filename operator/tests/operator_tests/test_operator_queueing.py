@@ -13,8 +13,8 @@ from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, e
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.controller.observe import JOB_NAME, observe
 from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import JOB_NAME, observe_objects
 from scalerl_operator.controller.status import report
 from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
@@ -60,7 +60,7 @@ def test_run_starts_with_admitted_workloads() -> None:
     ],
 )
 def test_queued_trainer_has_no_volume_mounted(trainer: Job, at_work: bool) -> None:
-    observed = replace(observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""}), trainer=trainer)
+    observed = replace(observe_objects({}, UID, {Role.PREPARE: "", Role.TRAINER: ""}), trainer=trainer)
     assert may_have_mounted(observed) is at_work
 
 
@@ -157,7 +157,9 @@ def seen(*, suspend: bool, over: bool = False, terminating: bool = True) -> Obse
     if terminating:
         metadata["deletionTimestamp"] = "1970-01-01T00:06:40Z"
     pod = {"metadata": metadata, "status": {"phase": "Succeeded" if over else "Running"}}
-    return observe({("Job", "job"): job, ("Pod", "pod"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return observe_objects(
+        {("Job", "job"): job, ("Pod", "pod"): pod}, UID, {Role.PREPARE: "", Role.TRAINER: ""}
+    )
 
 
 def test_requeued_job_and_its_ending_pods_are_observed() -> None:
@@ -172,7 +174,7 @@ def test_requeued_job_and_its_ending_pods_are_observed() -> None:
 
 
 def nothing() -> Observed:
-    return observe({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
+    return observe_objects({}, UID, {Role.PREPARE: "", Role.TRAINER: ""})
 
 
 def said(observed: Observed, phase: Phase, before: RunStatus, type_: ConditionType) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import pytest
 from operator_tests.manifests import EVERYTHING, IMAGES, PODS, UID, cluster_run, container, pod_spec, rendered
 from scalerl_api.memory import ModelSize
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.controller.observe import pod_view
+from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.manifests import render
 
 SECRET = {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": {"name": "bucket", "key": "key"}}}

@@ -16,8 +16,8 @@ from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang_admission import is_wanted
 from scalerl_operator.controller.object_writer import ObjectWriter, key_of, labels_of
-from scalerl_operator.controller.observe import is_abandoned, is_settled
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Findings, Run
+from scalerl_operator.controller.pod_views import is_abandoned, is_settled
 from scalerl_operator.controller.refusals import preflight
 from scalerl_operator.controller.stray_pods import (
     delete_lost_coordinators,

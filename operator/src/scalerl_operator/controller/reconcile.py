@@ -38,8 +38,8 @@ from scalerl_operator.controller.coordinator_poller import (
 )
 from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
-from scalerl_operator.controller.observe import LOST_SECONDS, ignore_young_pods, observe
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
+from scalerl_operator.controller.pod_views import LOST_SECONDS, ignore_young_pods, observe_objects
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_state import KnownRuns
 from scalerl_operator.controller.source import find_source
@@ -71,7 +71,7 @@ class Reconciler:
         gangs: whether queued runs are admitted as a whole, by Kueue's Workloads.
         wake: called for a run whose coordinator has responded.
         background, poll_timings: see :class:`.CoordinatorPollers`.
-        gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`; lost_seconds: see :data:`.observe.LOST_SECONDS`.
+        gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`; lost_seconds: see :data:`.pod_views.LOST_SECONDS`.
         clock: Unix seconds.
         monotonic: seconds that no correction of the clock changes.
     """
@@ -171,7 +171,7 @@ class Reconciler:
         await self._applier.find_unlabelled(run)
         queued = await gang_admission.find(self._api, run, accepted, served=self._gangs())
         terminating = run.state.terminating_seconds(run.objects.values(), self._monotonic())
-        seen = observe(run.objects, run.uid, accepted.spec_hashes(), terminating, self._lost_seconds)
+        seen = observe_objects(run.objects, run.uid, accepted.spec_hashes(), terminating, self._lost_seconds)
         seen = gang_admission.observed_in_queue(run, replace(seen, gang=queued))
         seen = ignore_young_pods(seen, run.unix_seconds)
         observed = await ask_coordinator(self._api, self.coordinators, run, accepted, seen)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_api.conditions import Reason
-from scalerl_operator.controller.observe import JOB_NAME, attempt_of
 from scalerl_operator.controller.parts import Findings, Run
+from scalerl_operator.controller.pod_views import JOB_NAME, attempt_of
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object

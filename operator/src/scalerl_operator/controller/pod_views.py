@@ -65,7 +65,7 @@ LOST_SECONDS: Final = 60.0
 """A pod that still exists so long after its grace period, by the operator's clock alone, is on a node that does not answer."""
 
 
-def observe(
+def observe_objects(
     objects: Mapping[tuple[str, str], Object],
     uid: str,
     hashes: Mapping[Role, str],
