@@ -6,7 +6,7 @@ A reconcile, on a cluster::
     timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step returns its part, frozen         controller/parts
                                         │
                                         ├ accept()            the accepted spec → Accepted            controller/accept
-       coordinator's status ──────────▶ ├ observe()           Jobs, pods, queue, forecast → Observed  controller/pod_views
+       coordinator's status ──────────▶ ├ observe()           Jobs, pods, queue, forecast → Observed  controller/observe
                                         ├ decide()            which objects exist, phase              controller/decide, policy/lifecycle
                                         ├ check               why it cannot be applied → Checks       controller/volume, source, refusals
                                         ├ Applier.apply()     plan() ▶ render(); create, apply, remove  controller/apply, build

@@ -21,25 +21,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
-from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, wanted_generators
+from scalerl_operator.controller.cluster_autoscaler import wanted_generators
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
     CoordinatorPollers,
     Timings,
-    ask_coordinator,
     request_stop,
 )
 from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
-from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
-from scalerl_operator.controller.pod_views import LOST_SECONDS, ignore_young_pods, observe_objects
+from scalerl_operator.controller.observe import Observer
+from scalerl_operator.controller.parts import Checks, Findings, Run
+from scalerl_operator.controller.pod_views import LOST_SECONDS
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_state import KnownRuns
 from scalerl_operator.controller.source import find_source
@@ -47,7 +47,7 @@ from scalerl_operator.controller.status import RunObject, report
 from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.client import EventType, KubeApi
+from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.manifests.scope import Images
 from scalerl_operator.names import FINALIZER
@@ -102,12 +102,10 @@ class Reconciler:
         self.coordinators = CoordinatorPollers(
             lambda what: api.must_lead(what), wake, background=background, timings=poll_timings
         )
-        self._gangs = gangs
-        self._make_autoscaler = autoscaler
+        self._observer = Observer(api, self.coordinators, gangs, autoscaler, lost_seconds, monotonic)
         self._on_status = on_status
-        self._gated_seconds, self._lost_seconds = gated_seconds, lost_seconds
+        self._gated_seconds = gated_seconds
         self._clock = clock
-        self._monotonic = monotonic
         self._known = KnownRuns(self.coordinators.forget)
 
     async def forget_all(self) -> None:
@@ -131,7 +129,8 @@ class Reconciler:
         accepted = accept(run)
         if accepted.found is not None and not run.deleted and FINALIZER not in run.finalizers:
             await self._run.add_finalizer(run)
-        observed = await self._observe(run, accepted)
+        await self._applier.find_unlabelled(run)
+        observed = await self._observer.observe(run, accepted)
         if observed is None:
             return COORDINATOR_SECONDS
         decision = decide(run, accepted, observed, self._gated_seconds)
@@ -165,23 +164,6 @@ class Reconciler:
             await self._known.forget(key)
             return None
         return run
-
-    async def _observe(self, run: Run, accepted: Accepted) -> Observed | None:
-        """None: the coordinator has not responded since the run's pods changed; its poller wakes the run."""
-        await self._applier.find_unlabelled(run)
-        queued = await gang_admission.find(self._api, run, accepted, served=self._gangs())
-        terminating = run.state.terminating_seconds(run.objects.values(), self._monotonic())
-        seen = observe_objects(run.objects, run.uid, accepted.spec_hashes(), terminating, self._lost_seconds)
-        seen = gang_admission.observed_in_queue(run, replace(seen, gang=queued))
-        seen = ignore_young_pods(seen, run.unix_seconds)
-        observed = await ask_coordinator(self._api, self.coordinators, run, accepted, seen)
-        if observed is None:
-            return None
-        forecast = autoscaler_report(run, accepted, observed, self._make_autoscaler)
-        if forecast.event:
-            kind: EventType = "Warning" if forecast.alarming else "Normal"
-            await self._api.event(run.obj, kind, Reason.AUTOSCALER, forecast.event)
-        return replace(observed, autoscaler=forecast)
 
     async def _check(self, findings: Findings) -> Checks | None:
         """None: the run is to be reconciled anew."""
