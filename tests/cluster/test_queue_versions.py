@@ -10,7 +10,7 @@ import pytest
 from stage import Stage, condition, tiny
 from testcluster import KubectlError
 
-from scalerl_operator.controller.diagnosis import QUEUE_SECONDS
+from scalerl_operator.controller.check import QUEUE_SECONDS
 from scalerl_operator.names import QUEUE
 
 pytestmark = pytest.mark.cluster

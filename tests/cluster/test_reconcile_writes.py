@@ -11,7 +11,7 @@ import pytest
 from stage import Stage, condition, tiny
 
 from scalerl_api import wire
-from scalerl_operator.controller import refusals
+from scalerl_operator.controller import check
 from scalerl_operator.controller.parts import WORKLOADS
 from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS, REPAIR_SECONDS, RunState
 from scalerl_operator.kube import errors
@@ -257,7 +257,7 @@ async def test_foreign_object_created_meanwhile_is_not_overwritten(
     async def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    monkeypatch.setattr(refusals, "_check_name", nothing)
+    monkeypatch.setattr(check, "_check_name", nothing)
     run = await there.reconcile_until(lambda r: bool(condition(r, "Degraded")))
     assert condition(run, "Degraded") == "NameTaken"
     live = await there.get("ConfigMap", "tiny-addition-spec")

@@ -17,9 +17,9 @@ from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, e
 from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase, Reason
 from scalerl_operator.controller import gang_admission
+from scalerl_operator.controller.check import queue_problem
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
 from scalerl_operator.controller.conditions import _admitted
-from scalerl_operator.controller.diagnosis import queue_problem
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.reconcile import Reconciler

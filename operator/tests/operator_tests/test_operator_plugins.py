@@ -11,9 +11,8 @@ from operator_tests.children import run_spec
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.accept import accept
+from scalerl_operator.controller.accept import accept, plugin_problem
 from scalerl_operator.controller.parts import Run
-from scalerl_operator.controller.refusals import plugin_problem
 
 TASK = {"verifier": {"name": "exact"}}
 

@@ -9,12 +9,13 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from scalerl_api import plugins
 from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, SpecProblem, accepted_run, run_from_object
-from scalerl_api.spec import ScaleRLRun
+from scalerl_api.registry import Kind
+from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.status import MAX_ACCEPTED_SPEC
 from scalerl_operator.controller.parts import Accepted, Run
-from scalerl_operator.controller.refusals import plugin_problem
 from scalerl_operator.kube.types import Object
 from scalerl_operator.policy.edits_of_run import edits_since, hash_of
 from scalerl_operator.policy.problems import Problem
@@ -52,3 +53,14 @@ def with_spec(run: Object, text: str) -> Object:
     spec: dict[str, Any] = json.loads(text)
     suspend = run["spec"].get("suspend", False)
     return {**run, "spec": {**spec, "suspend": suspend} if isinstance(suspend, bool) else spec}
+
+
+def plugin_problem(spec: RunSpec) -> Problem | None:
+    """The first name of what the coordinator opens that its image does not have: that image is the operator's, unless the run names
+    another one. The preparation and the vLLM servers check what is in theirs."""
+    if spec.images.coordinator is not None:
+        return None
+    found = plugins.problems(
+        spec, (Kind.SOURCE, Kind.VERIFIER, Kind.ENVIRONMENT, Kind.SCHEDULE, Kind.TRACKER)
+    )
+    return Problem(Reason.REFERENCE_NOT_FOUND, ": ".join(found[0])) if found else None

@@ -18,7 +18,6 @@ from scalerl_operator.controller.gang_admission import is_wanted
 from scalerl_operator.controller.object_writer import ObjectWriter, key_of, labels_of
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Findings, Run
 from scalerl_operator.controller.pod_views import is_abandoned, is_settled
-from scalerl_operator.controller.refusals import preflight
 from scalerl_operator.controller.stray_pods import (
     delete_lost_coordinators,
     end_failed_gang,
@@ -28,7 +27,6 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import content_hash, is_deleted, label
 from scalerl_operator.kube.types import Object
-from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.manifests.scope import Desired, Images
@@ -53,28 +51,20 @@ class Applier:
     Args:
         images: of runs that name none.
         operator_namespace: its pods may connect to the coordinators.
-        namespaced: see :func:`.preflight`.
     """
 
-    def __init__(
-        self, api: KubeApi, cache: Cache, images: Images, operator_namespace: str, *, namespaced: bool
-    ) -> None:
+    def __init__(self, api: KubeApi, cache: Cache, images: Images, operator_namespace: str) -> None:
         self._api = api
         self._cache = cache
         self._images = images
         self._operator_namespace = operator_namespace
-        self._namespaced = namespaced
-        self._unlabelled = UnlabelledNames(api)
         self._writer = ObjectWriter(api, cache)
 
-    async def preflight(self, findings: Findings) -> Problem | None:
-        """Why a new run cannot be started; see :func:`.preflight`."""
+    def render_all(self, findings: Findings) -> list[Object]:
+        """All objects that a new run will have."""
         replicas, source_claim = findings.accepted.spec.generator.replicas, findings.checks.source_claim
         desired = Desired(True, True, max(1, replicas), 1, source_claim=source_claim)
-        images = pinned(findings.run, self._images)
-        render_all = functools.partial(self._render, findings, desired, images)
-        found = (self._cache, self._unlabelled, findings.run, findings.accepted.run, render_all)
-        return await preflight(self._api, *found, namespaced=self._namespaced)
+        return self._render(findings, desired, pinned(findings.run, self._images))
 
     async def apply(self, findings: Findings) -> Problem | None:
         """Applies the run's decision. Returns why an object could not be created.

@@ -1,17 +1,17 @@
-"""Explains pods that were not created or did not start, from Events, and runs whose queue does not exist."""
+"""Explains pods that were not created or did not start, from Events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import Reason
 from scalerl_operator.controller.parts import CLAIM, Findings, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
+from scalerl_operator.names import COMPONENT, Names
 from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
@@ -23,8 +23,6 @@ EVENTS_SECONDS: Final = 15.0
 """Between two requests for the Events of one run."""
 START_CHECK_SECONDS: Final = (15.0, 300.0)
 """First and longest wait between two reconciles of a run whose pods are starting."""
-QUEUE_SECONDS: Final = 30.0
-"""Between two requests for the queue of one run."""
 RECENT_SECONDS: Final = 300.0
 """An older Event may be out of date: the kubelet and the volume controllers repeat the Event while the cause lasts."""
 RECENT_CREATION_SECONDS: Final = 1200.0
@@ -34,7 +32,6 @@ _START: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
 _BINDING: Final = ("ProvisioningFailed", "FailedBinding")
 _CLASSIFY: Final = {_CREATION: creation_problem, _START: mount_problem, _BINDING: claim_problem}
 """Reasons of Events, and the function that classifies their messages."""
-_BEFORE_THE_END: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING)
 
 
 async def diagnose(api: KubeApi, findings: Findings) -> Problem | None:
@@ -109,30 +106,3 @@ async def _last_event(api: KubeApi, run: Run, uid: str, reasons: Sequence[str]) 
 
 def _time(event: Object) -> float:
     return seconds(event.get("lastTimestamp") or event.get("eventTime"))
-
-
-async def queue_problem(api: KubeApi, findings: Findings, phase: Phase) -> str:
-    """A message if the LocalQueue (Kueue) of the run's label, or the class of its priority, does not exist; empty otherwise, for a run that has been admitted,
-    and if the operator may not read it. Reads the queue at most every :data:`QUEUE_SECONDS` for one run.
-    """
-    run, gang = findings.run, findings.observed.gang
-    queue, admitted = label(run.obj, QUEUE), run.before.condition(ConditionType.ADMITTED)
-    known = admitted is not None and admitted.status == "True" and admitted.reason != Reason.NO_QUEUE
-    if not queue or known or phase not in _BEFORE_THE_END:
-        return ""
-    read_at, problem = run.state.queue_read
-    if 0 <= run.unix_seconds - read_at < QUEUE_SECONDS:
-        return problem
-    try:
-        exists = await api.get("LocalQueue", run.namespace, queue) is not None
-    except errors.Forbidden:
-        exists = True  # with another role than the chart's, this is not known
-    problem = ""
-    if not exists:
-        problem = f"no LocalQueue {queue} in the namespace {run.namespace}: with Kueue, the run waits for it; in a cluster "
-        problem += f"without Kueue it starts, and counts in no quota. To run without a queue, remove the label {QUEUE}"
-    priority = label(run.obj, PRIORITY)
-    if exists and priority and gang is not None and gang.priority is None:
-        problem = f"no WorkloadPriorityClass {priority}: create it, or remove the label {PRIORITY}; until then the run waits"
-    run.state.queue_read = (run.unix_seconds, problem)
-    return problem

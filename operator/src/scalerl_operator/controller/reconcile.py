@@ -28,6 +28,7 @@ from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
+from scalerl_operator.controller.check import Checker
 from scalerl_operator.controller.cluster_autoscaler import wanted_generators
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
@@ -36,16 +37,15 @@ from scalerl_operator.controller.coordinator_poller import (
     request_stop,
 )
 from scalerl_operator.controller.decide import decide
-from scalerl_operator.controller.diagnosis import next_start_check, queue_problem
+from scalerl_operator.controller.diagnosis import next_start_check
 from scalerl_operator.controller.observe import Observer
-from scalerl_operator.controller.parts import Checks, Findings, Run
+from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import LOST_SECONDS
 from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.run_state import KnownRuns
-from scalerl_operator.controller.source import find_source
 from scalerl_operator.controller.status import RunObject, report
 from scalerl_operator.controller.summary import RunFigures, figures
-from scalerl_operator.controller.volume import RETRY_SECONDS, check_volume
+from scalerl_operator.controller.volume import RETRY_SECONDS
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key
@@ -98,7 +98,8 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._run = RunObject(api, cache)
-        self._applier = Applier(api, cache, images, operator_namespace, namespaced=namespaced)
+        self._applier = Applier(api, cache, images, operator_namespace)
+        self._checker = Checker(api, cache, self._run, self._applier.render_all, namespaced=namespaced)
         self.coordinators = CoordinatorPollers(
             lambda what: api.must_lead(what), wake, background=background, timings=poll_timings
         )
@@ -140,7 +141,7 @@ class Reconciler:
             await self._known.forget(key)
             return None
         findings = Findings(run, accepted, observed, decision, blocked=run.state.blocked)
-        checks = await self._check(findings)
+        checks = await self._checker.check(findings)
         if checks is None:
             return await self.reconcile(key)
         if checks.not_started is None:
@@ -164,21 +165,6 @@ class Reconciler:
             await self._known.forget(key)
             return None
         return run
-
-    async def _check(self, findings: Findings) -> Checks | None:
-        """None: the run is to be reconciled anew."""
-        if findings.accepted.found is None:
-            return Checks()
-        checks = await check_volume(self._api, self._run, findings)
-        if checks is None:
-            return None
-        if checks.not_started is None:
-            checks = await find_source(self._api, replace(findings, checks=checks))
-        if checks.not_started is None:
-            problem = await self._applier.preflight(replace(findings, checks=checks))
-            checks = replace(checks, not_started=problem)
-        phase = findings.decision.phase if checks.not_started is None else Phase.PENDING
-        return replace(checks, queue_missing=await queue_problem(self._api, findings, phase))
 
     async def _apply(self, findings: Findings) -> Findings:
         """Writes new state of the lifecycle to the status, and then executes the decision."""

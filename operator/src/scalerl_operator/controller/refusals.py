@@ -1,29 +1,20 @@
 """Refusals by the API server, with the fields of the run's spec: a refused ``spec.template.spec.volumes[5]`` of a Job may be
-the user's ``spec.podTemplate.volumes[0]``. Also the checks before a run is started."""
+the user's ``spec.podTemplate.volumes[0]``."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from scalerl_api import plugins
-from scalerl_api.cluster import StorageSpec
 from scalerl_api.conditions import Reason
-from scalerl_api.registry import Kind
-from scalerl_api.spec import KIND, RunSpec, ScaleRLRun
-from scalerl_api.spec_warnings import past_deadline
-from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Run
+from scalerl_api.spec import KIND
+from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.kube import errors
-from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
-from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.manifests.scope import IMAGE, SECTION
-from scalerl_operator.names import COMPONENT, Names
-from scalerl_operator.policy.persisted_state import seconds
+from scalerl_operator.names import COMPONENT
 from scalerl_operator.policy.problems import Problem, creation_problem
 from scalerl_operator.workloads import Role
 
@@ -39,99 +30,6 @@ _KEYS: Final = {
     "topologySpreadConstraints": "topologyKey",
 }
 """The key of a list's entries; entries of other lists are compared as a whole."""
-
-
-async def preflight(
-    api: KubeApi,
-    cache: Cache,
-    unlabelled: UnlabelledNames,
-    run: Run,
-    accepted: ScaleRLRun,
-    render_all: Callable[[], Sequence[Object]],
-    *,
-    namespaced: bool,
-) -> Problem | None:
-    """The first problem that keeps a run from being started; None for a run that has been started.
-
-    namespaced: the operator's role does not permit reads of cluster-scoped objects.
-    render_all: renders all objects that the run will have. If the run has a podTemplate, its workloads are created as a dry run,
-    which also finds that their names are taken: a refusal of the generators would otherwise show only after the preparation.
-    """
-    started = any(kind in WORKLOADS and run.owns(obj) for (kind, _), obj in run.objects.items())
-    if run.before.start_time is not None or started:
-        return None
-    created = seconds(run.obj["metadata"].get("creationTimestamp"))
-    if (late := past_deadline(accepted.spec, created)) is not None:
-        return Problem(Reason.SPEC_INVALID, str(late))
-    problem = plugin_problem(accepted.spec) or await _check_storage(
-        api, run, accepted.spec.storage, namespaced=namespaced
-    )
-    objects = render_all()
-    tried = [obj for obj in objects if obj["kind"] in WORKLOADS] if _has_raw_parts(accepted.spec) else []
-    names = [(obj["kind"], obj["metadata"]["name"]) for obj in objects if obj not in tried]
-    for kind, name in (*names, ("Secret", Names(run.name).token)):
-        if problem is None and await _may_be_taken(cache, unlabelled, kind, name, run):
-            problem = await _check_name(api, kind, name, run)
-    return problem or await _dry_run(api, run, tried)
-
-
-def plugin_problem(spec: RunSpec) -> Problem | None:
-    """The first name of what the coordinator opens that its image does not have: that image is the operator's, unless the run names
-    another one. The preparation and the vLLM servers check what is in theirs."""
-    if spec.images.coordinator is not None:
-        return None
-    found = plugins.problems(
-        spec, (Kind.SOURCE, Kind.VERIFIER, Kind.ENVIRONMENT, Kind.SCHEDULE, Kind.TRACKER)
-    )
-    return Problem(Reason.REFERENCE_NOT_FOUND, ": ".join(found[0])) if found else None
-
-
-async def _check_storage(api: KubeApi, run: Run, storage: StorageSpec, *, namespaced: bool) -> Problem | None:
-    claim, storage_class = storage.claim_name, storage.storage_class_name
-    if claim is not None:
-        if await api.get(CLAIM, run.namespace, claim) is None:
-            return Problem(Reason.REFERENCE_NOT_FOUND, f"spec.storage.claimName: {claim} does not exist")
-    elif storage_class is not None and not namespaced:
-        # With another role than the chart's, Events of the claim report a missing class.
-        with contextlib.suppress(errors.Forbidden):
-            if await api.get("StorageClass", None, storage_class) is None:
-                message = f"spec.storage.storageClassName: {storage_class} does not exist"
-                return Problem(Reason.REFERENCE_NOT_FOUND, message)
-    return None
-
-
-async def _may_be_taken(cache: Cache, unlabelled: UnlabelledNames, kind: str, name: str, run: Run) -> bool:
-    """Whether an object may have the name. One that was created in the last seconds is found by the create."""
-    there = (kind, name) in run.objects or cache.version(kind, run.namespace, name) >= 0
-    return there or await unlabelled.may_have(kind, run.namespace, name)
-
-
-async def _check_name(api: KubeApi, kind: str, name: str, run: Run) -> Problem | None:
-    live = run.objects.get((kind, name))
-    if live is None:
-        live = await api.get(kind, run.namespace, name, recent=True)
-        if live is not None and not run.owns(live):
-            live = await api.get(kind, run.namespace, name)  # it may have been deleted since
-    return None if live is None else name_taken(live, run)
-
-
-async def _dry_run(api: KubeApi, run: Run, objects: Sequence[Object]) -> Problem | None:
-    """Whether the API server accepts the run's workloads, and their names are free."""
-    for obj in objects:
-        try:
-            await api.create(obj, dry_run=True)
-        except errors.AlreadyExists:
-            live = await api.get(obj["kind"], run.namespace, obj["metadata"]["name"])
-            if live is not None and (problem := name_taken(live, run)) is not None:
-                return problem
-        except (errors.Invalid, errors.Forbidden) as error:
-            return refused(error, obj, run)
-    return None
-
-
-def _has_raw_parts(spec: RunSpec) -> bool:
-    templates = [part.pod_template for part in (spec, spec.coordinator, spec.generator, spec.trainer)]
-    return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)
 
 
 def name_taken(live: Object, run: Run) -> Problem | None:
