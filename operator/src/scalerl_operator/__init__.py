@@ -3,15 +3,16 @@
 A reconcile, on a cluster::
 
     watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.refresh() ◀ coordinator
-    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step returns its part, frozen         controller/parts
+    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step returns its part, frozen     controller/parts
                                         │
-                                        ├ accept()            the accepted spec → Accepted            controller/accept
-       coordinator's status ──────────▶ ├ observe()           Jobs, pods, queue, forecast → Observed  controller/observe
-                                        ├ decide()            which objects exist, phase              controller/decide, policy/lifecycle
-                                        ├ check               why it cannot be applied → Checks       controller/volume, source, refusals
-                                        ├ Applier.apply()     plan() ▶ render(); create, apply, remove  controller/apply, build
-                                        ├ report()            conditions(), events → RunStatus        controller/status
-                                        └ answer              the queue, spec, the next reconcile     controller/reconcile
+                                        ├ read                 the run and its objects, cached → Run     controller/reconcile
+                                        ├ accept()             the accepted spec → Accepted              controller/accept
+       coordinator's status ──────────▶ ├ Observer.observe()   Jobs, pods, queue, forecast → Observed    controller/observe
+                                        ├ decide()             which objects exist, phase                controller/lifecycle_input, policy/lifecycle
+                                        ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, source
+                                        ├ Applier.apply()      plan() ▶ render(); create, apply, remove  controller/apply, manifests
+                                        ├ report()             conditions(), events → RunStatus          controller/status
+                                        └ answer               the queue, spec, the next reconcile       controller/reconcile
 
 On one machine :mod:`.local` does the same with processes: ``plan()`` ▶ supervisor, the same policies.
 

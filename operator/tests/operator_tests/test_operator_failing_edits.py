@@ -21,7 +21,7 @@ from scalerl_api.edits import Effect
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.decide import decide
+from scalerl_operator.controller.lifecycle_input import decide
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.status import report

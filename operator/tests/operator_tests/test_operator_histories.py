@@ -18,7 +18,7 @@ from operator_tests.scaling import status
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import INTERRUPTED, Phase, Status
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.decide import decide
+from scalerl_operator.controller.lifecycle_input import decide
 from scalerl_operator.controller.parts import Findings, Observed, PodView, Run
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object

@@ -9,6 +9,11 @@
 7. report: writes the status if it has changed.
 8. answer: returns the quota of an evicted run, edits ``spec`` if decided, deletes an expired run; when to reconcile again.
 
+Not every reconcile has all steps: it ends after 1 where the run is gone, and after 3 while the coordinator's response is outstanding.
+Before 3, workloads that are to drain get their removed labels back, without which they would not be observed.
+If 5 finds that a user has abandoned the run's steps, it has removed them from the status, and the reconcile begins anew. A run that
+may not be applied skips 6. Step 7 is also part of 6: the status is written there before the decision is executed.
+
 A reconcile covers the whole run, and only writes what differs. The process may end at any line: the next reconcile, in any
 process, continues from the objects. State that the objects do not show (the outcome of a run, its suspension, the attempts
 counted) is written to the status before it is acted on.
@@ -36,8 +41,8 @@ from scalerl_operator.controller.coordinator_poller import (
     Timings,
     request_stop,
 )
-from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.diagnosis import next_start_check
+from scalerl_operator.controller.lifecycle_input import decide
 from scalerl_operator.controller.observe import Observer
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import LOST_SECONDS
