@@ -58,7 +58,7 @@ def autoscaler_report(
     return state.autoscaler.report(spec, status, generators, resumed=run.persisted.resumed)
 
 
-def wanted_generators(findings: Findings) -> int | None:
+def number_to_scale_to(findings: Findings) -> int | None:
     """The number of generators of the autoscaler's last decision, if the spec does not have it yet."""
     report, spec = findings.observed.autoscaler, findings.accepted.spec
     allowed, number = spec.autoscaling.generators, report.generators

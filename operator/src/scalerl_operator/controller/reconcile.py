@@ -34,7 +34,7 @@ from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.check import Checker
-from scalerl_operator.controller.cluster_autoscaler import wanted_generators
+from scalerl_operator.controller.cluster_autoscaler import number_to_scale_to
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
     CoordinatorPollers,
@@ -198,7 +198,7 @@ class Reconciler:
             await gang_admission.answer(self._api, findings)
             if decision.set_suspend:
                 await self._run.suspend(run)
-            elif (number := wanted_generators(findings)) is not None:
+            elif (number := number_to_scale_to(findings)) is not None:
                 await self._run.scale(run, number, findings.observed.autoscaler.decision)
                 return 0.0  # the operator's own write wakes no run
         repair = state.next_repair_seconds(run.unix_seconds)

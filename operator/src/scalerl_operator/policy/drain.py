@@ -20,6 +20,8 @@ from scalerl_operator.policy.lifecycle_types import (
 )
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, no_later
 
+AS_OBSERVED: Final = 1
+"""Number of generators of a run without a spec: those that exist drain, and a drain changes no object."""
 EARLIER_JOBS: Final = "the Jobs of its earlier start to be deleted"
 
 
@@ -100,7 +102,7 @@ def wanted_generators(spec: RunSpec | None, observed: LifecycleInput) -> int:
     spec, those that exist drain."""
     if observed.status is not None and observed.status.unsaved_version >= 0:
         return 0
-    return 1 if spec is None else spec.generator.replicas
+    return AS_OBSERVED if spec is None else spec.generator.replicas
 
 
 def request_of_stop(wanted: str, status: Status | None, *, resumed: bool) -> str | None:
