@@ -22,12 +22,13 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render, secret
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.names import FIELD_OWNER
+from scalerl_operator.policy.lifecycle_types import Wanted
 
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 IMAGES = Images("registry.local/trainer:1", "registry.local/generator:1", "registry.local/operator:1")
-EVERYTHING = Desired(prepare=True, coordinator=True, generators=2, trainer_attempt=3)
+EVERYTHING = Desired(Wanted(prepare=True, coordinator=True, generators=2, trainer=3))
 CONTROLLERS_SECONDS = 180.0
 
 TINY: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())

@@ -14,6 +14,7 @@ from operator_tests.children import run_spec
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.names import COMPONENT, MASTER_PORT_NUMBER, PORTS, SCRAPE, selector
+from scalerl_operator.policy.lifecycle_types import Wanted
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import MASTER_PORT
 
@@ -72,7 +73,7 @@ def objects(uid: str = "uid-1") -> list[dict[str, Any]]:
     run = run_spec(trainer={"replicas": 2})
     metadata = run.metadata.model_copy(update={"namespace": "default"})
     run = run.model_copy(update={"metadata": metadata})
-    return list(render(run, uid, Desired(True, True, 2, 1), IMAGES, operator_namespace="scalerl"))
+    return list(render(run, uid, Desired(Wanted(True, True, 2, 1)), IMAGES, operator_namespace="scalerl"))
 
 
 PODS: dict[str, tuple[dict[str, str], dict[str, str], frozenset[int]]] = {

@@ -21,7 +21,7 @@ from scalerl_operator.controller.diagnosis import (
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.names import COMPONENT, RUN_UID, Names
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Wanted
 from scalerl_operator.policy.persisted_state import rfc3339
 from scalerl_operator.workloads import Role
 
@@ -44,7 +44,7 @@ async def reason(events: Events, **objects: Any) -> Reason | None:
         cluster_run(),
         unix_seconds=NOW,
         objects=there,
-        decision=LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1), coordinator=True),
+        decision=LifecycleDecision(Phase.RUNNING, PersistedState(attempt=1), Wanted(coordinator=True)),
         observed=observe_objects(there, UID, dict.fromkeys(Role, "")),
     )
     problem = await diagnose(cast(KubeApi, events), found)
@@ -80,7 +80,7 @@ def test_events_are_read_soon_after_each_start_of_a_run_that_has_trained_for_day
     age: float, wait: float
 ) -> None:
     started = RunStatus(start_time=rfc3339(NOW - 500_000))
-    decision = LifecycleDecision(Phase.PREPARING, PersistedState(attempt=1), prepare=True)
+    decision = LifecycleDecision(Phase.PREPARING, PersistedState(attempt=1), Wanted(prepare=True))
     found = findings(cluster_run(), unix_seconds=NOW, before=started, decision=decision)
     metadata = {"name": "a", "uid": "u", "creationTimestamp": rfc3339(NOW - age), "labels": {RUN_UID: UID}}
     found.run.objects["Job", Names(found.run.name).prepare] = {

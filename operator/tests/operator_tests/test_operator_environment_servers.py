@@ -28,7 +28,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.controller.pod_views import observe_objects, pod_view
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import Gang
-from scalerl_operator.manifests.scope import spec_hash
+from scalerl_operator.manifests.scope import Desired, spec_hash
 from scalerl_operator.policy import lifecycle
 from scalerl_operator.policy.lifecycle_types import (
     ContainerExit,
@@ -115,7 +115,7 @@ def test_generators_find_the_servers_that_are_ready() -> None:
 
 def test_servers_exist_with_the_coordinator_alone() -> None:
     run = serving()
-    for desired, there in ((RUNNING, True), (replace(EVERYTHING, coordinator=False), False)):
+    for desired, there in ((RUNNING, True), (Desired(replace(EVERYTHING.wanted, coordinator=False)), False)):
         objects = rendered(run, desired)
         assert ("Deployment/environment" in objects) == ("Service/environment" in objects) == there
         assert "NetworkPolicy/environment" in objects

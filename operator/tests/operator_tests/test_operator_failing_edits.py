@@ -80,7 +80,8 @@ class World:
             if decision.request_stop:  # the trainer saves, and ends
                 self._end(Role.TRAINER, None)
         self._apply(
-            findings, Desired(decision.prepare, decision.coordinator, decision.generators, decision.trainer)
+            findings,
+            Desired(decision.wanted),
         )
         return written
 

@@ -16,11 +16,11 @@ from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.manifests.scope import Desired, Images
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
+from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Wanted
 
 RUN = cluster_run()
 IMAGES = Images("t", "g", "c")
-DESIRED = Desired(prepare=True, coordinator=True, generators=2, trainer_attempt=1)
+DESIRED = Desired(Wanted(prepare=True, coordinator=True, generators=2, trainer=1))
 
 Object = dict[str, Any]
 Objects = dict[tuple[str, str], Object]
@@ -124,7 +124,7 @@ def test_job_that_a_lost_node_keeps_disables_nothing() -> None:
 
 def test_fingerprint_changes_with_its_inputs() -> None:
     now, run = said(place()), place()
-    assert said(place(), Desired(prepare=True)) != now
+    assert said(place(), Desired(Wanted(prepare=True))) != now
     assert said(place(), images=Images("t2", "g", "c")) != now
     assert said(place(), update_existing=False) != now
     run.run.obj["metadata"]["generation"] = 2

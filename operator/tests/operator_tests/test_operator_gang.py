@@ -31,6 +31,7 @@ from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
 from scalerl_operator.main import Operator
 from scalerl_operator.manifests.gang import Gang, minimum
+from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.policy.lifecycle import decide
 from scalerl_operator.policy.lifecycle_types import (
@@ -39,6 +40,7 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleDecision,
     LifecycleInput,
     PersistedState,
+    Wanted,
 )
 from scalerl_operator.settings import Settings
 from scalerl_operator.workloads import Role
@@ -173,10 +175,10 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
 
 
 def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_generators() -> None:
-    waiting = rendered(queued(), replace(EVERYTHING, generators=3, gang=Gang(3)))
+    waiting = rendered(queued(), Desired(Wanted(True, True, 3, 1), gang=Gang(3)))
     assert "Job/trainer" not in waiting, "the pods of a Job would start"
     placed = Gang(3, json.dumps({"trainer": {}}), admitted=True)
-    objects = rendered(queued(), replace(EVERYTHING, generators=3, gang=placed))
+    objects = rendered(queued(), Desired(Wanted(True, True, 3, 1), gang=placed))
     labelled = {key for key, obj in objects.items() if QUEUE in obj["metadata"]["labels"]}
     assert labelled == {"Job/prepare"}
     assert "Job/trainer" in objects
@@ -211,7 +213,7 @@ def test_no_selector_has_pods_of_another_run_or_role() -> None:
     from operator_tests.manifests import IMAGES
     from scalerl_operator.manifests import render
 
-    desired = replace(EVERYTHING, generators=5, gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
+    desired = Desired(Wanted(True, True, 5, 1), gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
     made = {
         uid: render(queued(), uid, desired, IMAGES, operator_namespace="o")
         for uid in (UID, "of an earlier run")
@@ -369,7 +371,7 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
 
 def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
     def wanted(phase: Phase, attempt: int = 1, preparation: Job = DONE, **parts: Any) -> bool:
-        decision = LifecycleDecision(phase, replace(FIRST, attempt=attempt), **parts)
+        decision = LifecycleDecision(phase, replace(FIRST, attempt=attempt), Wanted(**parts))
         return gang_admission.is_wanted(decision, preparation)
 
     assert wanted(Phase.RUNNING, prepare=True, coordinator=True), "between two attempts too"
@@ -396,7 +398,9 @@ async def answered(
     api: Any = Api()
     trainer = Job(JobState.ACTIVE, 1, ready=admitted)
     made = seen(workload, *pods, gang=Gang(3, "{}", admitted=admitted), trainer=trainer)
-    await gang_admission.answer(api, replace(made, decision=replace(made.decision, generators=generators)))
+    await gang_admission.answer(
+        api, replace(made, decision=replace(made.decision, wanted=Wanted(generators=generators)))
+    )
     if not api.patches:
         return None
     ((kind, _, name, patch, subresource), options) = api.patches[0]

@@ -23,6 +23,7 @@ from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_ru
 from scalerl_operator import names
 from scalerl_operator.manifests import render, secret
 from scalerl_operator.manifests.scope import Desired
+from scalerl_operator.policy.lifecycle_types import Wanted
 from scalerl_trainer.launch import rank_environments
 
 
@@ -30,10 +31,13 @@ from scalerl_trainer.launch import rank_environments
     ("desired", "more"),
     [
         (Desired(), []),
-        (Desired(prepare=True), ["Job/prepare"]),
-        (Desired(coordinator=True), ["Service/coordinator", "Service/trainer", "StatefulSet/coordinator"]),
-        (Desired(generators=2), ["PodDisruptionBudget/generator", "Deployment/generator"]),
-        (Desired(trainer_attempt=2), ["Service/coordinator", "Service/trainer", "Job/trainer"]),
+        (Desired(Wanted(prepare=True)), ["Job/prepare"]),
+        (
+            Desired(Wanted(coordinator=True)),
+            ["Service/coordinator", "Service/trainer", "StatefulSet/coordinator"],
+        ),
+        (Desired(Wanted(generators=2)), ["PodDisruptionBudget/generator", "Deployment/generator"]),
+        (Desired(Wanted(trainer=2)), ["Service/coordinator", "Service/trainer", "Job/trainer"]),
     ],
 )
 def test_render_returns_the_desired_objects(desired: Desired, more: list[str]) -> None:
@@ -145,7 +149,7 @@ def test_secret_holds_the_token() -> None:
 
 
 def test_trainer_job_fails_as_a_whole() -> None:
-    job = rendered(cluster_run(trainer={"replicas": 3}), Desired(trainer_attempt=7))["Job/trainer"]
+    job = rendered(cluster_run(trainer={"replicas": 3}), Desired(Wanted(trainer=7)))["Job/trainer"]
     assert job["metadata"]["name"] == "math-trainer-7"
     assert job["metadata"]["labels"][names.ATTEMPT] == "7"
     spec = {name: field for name, field in job["spec"].items() if name != "template"}
@@ -172,7 +176,7 @@ def test_trainer_job_fails_as_a_whole() -> None:
 
 def test_trainer_has_a_pod_per_node_with_a_rank_per_device() -> None:
     run = cluster_run(trainer={"replicas": 2, "devices": 4, "cpuThreads": 3})
-    job = rendered(run, Desired(trainer_attempt=7))["Job/trainer"]
+    job = rendered(run, Desired(Wanted(trainer=7)))["Job/trainer"]
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
     trainer = container(job, "trainer")
     assert trainer["command"][:6] == [
@@ -215,7 +219,7 @@ def test_trainer_pod_with_one_rank_is_that_rank() -> None:
 )
 def test_generator_update_strategy(devices: int, queue: dict[str, str], surge: int, unavailable: int) -> None:
     run = cluster_run(labels=queue, generator={"devices": devices})
-    deployment = rendered(run, Desired(generators=3))["Deployment/generator"]
+    deployment = rendered(run, Desired(Wanted(generators=3)))["Deployment/generator"]
     assert deployment["spec"]["replicas"] == 3
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {
         "maxSurge": surge,

@@ -31,6 +31,7 @@ from scalerl_api.spec_warnings import warnings_of
 from scalerl_operator.manifests.probes import probes
 from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import ATTEMPT
+from scalerl_operator.policy.lifecycle_types import Wanted
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
 
@@ -446,7 +447,7 @@ def test_coordinator_leaves_a_node_that_does_not_answer_before_the_trainer_gives
 ) -> None:
     run = cluster_run(coordinator={"podTemplate": {"tolerations": given}})
     found = pod_spec(
-        rendered(run, Desired(coordinator=True, coordinator_attempt=3))["StatefulSet/coordinator"]
+        rendered(run, Desired(Wanted(coordinator=True), coordinator_attempt=3))["StatefulSet/coordinator"]
     )["tolerations"]
     assert found[: len(given)] == given
     assert [toleration["key"].rpartition("/")[2] for toleration in found[len(given) :]] == own
@@ -457,7 +458,7 @@ def test_coordinator_leaves_a_node_that_does_not_answer_before_the_trainer_gives
 
 
 def test_coordinator_has_its_number_and_its_pods_uid() -> None:
-    made = rendered(cluster_run(), Desired(coordinator=True, coordinator_attempt=3))[
+    made = rendered(cluster_run(), Desired(Wanted(coordinator=True), coordinator_attempt=3))[
         "StatefulSet/coordinator"
     ]
     known = environment(container(made, "coordinator"))

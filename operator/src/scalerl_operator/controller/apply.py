@@ -32,7 +32,7 @@ from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.manifests.storage import curve_config_map
 from scalerl_operator.names import COMPONENT, IMAGE, Names
-from scalerl_operator.policy.lifecycle_types import Suspension
+from scalerl_operator.policy.lifecycle_types import Suspension, Wanted
 from scalerl_operator.policy.persisted_state import seconds
 from scalerl_operator.policy.problems import Problem
 from scalerl_operator.workloads import Role
@@ -63,7 +63,7 @@ class Applier:
     def render_all(self, findings: Findings) -> list[Object]:
         """All objects that a new run will have."""
         replicas, source_claim = findings.accepted.spec.generator.replicas, findings.checks.source_claim
-        desired = Desired(True, True, max(1, replicas), 1, source_claim=source_claim)
+        desired = Desired(Wanted(True, True, max(1, replicas), 1), source_claim=source_claim)
         return self._render(findings, desired, pinned(findings.run, self._images))
 
     async def apply(self, findings: Findings) -> Problem | None:
@@ -75,7 +75,8 @@ class Applier:
         run, decision, state = findings.run, findings.decision, findings.run.state
         observed, checks = findings.observed, findings.checks
         desired = Desired(
-            *(decision.prepare, decision.coordinator, decision.generators, decision.trainer, run.steps > 0),
+            decision.wanted,
+            trained=run.steps > 0,
             coordinator_attempt=decision.persisted.coordinator_attempt,
             gang=observed.gang if is_wanted(decision, observed.prepare) else None,
             source_claim=checks.source_claim,

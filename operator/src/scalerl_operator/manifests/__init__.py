@@ -55,27 +55,27 @@ def render(
     Raises:
         ValueError: the run has no namespace.
     """
-    scope = Scope(run, uid, images, operator_namespace, size, desired, created)
+    scope, wanted = Scope(run, uid, images, operator_namespace, size, desired, created), desired.wanted
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]
     has_servers = scope.spec.environment is not None
     if has_servers:
         objects.append(network.environment_policy(scope))
-    if desired.prepare:
+    if wanted.prepare:
         objects.append(prepare.job(scope))
-    if desired.coordinator or desired.trainer_attempt is not None:
+    if wanted.coordinator or wanted.trainer is not None:
         objects += [network.coordinator_service(scope), network.trainer_service(scope)]
     if desired.gang is not None:
         objects.append(_workload(scope, desired.gang))
-    if desired.coordinator:
+    if wanted.coordinator:
         objects.append(coordinator.stateful_set(scope))
         if has_servers:
             objects += [network.environment_service(scope), *environment.deployments(scope)]
-    if desired.generators:
-        objects += [generator.disruption_budget(scope), *generator.deployments(scope, desired.generators)]
-    if desired.trainer_attempt is not None and (desired.gang is None or desired.gang.admitted):
-        objects.append(trainer.job(scope, desired.trainer_attempt))
+    if wanted.generators:
+        objects += [generator.disruption_budget(scope), *generator.deployments(scope, wanted.generators)]
+    if wanted.trainer is not None and (desired.gang is None or desired.gang.admitted):
+        objects.append(trainer.job(scope, wanted.trainer))
     return [finished(rendered) for rendered in objects]
 
 

@@ -20,6 +20,7 @@ from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.gang import Gang
 from scalerl_operator.names import PORTS, Names
+from scalerl_operator.policy.lifecycle_types import NOTHING, Wanted
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Plan, Role, Workload
 
@@ -50,18 +51,13 @@ class Desired:
     """Which objects of a run should exist.
 
     Attributes:
-        generators: replicas; 0: no Deployment.
-        trainer_attempt: number of the attempt, from 1; None: no trainer.
         trained: the run has trained steps, which its volume must hold.
         coordinator_attempt: number of the coordinator, from 1.
         gang: of a queued run, whose trainer, coordinator and generators exist once it is admitted.
         source_claim: of the run that this one forks, for its preparation; None: it mounts none.
     """
 
-    prepare: bool = False
-    coordinator: bool = False
-    generators: int = 0
-    trainer_attempt: int | None = None
+    wanted: Wanted = NOTHING
     trained: bool = False
     coordinator_attempt: int = 1
     gang: Gang | None = None

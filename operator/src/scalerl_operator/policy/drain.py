@@ -17,6 +17,7 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     PersistedState,
     Suspension,
+    Wanted,
 )
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, no_later
 
@@ -46,7 +47,7 @@ def suspended(spec: RunSpec | None, observed: LifecycleInput, persisted: Persist
     unproven_since = observed.steps if persisted.has_trained else None
     persisted = reset_failures(without_drain(persisted))
     persisted = replace(persisted, suspension=Suspension.NO, resumed=True, unproven_since=unproven_since)
-    return LifecycleDecision(Phase.PENDING, persisted, prepare=True, again_seconds=0.0)
+    return LifecycleDecision(Phase.PENDING, persisted, Wanted(prepare=True), again_seconds=0.0)
 
 
 def without_drain(persisted: PersistedState) -> PersistedState:
@@ -86,10 +87,12 @@ def draining_trainer(
     return LifecycleDecision(
         phase,
         replace(persisted, drain_since=since, unreachable_since=unreachable),
-        prepare=True,
-        coordinator=serving,
-        generators=wanted_generators(spec, observed) if serving else 0,
-        trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
+        Wanted(
+            prepare=True,
+            coordinator=serving,
+            generators=wanted_generators(spec, observed) if serving else 0,
+            trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
+        ),
         update_existing=False,
         request_stop=request_of_stop(INTERRUPTED, observed.status, resumed=False),
         again_seconds=ASK_AGAIN_SECONDS,

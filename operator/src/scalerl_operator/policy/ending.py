@@ -17,6 +17,7 @@ from scalerl_operator.policy.lifecycle_types import (
     PersistedState,
     RunOutcome,
     Suspension,
+    Wanted,
 )
 from scalerl_operator.policy.waits import no_later
 
@@ -83,8 +84,10 @@ def _ended(observed: LifecycleInput, persisted: PersistedState, outcome: RunOutc
     return LifecycleDecision(
         Phase(outcome.kind.value),
         persisted,
-        prepare=observed.prepare.state in ended,
-        trainer=observed.trainer.attempt if observed.trainer.state in ended else None,
+        Wanted(
+            prepare=observed.prepare.state in ended,
+            trainer=observed.trainer.attempt if observed.trainer.state in ended else None,
+        ),
         release=observed.deleting,
     )
 

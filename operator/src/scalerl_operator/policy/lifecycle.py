@@ -76,6 +76,7 @@ from scalerl_operator.policy.lifecycle_types import (
     PersistedState,
     RunOutcome,
     Suspension,
+    Wanted,
 )
 from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS, is_pending, no_later
 
@@ -147,14 +148,18 @@ def _prepare(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState)
         return LifecycleDecision(
             Phase.PREPARING,
             persisted if pending else replace(persisted, record=again.record),
-            prepare=pending,
+            Wanted(prepare=pending),
             again_seconds=wait if pending else ASK_AGAIN_SECONDS,
             waiting_for="the next attempt of the preparation",
         )
     if awaits_exit_code(job, observed.unix_seconds):
         waiting_for = "the exit code of the preparation"
         return LifecycleDecision(
-            Phase.PREPARING, persisted, prepare=True, again_seconds=ASK_AGAIN_SECONDS, waiting_for=waiting_for
+            Phase.PREPARING,
+            persisted,
+            Wanted(prepare=True),
+            again_seconds=ASK_AGAIN_SECONDS,
+            waiting_for=waiting_for,
         )
     if job.state is JobState.FAILED:
         worst = worst_exit(job.exits)
@@ -162,10 +167,13 @@ def _prepare(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState)
         message = worst.message or f"prepare exited with {worst.exit_code}"
         return end_run(observed, persisted, failed_outcome(observed, persisted, reason, message))
     if job.gated:
-        return LifecycleDecision(Phase.PENDING, persisted, prepare=True, waiting_for=_IN_QUEUE)
+        return LifecycleDecision(Phase.PENDING, persisted, Wanted(prepare=True), waiting_for=_IN_QUEUE)
     waiting_for = "the model and tokenizer to be prepared"
     return LifecycleDecision(
-        Phase.PREPARING, persisted, prepare=job.state is not JobState.TERMINATING, waiting_for=waiting_for
+        Phase.PREPARING,
+        persisted,
+        Wanted(prepare=job.state is not JobState.TERMINATING),
+        waiting_for=waiting_for,
     )
 
 
@@ -209,8 +217,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState) -> 
         return LifecycleDecision(
             Phase.PENDING,
             persisted,
-            prepare=True,
-            trainer=trainer,
+            Wanted(prepare=True, trainer=trainer),
             again_seconds=again,
             waiting_for=_IN_QUEUE,
         )
@@ -219,10 +226,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState) -> 
     return LifecycleDecision(
         Phase.FINISHING if ending and request_stop != "" else Phase.RUNNING,
         persisted,
-        prepare=True,
-        coordinator=True,
-        generators=wanted_generators(spec, observed),
-        trainer=trainer,
+        Wanted(prepare=True, coordinator=True, generators=wanted_generators(spec, observed), trainer=trainer),
         request_stop=request_stop,
         again_seconds=min(wait, POLL_SECONDS),
         waiting_for=_waiting_for(status, persisted),

@@ -198,13 +198,29 @@ class PersistedState:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """The objects that are to exist.
+
+    Attributes:
+        prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
+        generators: replicas; 0: none exists.
+        trainer: the attempt that exists, from 1; None: none.
+    """
+
+    prepare: bool = False
+    coordinator: bool = False
+    generators: int = 0
+    trainer: int | None = None
+
+
+NOTHING: Final = Wanted()
+
+
+@dataclass(frozen=True)
 class LifecycleDecision:
     """The objects that are to exist, and the actions.
 
     Attributes:
-        prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
-        generators: replicas.
-        trainer: the attempt that exists; None: none.
         update_existing: whether existing objects follow the spec; False during a drain.
         request_stop: the reason of the stop request to the coordinator; empty cancels the request; None sends nothing.
         set_suspend: set ``spec.suspend`` to true.
@@ -215,13 +231,26 @@ class LifecycleDecision:
 
     phase: Phase
     persisted: PersistedState
-    prepare: bool = False
-    coordinator: bool = False
-    generators: int = 0
-    trainer: int | None = None
+    wanted: Wanted = NOTHING
     update_existing: bool = True
     request_stop: str | None = None
     set_suspend: bool = False
     release: bool = False
     again_seconds: float | None = None
     waiting_for: str = ""
+
+    @property
+    def prepare(self) -> bool:
+        return self.wanted.prepare
+
+    @property
+    def coordinator(self) -> bool:
+        return self.wanted.coordinator
+
+    @property
+    def generators(self) -> int:
+        return self.wanted.generators
+
+    @property
+    def trainer(self) -> int | None:
+        return self.wanted.trainer
