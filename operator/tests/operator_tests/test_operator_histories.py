@@ -174,7 +174,7 @@ class StillProcesses:
     def apply(self, decision: LifecycleDecision) -> None:
         """Scenes follow a script."""
 
-    def replicas(self, role: Role) -> int:
+    def existing_replicas(self, role: Role) -> int:
         return 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from small_processes import eventually, is_running, script
 
 from operator_tests.local_runs import Harness, workload
+from scalerl_api.status import RunStatus
 from scalerl_operator.local.devices import VISIBLE, NotEnoughDevices
 from scalerl_operator.local.ports import Ports
 from scalerl_operator.workloads import Container, Lifetime, Resources, Role, Workload
@@ -81,6 +82,22 @@ async def test_scale_up_down_and_up_again(tmp_path: Path) -> None:
     await harness.while_running(scenario)
     assert replicas.live() == {}
     assert harness.events == []
+
+
+async def test_status_has_the_generators_that_exist(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, generators(Replicas(tmp_path)), trainer())
+    harness.local._drain_seconds = 0.0
+
+    def stored() -> int:
+        return RunStatus.read(json.loads(harness.directory.paths.status.read_text())).generators.replicas
+
+    task = asyncio.create_task(harness.run())
+    try:
+        await eventually(lambda: harness.directory.paths.status.exists() and stored() == 1)
+    finally:
+        harness.local.interrupt()
+        await asyncio.wait_for(task, 120)
+    assert stored() == 0, "of a suspended run none, though its spec has one"
 
 
 async def test_added_replica_restarts_like_the_first(tmp_path: Path) -> None:

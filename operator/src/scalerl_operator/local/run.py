@@ -222,8 +222,9 @@ class LocalRun:
 
     async def record(self, decision: LifecycleDecision) -> None:
         """Writes ``status.json``. A full volume stops no run, and keeps none from being interrupted."""
+        existing = self._runtime.existing_replicas(Role.GENERATOR)
         ready = self._runtime.observed().generators.ready
-        generators = GeneratorsStatus(replicas=self._runtime.replicas(Role.GENERATOR), ready=ready)
+        generators = GeneratorsStatus(replicas=existing, ready=ready)
         status = self._status if self._silence == 0 else None
         try:
             self._file.write(

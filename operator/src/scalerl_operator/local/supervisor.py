@@ -133,6 +133,11 @@ class LocalRuntime:
         """The requested number of replicas."""
         return self._replicas.get(role, 0)
 
+    def existing_replicas(self, role: Role) -> int:
+        """The number of replicas that run or wait for their next start, without those that are being stopped."""
+        units = (u for u in self.units if u.status.role is role)
+        return len({u.index for u in units if self._runs(u) and not u.is_stopping})
+
     def max_replicas(self, role: Role) -> int | None:
         """The number of replicas for which this machine has devices; None for a role without devices."""
         each = sum(c.resources.devices for c in self._plan.workload(role).containers)
