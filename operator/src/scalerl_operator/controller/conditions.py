@@ -28,6 +28,7 @@ from scalerl_operator.kube.client import EventType
 from scalerl_operator.manifests.memory_requests import memory_warnings
 from scalerl_operator.manifests.scope import Images, Scope
 from scalerl_operator.names import QUEUE
+from scalerl_operator.policy.drain import only_saves
 from scalerl_operator.policy.lifecycle_types import JobState
 from scalerl_operator.policy.persisted_state import (
     DECIDED,
@@ -145,7 +146,8 @@ def _coordinator_ready(findings: Findings) -> Value:
 
 
 def _generators_ready(findings: Findings) -> Value:
-    if findings.observed.coordinator is not None and findings.observed.coordinator.unsaved_version >= 0:
+    # By the spec, since the decision also has no generators before the start, in the queue, and after the end.
+    if only_saves(findings.observed.coordinator):
         return True, Problem(Reason.READY, "none is needed: training has ended")
     return _role_ready(findings, Role.GENERATOR, findings.accepted.spec.generator.replicas)
 

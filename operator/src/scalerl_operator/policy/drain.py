@@ -101,11 +101,15 @@ def draining_trainer(
 
 
 def wanted_generators(spec: RunSpec | None, observed: LifecycleInput) -> int:
-    """How many are to exist: none beside a trainer that only waits for space on the volume, to save its last weights. Without a
-    spec, those that exist drain."""
-    if observed.status is not None and observed.status.unsaved_version >= 0:
+    """How many are to exist: none beside a trainer that only saves. Without a spec, those that exist drain."""
+    if only_saves(observed.status):
         return 0
     return AS_OBSERVED if spec is None else spec.generator.replicas
+
+
+def only_saves(status: Status | None) -> bool:
+    """Whether the trainer only waits for space on the volume, to save its last weights."""
+    return status is not None and status.unsaved_version >= 0
 
 
 def request_of_stop(wanted: str, status: Status | None, *, resumed: bool) -> str | None:
