@@ -188,9 +188,8 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     from operator_tests.manifests import IMAGES
     from scalerl_operator.manifests import render
 
-    desired = replace(
-        EVERYTHING,
-        generators=5,
+    desired = Desired(
+        Wanted(True, True, 5, 1),
         gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}), admitted=True),
     )
     objects = render(queued(), UID, desired, IMAGES, operator_namespace="o")
