@@ -4,9 +4,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
 
     coordinator      Leader.lead()                    every rank: Worker.follow()                     generators
        │ TRAIN step    Leader._train() ─ Command ─▶    Worker.train()
-       ├─ next shard ──────────────────────────▶         Prefetch: rank_batch() ▶ pack() rows of tokens
-       │                                                 advantages() ▶ engine: Engine.step()
-       │                                                   losses, aggregation.per_token(); the backend's update
+       ├─ next shard ──────────────────────────▶         Prefetch: rank_batch(): advantages(), sequence_weights() ▶ Engine.pack()
+       │                                                 Engine.step()
        │◀ step report ──────────────────────── sums ──  Trained
        │ PUBLISH       LeaderPublishes.publish() ────▶ Worker.gather() whole parameters, a bucket at a time, while
        │                 Publisher.publish()               the next step is computed; its update waits

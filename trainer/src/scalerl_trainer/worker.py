@@ -13,6 +13,7 @@ command               what every rank does
 ``EXIT``              returns
 ``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer
 ``DIVERGED``          raises ``DivergedError``: too many consecutive steps were skipped, or one of numbers that are none
+``PUBLISH_REFUSED``   raises ``PublishRefusedError``: generators could not use the published weights
 ===================== ===========================================================================
 """
 
