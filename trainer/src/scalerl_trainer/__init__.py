@@ -33,7 +33,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
                       rank 0's part of both, from the coordinator's permission to what it is to know
     ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
-    ``batch``         converts a shard of a step from the wire to tensors
+    ``shard_conversion``
+                      a shard of a step from the wire to a ``TrainBatch`` of tensors (``train_batch``), with advantages and weights
     ``publish``       sends weights to the generators
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,
                       ``checkpoint_copies`` the copies in an object store, ``uploader`` sends them
