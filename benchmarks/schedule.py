@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import ks_2samp
 
-from scalerl_coordinator.off_policy import PipelineRL
 from scalerl_coordinator.scheduling import ByLength, LeastLoaded
+from scalerl_coordinator.slots import PipelineRL
 from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.workload import (

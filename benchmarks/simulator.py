@@ -17,8 +17,8 @@ from pathlib import Path
 from support.length_model import make_length_model, write_prompts
 from support.measured_run import manifest, measured_run
 
-from scalerl_coordinator.off_policy import PipelineRL
 from scalerl_coordinator.scheduling import LeastLoaded
+from scalerl_coordinator.slots import PipelineRL
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_extras.simulation.trace_file import RunTrace, read_trace

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from schedule import CAP, DECODE, GENERATORS, PUBLISH_SECONDS, SCENARIOS, TRAIN_SECONDS_PER_TOKEN, make_work
 
-from scalerl_coordinator.off_policy import PipelineRL
 from scalerl_coordinator.scheduling import LeastLoaded
+from scalerl_coordinator.slots import PipelineRL
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.workload import Cluster, DecodeSpeed, Drafts, Workload, from_history
 

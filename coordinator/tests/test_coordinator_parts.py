@@ -20,11 +20,18 @@ from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summar
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember, name_of, new_member_id
-from scalerl_coordinator.off_policy import PipelineRL, PpoOffPolicy
 from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.rewards import zero_variance
 from scalerl_coordinator.shards import Item, balance
-from scalerl_coordinator.slots import BatchSize, lease_limit, slots_of, staleness, step_of
+from scalerl_coordinator.slots import (
+    BatchSize,
+    PipelineRL,
+    PpoOffPolicy,
+    lease_limit,
+    slots_of,
+    staleness,
+    step_of,
+)
 
 # --- slots ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scalerl_api import trace
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.main import main
-from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
 from scalerl_coordinator.scheduling import (
     ByLength,
     Generator,
@@ -23,6 +22,7 @@ from scalerl_coordinator.scheduling import (
     SchedulerInput,
     SchedulingPolicy,
 )
+from scalerl_coordinator.slots import OffPolicy, PipelineRL, PpoOffPolicy
 from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds

@@ -65,7 +65,7 @@ def test_step_statistics_in_queries_exist_in_the_trainer():
             "leader.py",
             "leader_publishes.py",
             "step_stats.py",
-            "batch.py",
+            "shard_conversion.py",
             "algo/kl.py",
             "algo/distillation.py",
         )

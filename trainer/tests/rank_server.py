@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from scalerl_trainer.algo.losses.from_spec import make_loss
-from scalerl_trainer.batch import rank_batch
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.policy import Policy
+from scalerl_trainer.shard_conversion import rank_batch
 
 given: dict[str, Any] = SERVER  # type: ignore[name-defined]  # noqa: F821
 pipe: Connection = given["pipe"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.batch import rank_batch
 from scalerl_trainer.packing import pack
+from scalerl_trainer.shard_conversion import rank_batch
 
 VOCABULARY, STEP = 32, 3
 Turns = list[tuple[int, int]]

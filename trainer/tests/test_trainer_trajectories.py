@@ -22,10 +22,10 @@ from stages import Stage, engine_of
 from scalerl_api import wire
 from scalerl_api.recipe import ONE_OF, RecipeSpec
 from scalerl_trainer.algo.gradient_guard import GradientGuard
-from scalerl_trainer.batch import rank_batch
 from scalerl_trainer.engine import StepStats
 from scalerl_trainer.models import load_model
 from scalerl_trainer.packing import Sequence
+from scalerl_trainer.shard_conversion import rank_batch
 
 pytestmark = pytest.mark.slow
 

@@ -25,10 +25,10 @@ from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.algo.losses import TokenBatch
 from scalerl_trainer.algo.losses.from_spec import make_loss
-from scalerl_trainer.batch import rank_batch
 from scalerl_trainer.engine import EngineSettings, TrainBatch
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.packing import Sequence
+from scalerl_trainer.shard_conversion import rank_batch
 
 GOLDEN = Path(__file__).with_name("trajectories.json")
 STEPS = 5

@@ -1,7 +1,7 @@
 """The results of every prompt, and from which step on a sampler may use them.
 
 The prompts of a step must not depend on timing, so samplers that use results must use the same results regardless of which
-have arrived. Weights of version v generate for steps up to v + k (:mod:`.off_policy`); when the first slot of step s is
+have arrived. Weights of version v generate for steps up to v + k (:mod:`.slots`); when the first slot of step s is
 issued, all steps before s − k are therefore trained. A sampler sees the history of exactly those steps. Results of later
 steps wait in ``pending``, and are folded into the columns as slots of later steps are issued. The sequence of prompts then
 depends on the rewards alone, and a resumed run repeats it.

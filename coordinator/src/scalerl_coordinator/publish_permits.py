@@ -9,7 +9,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.membership import Member
-from scalerl_coordinator.off_policy import scheme
+from scalerl_coordinator.slots import scheme
 
 log = logging.getLogger(__name__)
 

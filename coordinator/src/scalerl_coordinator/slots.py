@@ -2,7 +2,7 @@
 
 Slots are one sequence over the whole run. Step ``t`` consumes ``B`` consecutive slots and is trained by the weights of
 version ``t``. A member that holds version ``v`` may be issued slot ``q`` only while its step is below
-:meth:`~.off_policy.OffPolicy.may_lease`. For PipelineRL-k that is ``v + k + 1``; then ``step_of(q) − v ≤ k``, and since a
+:meth:`OffPolicy.may_lease`. For PipelineRL-k that is ``v + k + 1``; then ``step_of(q) − v ≤ k``, and since a
 member's version only grows while it generates, no token of the slot is older than ``k`` updates at its step. ``k = 0`` is
 fully synchronous.
 
@@ -14,15 +14,30 @@ on-policy: they wait for the weights that will train them. The cost: such a step
 complete, one group's generation after its weights are published. If k is sized as recommended (a generation takes at most
 k steps), that is k steps in ``ON_POLICY_EVERY`` · k: at most 4 % of the trainer's time. Generators only lose the time for
 which the bound k makes them wait.
+
+For which steps a version may generate, and which versions are published, is the off-policy scheme's:
+
+======================  ==============================================  ==================================================
+scheme                  weights of version v generate for               the trainer publishes
+======================  ==============================================  ==================================================
+:class:`PipelineRL`     steps up to v + k, continued by newer ones      after every update
+:class:`PpoOffPolicy`   the k steps from the last multiple of k on      after k updates: versions 0, k, 2k, …
+======================  ==============================================  ==================================================
+
+The staleness bound is k for PipelineRL and k − 1 for PPO-off-policy. With PipelineRL, generators and trainer are busy at the
+same time; with PPO-off-policy they alternate (ScaleRL, arXiv 2510.13786 §3 [P]).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from scalerl_coordinator.off_policy import OffPolicy
+if TYPE_CHECKING:
+    from scalerl_coordinator.settings import Identity
 
 ON_POLICY_EVERY = 25
 """Steps between on-policy slots, per step of allowed staleness: the wait grows with k, but its share of the time does not."""
@@ -30,6 +45,71 @@ ON_POLICY_EVERY = 25
 _ON_POLICY_FRACTION = 0.05
 _MIN_ON_POLICY = 4
 """At least this many slots, because filtered groups (equal scores) measure nothing."""
+
+
+class OffPolicy(Protocol):
+    """An off-policy scheme."""
+
+    def may_lease(self, version: int) -> int:
+        """The first step for which a generator with weights of ``version`` may not generate."""
+        ...
+
+    def publishes(self, version: int) -> bool:
+        """Whether the trainer publishes ``version`` right after the step that produced it."""
+        ...
+
+    def oldest(self, version: int) -> int:
+        """The oldest version that may generate while the trainer has ``version``; generators with older weights are updated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRL:
+    """PipelineRL-k.
+
+    >>> PipelineRL(8).may_lease(5), PipelineRL(8).publishes(5), PipelineRL(8).oldest(5)
+    (14, True, 5)
+    """
+
+    max_staleness_steps: int
+
+    def may_lease(self, version: int) -> int:
+        return version + self.max_staleness_steps + 1
+
+    def publishes(self, version: int) -> bool:
+        return True
+
+    def oldest(self, version: int) -> int:
+        return version
+
+
+@dataclass(frozen=True, slots=True)
+class PpoOffPolicy:
+    """PPO-off-policy-k. A generator that joins within a batch gets the trainer's current weights, the only ones that it has.
+
+    >>> [PpoOffPolicy(8).may_lease(v) for v in (0, 7, 8)], [PpoOffPolicy(8).publishes(v) for v in (0, 7, 8)]
+    ([8, 8, 16], [True, False, True])
+    >>> PpoOffPolicy(8).oldest(13)
+    8
+    """
+
+    steps_per_batch: int
+
+    def may_lease(self, version: int) -> int:
+        return (version // self.steps_per_batch + 1) * self.steps_per_batch
+
+    def publishes(self, version: int) -> bool:
+        return version % self.steps_per_batch == 0
+
+    def oldest(self, version: int) -> int:
+        return version - version % self.steps_per_batch
+
+
+def scheme(identity: Identity) -> OffPolicy:
+    """The scheme of ``recipe.offPolicy``."""
+    if identity.steps_per_batch:
+        return PpoOffPolicy(identity.steps_per_batch)
+    return PipelineRL(identity.max_staleness_steps)
 
 
 class BatchSize(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +155,6 @@ def lease_limit(
 ) -> int:
     """First slot that may not be issued to a member with ``version``; 0 for a member without weights.
 
-    >>> from scalerl_coordinator.off_policy import PipelineRL
     >>> eight = [BatchSize(0, 0, 8)]
     >>> [lease_limit(v, eight, PipelineRL(k), end) for v, k, end in ((0, 2, None), (5, 0, None), (5, 2, 6), (-1, 2, 6))]
     [24, 48, 48, 0]

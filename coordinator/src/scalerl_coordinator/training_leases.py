@@ -26,7 +26,6 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import WORK, Core
 from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member
-from scalerl_coordinator.off_policy import scheme
 from scalerl_coordinator.prompt_history import KnownHistory
 from scalerl_coordinator.prompt_sequence import SamplerInput
 from scalerl_coordinator.scheduling import (
@@ -39,7 +38,7 @@ from scalerl_coordinator.scheduling import (
     SchedulingPolicy,
     expected_load,
 )
-from scalerl_coordinator.slots import lease_limit, on_policy_slots
+from scalerl_coordinator.slots import lease_limit, on_policy_slots, scheme
 
 PATIENCE_SECONDS = 1.0
 _MAX_OPEN_SLOTS = 1024

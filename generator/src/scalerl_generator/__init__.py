@@ -35,6 +35,21 @@ A weight update (one at a time)::
 
 ``actor_api`` checks the token of these requests and calls ``WeightControl``, which decides; ``ServerWeights`` calls the server.
 
+Modules by the process that runs them::
+
+    actor         ``actor`` starts the loops; ``registration``, ``server_state``, ``metrics``, ``coordinator_client``
+                  ``leasing`` leases, ``concurrency`` limits sequences, ``delivery`` pushes
+                  ``rollouts`` generates a group: ``completion_streams`` and ``partial_completion`` sample it, ``interruption``
+                  and ``episodes`` in other ways; ``prompt_codec``, ``repetition``, ``teacher``
+                  ``partial_reports``, ``kept_completions``: what lost leases and servers left unfinished
+                  ``actor_api``, ``weight_control``, ``vllm_weights``: weight updates
+                  ``past_responses`` for drafts
+                  ``vllm_client``, ``vllm_replies``, ``adapter_versions``: requests to the server, and its replies
+    vLLM server   ``vllm_server`` starts it; ``compile_cache``, ``vllm_failures``, ``vllm_lifetime``
+    vLLM worker   ``vllm_worker`` receives weights: ``checksum``, ``weight_files``, ``merged_adapters``, ``vllm_adapters``
+                  ``vllm_drafts`` drafts: ``drafter``, ``draft_threshold``, ``vllm_rejection_sampler``, ``vllm_cpu_sampler``
+    several       ``draft_protocol`` of actor and worker, ``sampling_seed`` of server and worker
+
 vLLM is pinned; only modules named ``vllm_*`` depend on its internals. This package does not choose prompts (the
 coordinator does), does not implement verifiers (``scalerl_tasks`` does), and does not import ``scalerl_trainer``.
 """

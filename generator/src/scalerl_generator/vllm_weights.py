@@ -95,7 +95,9 @@ class ServerWeights:
     async def update_weights(self, receive: WeightReceive, path: str = "") -> PublishReport:
         """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched.
 
-        Call between :meth:`.VllmClient.pause` and :meth:`.VllmClient.resume`.
+        Call between :meth:`.VllmClient.pause` and :meth:`.VllmClient.resume`. ``/finish_weight_update`` sets the server's
+        ``weight_version``, with which vLLM labels each token that it samples from then on; the labels of a response are
+        :attr:`.Sampled.weight_versions` (those of a request that keeps its adapters: their own version).
 
         Raises:
             UpdateFailed: the version is not installed. The server has left the group and can join another.

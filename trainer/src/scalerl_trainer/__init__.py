@@ -4,14 +4,18 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
 
     coordinator      Leader.lead()                    every rank: Worker.follow()                     generators
        │ TRAIN step    Leader._train() ─ Command ─▶    Worker.train()
-       ├─ next shard ──────────────────────────▶         Prefetch: rank_batch() ▶ pack() rows of tokens
-       │                                                 advantages() ▶ engine: Engine.step()
-       │                                                   losses, aggregation.per_token(); the backend's update
+       ├─ next shard ──────────────────────────▶         Prefetch: rank_batch(): advantages(), sequence_weights() ▶ Engine.pack()
+       │                                                 Engine.step(): Passes.accumulate(), for each micro-batch:
+       │                                                   Policy ▶ log-probs ▶ Loss ▶ Backend.backward()
+       │                                                 Backend.step(): gradients ▶ weights of the next version
        │◀ step report ──────────────────────── sums ──  Trained
        │ PUBLISH       LeaderPublishes.publish() ────▶ Worker.gather() whole parameters, a bucket at a time, while
        │                 Publisher.publish()               the next step is computed; its update waits
-       │                   buckets ▶ open_group() ▶ fill() ▶ start_broadcast() ────────────────▶ │
+       │                   GroupPublisher: open_group() ▶ fill() a bucket ▶ start_broadcast() ─────────────▶ │
+       │                   or FilePublisher: WeightWriter.write() ▶ files, which the generators read         │
+       │                   both: ActorControl.start(), a request to each actor ────────────────── receive ──▶ │
        │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤
+       │◀ commit ───────   Coordinator.publish_commit(): which members hold the version
        │ every n steps LeaderCheckpoints.save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
 
     ``algo``          losses, advantages, aggregation, mismatch: pure functions of tensors
@@ -29,7 +33,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
                       rank 0's part of both, from the coordinator's permission to what it is to know
     ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
-    ``batch``         converts a shard of a step from the wire to tensors
+    ``shard_conversion``
+                      a shard of a step from the wire to a ``TrainBatch`` of tensors (``train_batch``), with advantages and weights
     ``publish``       sends weights to the generators
     ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,
                       ``checkpoint_copies`` the copies in an object store, ``uploader`` sends them

@@ -24,7 +24,6 @@ from scalerl_api import wire
 from scalerl_api.exports import Exports
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO
-from scalerl_trainer.batch import UNUSABLE_FRACTION
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.coordinator_silence import CoordinatorSilence
@@ -36,6 +35,7 @@ from scalerl_trainer.leader_publishes import LeaderPublishes
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.publisher import Publisher
+from scalerl_trainer.shard_conversion import UNUSABLE_FRACTION
 from scalerl_trainer.step_stats import stats_of_step
 from scalerl_trainer.tensor_files import TensorInfo
 from scalerl_trainer.utilization import utilization

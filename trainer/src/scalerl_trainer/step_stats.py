@@ -6,8 +6,8 @@ from scalerl_api.mismatch import RATIO, SAMPLED
 from scalerl_trainer.algo.distillation import TEACHER_KL
 from scalerl_trainer.algo.kl import REFERENCE_KL
 from scalerl_trainer.algo.mismatch import by_position
-from scalerl_trainer.batch import Staleness
 from scalerl_trainer.engine import StepStats
+from scalerl_trainer.shard_conversion import Staleness
 
 
 def stats_of_step(step_stats: StepStats, staleness: Staleness) -> dict[str, float]:

@@ -13,6 +13,7 @@ command               what every rank does
 ``EXIT``              returns
 ``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer
 ``DIVERGED``          raises ``DivergedError``: too many consecutive steps were skipped, or one of numbers that are none
+``PUBLISH_REFUSED``   raises ``PublishRefusedError``: generators could not use the published weights
 ===================== ===========================================================================
 """
 
@@ -31,15 +32,6 @@ from scalerl_api.weight_sync import PROBE_SEQUENCES
 from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.background import Prefetch
-from scalerl_trainer.batch import (
-    RankBatch,
-    Staleness,
-    check_logprobs,
-    probe_sequences,
-    rank_batch,
-    recorded,
-    start_sequences,
-)
 from scalerl_trainer.checkpointer import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, PackedShard, StepStats
@@ -49,6 +41,15 @@ from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
 from scalerl_trainer.ranks import Ranks
+from scalerl_trainer.shard_conversion import (
+    RankBatch,
+    Staleness,
+    check_logprobs,
+    probe_sequences,
+    rank_batch,
+    recorded,
+    start_sequences,
+)
 from scalerl_trainer.uploader import UploadState
 
 FETCH_SECONDS = 30.0

@@ -2,7 +2,7 @@
 
     open slots, generators with a lease request ─▶ SchedulingPolicy.assign ─▶ slots of each generator
 
-A slot is a slot that may be leased. Its step, prompt and staleness bound are fixed before a policy sees it. Policies are pure:
+An open slot is one that may be leased now. Its step, prompt and staleness bound are fixed before a policy sees it. Policies are pure:
 equal views yield equal assignments, and they do no I/O. An assignment is not recorded; leases are journaled when they are
 issued (:mod:`scalerl_coordinator.generator_requests`).
 """

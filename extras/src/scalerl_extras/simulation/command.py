@@ -12,8 +12,8 @@ from scipy.stats import ks_2samp
 from scalerl_api.registry import Kind, PluginError, make
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import echo
-from scalerl_coordinator.off_policy import OffPolicy, PipelineRL, PpoOffPolicy
 from scalerl_coordinator.scheduling import ByLength, LeastLoaded, SchedulingPolicy
+from scalerl_coordinator.slots import OffPolicy, PipelineRL, PpoOffPolicy
 from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scalerl_coordinator.off_policy import OffPolicy
 from scalerl_coordinator.scheduling import (
     Generator,
     OpenSlot,
@@ -14,6 +13,7 @@ from scalerl_coordinator.scheduling import (
     SchedulingPolicy,
     expected_load,
 )
+from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.fleet import Fleet, Spans
 from scalerl_extras.simulation.workload import Cluster, Expected, Outcome, Workload
 from scalerl_generator.leasing import Occupancy, groups_wanted

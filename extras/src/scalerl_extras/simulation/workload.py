@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_coordinator.off_policy import OffPolicy
+from scalerl_coordinator.slots import OffPolicy
 
 _Numbers = TypeVar("_Numbers", float, NDArray[np.float64])
 

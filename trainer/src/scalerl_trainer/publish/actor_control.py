@@ -77,8 +77,8 @@ class ActorControl:
 
     Args:
         connect_seconds: timeout of a connection.
-        late_answer_seconds: a request stays open for this time after its deadline, because :func:`.publisher._after_failure` may extend
-            the deadline.
+        late_answer_seconds: a request stays open for this time after its deadline, because :func:`.group_publisher._after_failure` may
+            extend the deadline.
         max_answer_bytes: limit of an answer.
     """
 

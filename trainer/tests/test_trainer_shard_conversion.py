@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.batch import (
+from scalerl_trainer.errors import BadBatchError, DivergedError
+from scalerl_trainer.shard_conversion import (
     MIN_COMPARED_TOKENS,
     MIN_PROBED_TOKENS,
     PROBE_TOKENS,
@@ -25,7 +26,6 @@ from scalerl_trainer.batch import (
     recorded,
     start_sequences,
 )
-from scalerl_trainer.errors import BadBatchError, DivergedError
 
 STEP = 7
 
