@@ -233,7 +233,8 @@ class Server:
         if call["method"] == "scalerl_fetch":
             problem = self.failure.pop("fetch", "")
             self.fetches = [{"bytes": n} for n in self.failure.pop("fetching", [])]
-            self.fetches += [{}, {"problem": problem, "path": "" if problem else FETCHED, "seconds": 0.5}]
+            done = {"problem": problem, "path": "" if problem else FETCHED, "seconds": 0.5}
+            self.fetches += [{}, done | {"unreachable": self.failure.pop("unreachable", False)}]
             return web.json_response({"results": [None]})
         if call["method"] == "scalerl_fetched":
             assert self.running.is_set(), "a fetch pauses nothing"

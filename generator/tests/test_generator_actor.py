@@ -484,7 +484,7 @@ async def test_update_from_files(scene: Scene) -> None:
         await until(lambda v=version: scene.coordinator.beats[-1].weight_version == v)
 
 
-async def test_a_volume_that_is_slow_differs_from_one_that_hangs(scene: Scene) -> None:
+async def test_a_volume_that_is_slow_differs_from_one_that_hangs_and_one_that_denies(scene: Scene) -> None:
     await scene.member()
     files = WeightFiles(folder="0.1-a", base=0, versions=[0])
     for code, fetching in (("fetch-stalled", [7] * 100), ("fetch-continues", [7] + [8] * 100)):
@@ -492,6 +492,10 @@ async def test_a_volume_that_is_slow_differs_from_one_that_hangs(scene: Scene) -
         problem = await scene.trainer.receive(0, 0, timeout_seconds=0.5, files=files)
         assert isinstance(problem, Problem)
         assert problem.error == code
+    await scene.server(fetch="s3://b/weights: 403 Forbidden", unreachable=True)
+    problem = await scene.trainer.receive(0, 0, files=files)
+    assert isinstance(problem, Problem)
+    assert (problem.error, "403 Forbidden" in problem.message) == ("fetch-unreachable", True)
     assert isinstance(await scene.trainer.receive(0, 0, files=files), WeightReceived)
 
 

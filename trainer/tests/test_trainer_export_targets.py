@@ -316,5 +316,6 @@ def test_bucket_unreachable_raises(tmp_path: Path, s3: S3Server, monkeypatch: py
     with pytest.raises(TargetError, match=r"^s3://other/a: FileNotFoundError: .* 404 Not Found"):
         put_in_bucket("s3://other/a", tmp_path, 10, 10)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 3})
     with pytest.raises(TargetError, match=rf"^s3://{BUCKET}/a: GenericError: .*after 3 retries"):
         put_in_bucket(f"s3://{BUCKET}/a", tmp_path, 10, 10)

@@ -359,6 +359,7 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
     try:
         for variable, value in server.environ.items():
             monkeypatch.setenv(variable, value)
+        monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 3})
         run = Run(tmp_path / "run", to=f"s3://{BUCKET}/a")
         run.write(10)
         until(lambda: run.folders == [name(10)])

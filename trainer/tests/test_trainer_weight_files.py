@@ -30,7 +30,7 @@ from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer
-from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.actor_control import ActorControl, Answer
 from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.errors import SourceError
 from scalerl_trainer.publish.file_publisher import MAX_UNREAD, FilePublisher
@@ -614,6 +614,31 @@ def test_a_volume_that_hangs_is_given_up(call: str, tmp_path: Path, monkeypatch:
     publisher.close()
     assert time.monotonic() - started < 3
     answers.set()
+
+
+class Unreachable(ActorControl):
+    """Each member cannot reach the store."""
+
+    def start(self, *_: Any) -> Any:
+        return self
+
+    def wait(self) -> dict[str, Answer]:
+        return {"g": Answer(error="503 SlowDown", problem="fetch-unreachable")}
+
+
+def test_a_member_that_cannot_reach_the_store_costs_no_base(tmp_path: Path) -> None:
+    training, writer = Training(), make_writer(tmp_path)
+    publisher = FilePublisher(
+        *(writer, Unreachable("secret")), bucket_bytes=BUCKET_BYTES, timeout_seconds=20, retry_seconds=0
+    )
+    member = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
+    whole = sum(tensor.nbytes for tensor in training.tensors.values())
+    for version in range(MAX_UNREAD + 1):
+        training.update()
+        outcome = publisher.publish(version, WeightSource(training.manifest, training.stream), [member])
+        left_out = version == MAX_UNREAD
+        assert (outcome.kept, outcome.failed) == (([], ["g"]) if left_out else (["g"], []))
+        assert (outcome.stats["publish_bytes"] > whole) == (version == 0)
 
 
 def test_members_are_independent(processes: Any, tmp_path: Path) -> None:

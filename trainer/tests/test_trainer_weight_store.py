@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -21,9 +22,10 @@ from test_trainer_weight_files import BUCKET_BYTES, Killed, Training, publisher_
 
 from scalerl_api import object_store, wire
 from scalerl_api.attempts import Attempt
-from scalerl_api.object_store import NewObject, ObjectStore
+from scalerl_api.object_store import NewObject, ObjectStore, StoreError
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
-from scalerl_generator.weight_files import WeightFetcher, WeightReader
+from scalerl_generator import weight_files
+from scalerl_generator.weight_files import StoreUnreachable, WeightFetcher, WeightReader
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.checkpoint_copies import PrefixTaken, claim_prefix
 from scalerl_trainer.errors import AttemptSuperseded
@@ -31,7 +33,7 @@ from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer
 from scalerl_trainer.publish.publisher import WeightSource
 from scalerl_trainer.publish.weight_folders import StoredFolder, begin_attempt
-from scalerl_trainer.publish.weight_writer import WeightWriter
+from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 
 ELSEWHERE = Path("/nonexistent")
 MEMBER = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
@@ -63,6 +65,15 @@ def make_writer(to: str, name: str = "0.1-a", begin: Callable[[], None] = lambda
     return WeightWriter(StoredFolder(ObjectStore(to), name), BUCKET_BYTES, begin)
 
 
+def claiming_writer(to: str, tmp_path: Path) -> WeightWriter:
+    """One that begins as a run's."""
+    store = ObjectStore(to)
+    claim = partial(claim_prefix, store, {"namespace": "a", "name": "one"}, "weightSync.to", "no run uses it")
+    fence = Fence.begin(tmp_path / "checkpoints", Attempt(1, 1), Disk())
+    folder = StoredFolder(store, fence.folder.name.removeprefix(".attempt-"))
+    return WeightWriter(folder, BUCKET_BYTES, begin_attempt(folder, fence, claim))
+
+
 def stored(s3: S3Server, to: str) -> dict[str, bytes]:
     """Objects by their path below ``weights/`` of the prefix."""
     prefix = f"{to.removeprefix(f's3://{BUCKET}/')}/weights/"
@@ -86,8 +97,9 @@ def test_fifty_versions_are_exact_for_readers_that_miss_some(
         if chance.random() < 0.3:
             training.read(some, version, files)
     assert max(sizes[1:]) < sizes[0] / 4
-    names = {base_name(files.base), *map(delta_name, files.versions[1:])}
-    assert {path.removeprefix("0.1-a/") for path in stored(s3, to)} == names, "and no more"
+    bases = {base_name(files.base), base_name(files.base - 8)}
+    deltas = set(map(delta_name, range(files.versions[1] - 8, 50)))
+    assert {path.removeprefix("0.1-a/") for path in stored(s3, to)} == bases | deltas, "and no more"
     training.read(WeightReader(ELSEWHERE), 49, files)
     writer.remove()
     assert stored(s3, to) == {}
@@ -172,25 +184,139 @@ def test_a_later_attempt_removes_the_objects_of_earlier_ones(s3: S3Server, to: s
         folder = StoredFolder(ObjectStore(to), fence.folder.name.removeprefix(".attempt-"))
         return WeightWriter(folder, BUCKET_BYTES, begin_attempt(folder, fence, attempt=attempt))
 
+    foreign = {
+        "1.0-a/notes.txt",
+        "1.0-a/base-00000000.copy",
+        "1.0-a/sub/base-00000000",
+        "base-00000000",
+        "llama/model-00001.safetensors",
+        "llama/base-00000000",
+        "other-run/run.json",
+        "other-run/step-00000020/manifest.json",
+        "other-run/weights/1.0-a/base-00000000",
+    }
+    for path in foreign:
+        ObjectStore(to).put(f"weights/{path}", b"foreign")
     first = begin(1, tmp_path / "first")
     training.write(first, 0)
     second = begin(2, tmp_path / "second")
     training.write(second, 0)
-    assert {path.split("/")[0] for path in stored(s3, to)} == {second.folder.name}
+    assert stored(s3, to).keys() - foreign == {f"{second.folder.name}/{base_name(0)}"}
     with pytest.raises(AttemptSuperseded, match=r"attempt 1\.2 publishes to .*, and this one is 1\.1\."):
         training.write(first, 1)
-    assert {path.split("/")[0] for path in stored(s3, to)} == {second.folder.name}
+    assert stored(s3, to).keys() - foreign == {f"{second.folder.name}/{base_name(0)}"}
+    ObjectStore(to).put("weights/1.1-late/base-00000003", b"of a call that was abandoned")
+    second.remove()
+    assert stored(s3, to).keys() == foreign
+
+
+def test_a_slow_reader_keeps_its_files_until_the_base_after_the_next(
+    s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object that is deleted is gone for who reads it, unlike a file."""
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 2)
+    training, writer, late = Training(), make_writer(to), WeightReader(ELSEWHERE)
+    training.read(late, 0, training.write(writer, 0))
+    training.update()
+    files = training.write(writer, 1)
+    version_1 = {name: tensor.clone() for name, tensor in training.tensors.items()}
+    for version in (2, 3):
+        training.update()
+        training.write(writer, version)
+    assert files.versions == [0, 1], "of the base before"
+    present, training.tensors = training.tensors, version_1
+    training.read(late, 1, files)
+    training.read(WeightReader(ELSEWHERE), 1, files)
+    training.tensors = present
+    training.update()
+    training.write(writer, 4)
+    left = {path.removeprefix("0.1-a/") for path in stored(s3, to)}
+    assert left == {base_name(2), base_name(4), *map(delta_name, range(1, 5))}
+
+
+def test_a_request_that_fails_is_sent_again_and_nothing_is_read_twice(
+    to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each request of a delta. Without another attempt, the copy keeps its version until a bucket has changed."""
+    monkeypatch.setattr(weight_files, "RETRY_SECONDS", 0.0)
+    training, writer, reader = Training(), make_writer(to), WeightReader(ELSEWHERE)
+    training.read(reader, 0, training.write(writer, 0))
+    part, versions, kept = ObjectStore.part, iter(range(1, 100)), list[bool]()
+
+    def read(call: int, retry_seconds: float) -> tuple[Written, str]:
+        """Write and read the next version, with one request that fails; returns the error of the read."""
+        requests = iter(range(1000))
+
+        def failing(*args: Any) -> memoryview:
+            if next(requests) == call:
+                raise StoreError("503 SlowDown")
+            return part(*args)
+
+        training.update(0.3)
+        version = next(versions)
+        written = writer.write(version, training.manifest, training.stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(object_store, "_PART_BYTES", 512)
+            patched.setattr(object_store, "_CONCURRENCY", 1)
+            patched.setattr(ObjectStore, "part", failing)
+            try:
+                size = reader.read(version, training.manifest, BUCKET_BYTES, written.files, retry_seconds)
+            except StoreUnreachable as error:
+                return written, str(error)
+        training.assert_copied(reader)
+        assert size == written.bytes
+        return written, ""
+
+    for call in itertools.count():
+        assert read(call, 60.0)[1] == ""
+        before = reader.version
+        written, problem = read(call, 0.0)
+        if not problem:
+            break
+        version = written.files.versions[-1]
+        assert problem == f"{writer.folder}/{delta_name(version)}: 503 SlowDown"
+        kept.append(reader.version == before)
+        assert kept[-1] or reader.version is None
+        assert (training.read(reader, version, written.files) == written.bytes) == kept[-1]
+    assert kept[:2] == [True, True], "the header is read before the buckets"
+    assert not kept[-1]
+
+
+def test_a_listing_that_fails_makes_no_base_of_a_delta(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_writer, "BASE_EVERY", 3)
+    training, writer, reader = Training(), make_writer(to), WeightReader(ELSEWHERE)
+    training.read(reader, 0, training.write(writer, 0))
+    sizes, listings = ObjectStore.sizes, 0
+    for version in range(1, 12):
+        listings = 0
+
+        def failing(*args: Any, version: int = version) -> dict[str, int]:
+            nonlocal listings
+            listings += 1
+            if listings == 1 + version % 3:
+                raise StoreError("503 SlowDown")
+            return sizes(*args)
+
+        training.update()
+        with monkeypatch.context() as patched:
+            patched.setattr(ObjectStore, "sizes", failing)
+            try:
+                files = training.write(writer, version)
+            except OSError:
+                files = training.write(writer, version)
+        assert len(files.versions) > 1
+        assert training.read(reader, version, files) < 5000
 
 
 def test_killed_at_any_call_leaves_the_version_before(
     s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A delta and a base are written, after which objects are deleted."""
+    """A delta and a base are written, after which the base before the last one is deleted."""
     monkeypatch.setattr(weight_writer, "BASE_EVERY", 2)
     died = 0
     for call in range(100):
         training, writer, reader = Training(), make_writer(to, f"0.1-{call}"), WeightReader(ELSEWHERE)
-        for version in (0, 1):
+        for version in range(4):
             training.update()
             files = training.write(writer, version)
         before = {n: t.clone() for n, t in training.tensors.items()}
@@ -209,14 +335,13 @@ def test_killed_at_any_call_leaves_the_version_before(
             for owner, name in ((ObjectStore, "new"), (NewObject, "close"), (ObjectStore, "delete")):
                 patched.setattr(owner, name, count(getattr(owner, name)))
             try:
-                training.write(writer, 2)
+                training.write(writer, 4)
             except Killed:
                 died += 1
             else:
                 break
-        if call < 4:  # until the base is there, after which what came before it is deleted
-            training.tensors = before
-            training.read(reader, 1, files)
+        training.tensors = before
+        training.read(reader, 3, files)
     assert died == 5, "two objects begin and end, and one is deleted"
 
 
@@ -254,20 +379,42 @@ def _large() -> Training:
     return training
 
 
-def test_a_denied_write_fails_no_member(s3: S3Server, to: str) -> None:
-    """One message; what generators have stays readable, and the next write is a base."""
-    training, writer, reader = Training(), make_writer(to), WeightReader(ELSEWHERE)
+def test_a_denied_write_fails_no_member(s3: S3Server, to: str, tmp_path: Path) -> None:
+    """One message; what generators have stays readable, and the next write is a base. Neither does a claim that is denied."""
+    training, writer, reader = Training(), claiming_writer(to, tmp_path), WeightReader(ELSEWHERE)
+    first = WeightSource(training.manifest, training.stream)
+    for requests in (0, 1):  # the folder is listed, and the prefix claimed
+        s3.refuse(requests)
+        outcome = publisher_of(writer).publish(0, first, [MEMBER])
+        s3.refuse(float("inf"))
+        assert (outcome.updated, outcome.failed) == ([], [])
+        assert "403 Forbidden" in outcome.error
     files = training.write(writer, 0)
     training.read(reader, 0, files)
     weights, read = WeightSource(training.manifest, training.stream), list[bool]()
     training.update()
     s3.refuse()
     outcome = publisher_of(writer).publish(1, weights, [MEMBER], lambda: read.append(True))
-    with pytest.raises(WeightFileError, match=rf"^{to}/weights/0\.1-a/base-00000000: {to}: .*403"):
-        training.read(WeightReader(ELSEWHERE), 0, files)
+    fetcher = WeightFetcher(ELSEWHERE)
+    fetcher.start(
+        wire.WeightReceive(
+            epoch=0,
+            version=0,
+            tensors=training.manifest,
+            bucket_bytes=BUCKET_BYTES,
+            timeout_seconds=600.0,
+            files=files,
+        )
+    )
+    while (report := fetcher.report(0)).problem is None:
+        time.sleep(0.01)
+    assert report.unreachable
+    assert report.problem is not None
+    assert report.problem.startswith(f"{writer.folder}/base-00000000: {to}: ")
+    assert "403" in report.problem
     s3.refuse(float("inf"))
     assert (outcome.updated, outcome.failed, read) == ([], [], [True])
-    assert outcome.error.startswith(f"version 1 cannot be written to {to}/weights/0.1-a: ")
+    assert outcome.error.startswith(f"version 1 cannot be written to {writer.folder}: ")
     assert "403 Forbidden" in outcome.error
     assert "\n" not in outcome.error
     assert outcome.error.endswith(
@@ -287,6 +434,11 @@ class Full(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self._answer(507, b"<Error><Code>InsufficientStorage</Code><Message>no room</Message></Error>")
 
+    def do_HEAD(self) -> None:
+        """The first requests are too many."""
+        self.server.heads = getattr(self.server, "heads", 0) + 1  # type: ignore[attr-defined]
+        self._answer(503 if self.server.heads < 5 else 200, b"")  # type: ignore[attr-defined]
+
     do_POST = do_PUT
 
     def _answer(self, code: int, content: bytes) -> None:
@@ -299,20 +451,32 @@ class Full(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_full_store_fails_no_member(s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "_RETRIES", {"max_retries": 0})
+@pytest.fixture
+def full_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Full)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    training = Training()
-    outcome = publisher_of(make_writer(to)).publish(
-        0, WeightSource(training.manifest, training.stream), [MEMBER]
-    )
+    yield
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_a_full_store_fails_no_member(
+    to: str, full_store: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, claims: bool
+) -> None:
+    monkeypatch.setattr(object_store, "_RETRIES", {"max_retries": 0})
+    training = Training()
+    writer = claiming_writer(to, tmp_path) if claims else make_writer(to)
+    outcome = publisher_of(writer).publish(0, WeightSource(training.manifest, training.stream), [MEMBER])
     assert (outcome.updated, outcome.failed) == ([], [])
     assert "507 Insufficient Storage" in outcome.error
     assert "its quota" in outcome.error
+
+
+def test_a_request_outlasts_a_store_that_asks_to_slow_down(to: str, full_store: None) -> None:
+    with ObjectStore(to).open("busy") as file:
+        assert file.read() == b""
 
 
 def test_a_store_that_hangs_is_given_up(s3: S3Server, to: str) -> None:

@@ -4,7 +4,7 @@ The client library reads the credentials: ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_AC
 ``AWS_ENDPOINT_URL`` (with ``AWS_ALLOW_HTTP=true`` for an endpoint without TLS), or a web identity.
 
 An object is written whole or not at all. A process that is killed in a multipart upload leaves parts, which no listing shows
-and only a lifecycle rule of the bucket removes.
+and only a lifecycle rule of the bucket removes; so does a write that fails of an object that comes piece by piece.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_RETRIES: dict[str, Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
-"""Retries of one request. The library's default, ten, takes minutes without a log; the callers retry the whole operation."""
+_RETRIES: dict[str, Any] = {
+    "max_retries": 60,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=8), "base": 3},
+}
+"""Retries of one request. The time is their bound: about 15, of which a few do not outlast a store that answers 503 SlowDown. The
+library's default, three minutes, would pass without a log; the callers retry the whole operation."""
 _REQUEST_TIMEOUT = "120 seconds"
 """Of one request with its content, at most a part. The library's default, 30 s, would fail every part on a slow connection."""
 _PART_BYTES = 8 << 20
@@ -32,6 +37,14 @@ _CONCURRENCY = 4
 
 class StoreError(Exception):
     """An object store is unreachable, or refuses a request."""
+
+
+class ObjectAbsent(StoreError):
+    """There is no such object. A store answers so only to those who may list; to others it refuses the request."""
+
+
+class StoreDenied(StoreError):
+    """The credentials do not allow the request, so it need not be tried again."""
 
 
 class ObjectStore:
@@ -56,6 +69,7 @@ class ObjectStore:
         self._errors = (exceptions.BaseError, OSError, ValueError)
         self._exists = exceptions.AlreadyExistsError
         self._absent = (exceptions.NotFoundError, FileNotFoundError)
+        self._denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
         bucket, _, prefix = self.to.removeprefix("s3://").partition("/")
         with self.translated():
             self._store: Any = S3Store(
@@ -160,7 +174,9 @@ class ObjectStore:
         try:
             yield
         except self._errors as error:
-            raise StoreError(f"{self.to}: {type(error).__name__}: {first_line(error)}") from error
+            kind = ObjectAbsent if isinstance(error, self._absent) else StoreError
+            kind = StoreDenied if isinstance(error, self._denied) else kind
+            raise kind(f"{self.to}: {type(error).__name__}: {first_line(error)}") from error
 
 
 class NewObject:
@@ -210,7 +226,10 @@ class _StoredObject(io.RawIOBase):
             part = self._store.part(self._path, start, min(_PART_BYTES, end - start))
             memory[start - begin : start - begin + len(part)] = part
 
-        list(self._threads.map(read, range(begin, end, _PART_BYTES)))
+        parts = [self._threads.submit(read, start) for start in range(begin, end, _PART_BYTES)]
+        wait(parts)  # none writes to the buffer after another one has failed
+        for part in parts:
+            part.result()
         self._at = max(begin, end)
         return self._at - begin
 

@@ -19,6 +19,7 @@ version at 5e-7, about 1 % of the bytes are left (``benchmarks/weight_deltas.py`
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Sequence
 
@@ -59,6 +60,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of each bucket in the file."""
     whole: list[bool]
     """Which of them are whole."""
+
+
+FILE_NAME = re.compile(r"(?:base|delta)-\d{8,}", re.ASCII)
 
 
 def base_name(version: int) -> str:

@@ -60,6 +60,10 @@ class FetchStalled(ServerRefused):
     """A version is not read in time, and nothing of it was: the volume or the object store does not answer."""
 
 
+class FetchUnreachable(ServerRefused):
+    """A version is not read, since the object store does not answer the server, or refuses its credentials."""
+
+
 class BadReply(VllmError):
     """The server responded with 200 and an unknown body; it may not be the pinned vLLM release."""
 
@@ -158,6 +162,8 @@ class FetchReport(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     bytes: int = 0
     """Of the version; while it is read, of all that was read."""
+    unreachable: bool = False
+    """Whether the object store does not answer or refuses the credentials, and no file is at fault."""
 
 
 class _SpanReply(msgspec.Struct):

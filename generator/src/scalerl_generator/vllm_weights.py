@@ -19,6 +19,7 @@ from scalerl_generator.vllm_replies import (
     FetchContinues,
     FetchReport,
     FetchStalled,
+    FetchUnreachable,
     PublishReport,
     ServerRefused,
     UpdateFailed,
@@ -69,6 +70,7 @@ class ServerWeights:
         Raises:
             FetchContinues: it was not read within ``receive.timeout_seconds``.
             FetchStalled: the same, and nothing was read.
+            FetchUnreachable: it cannot be read, and no file is at fault.
             ServerRefused: it cannot be read.
         """
         path, deadline = "/collective_rpc", time.monotonic() + receive.timeout_seconds
@@ -90,7 +92,7 @@ class ServerWeights:
                     raise FetchStalled(path, 500, f"{late}, and nothing of it was: the {of} does not answer")
                 raise FetchContinues(path, 500, f"{late}; the server continues to read it")
             if report.problem:
-                raise ServerRefused(path, 500, report.problem)
+                raise (FetchUnreachable if report.unreachable else ServerRefused)(path, 500, report.problem)
 
     async def update_weights(self, receive: WeightReceive, path: str = "") -> PublishReport:
         """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched.

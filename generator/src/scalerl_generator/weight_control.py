@@ -21,7 +21,14 @@ from scalerl_api.wire import Ack, GroupJoin, Probe, Probed, WeightReceive, Weigh
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import FetchContinues, FetchReport, FetchStalled, UpdateFailed, VllmError
+from scalerl_generator.vllm_replies import (
+    FetchContinues,
+    FetchReport,
+    FetchStalled,
+    FetchUnreachable,
+    UpdateFailed,
+    VllmError,
+)
 from scalerl_generator.vllm_weights import ServerWeights
 
 logger = logging.getLogger("scalerl.actor.control")
@@ -93,8 +100,8 @@ class WeightControl:
         """Make the server receive one version. Its requests in flight are paused meanwhile and keep their KV cache.
 
         Raises:
-            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed``, ``fetch-stalled``, ``fetch-continues`` or
-                ``update-failed``.
+            ControlProblem: ``not-ready``, ``busy``, ``wrong-epoch``, ``fetch-failed``, ``fetch-stalled``, ``fetch-unreachable``,
+                ``fetch-continues`` or ``update-failed``.
         """
         async with self._exclusive(request.timeout_seconds):
             fetched, started = None, time.monotonic()
@@ -122,6 +129,7 @@ class WeightControl:
             codes: dict[type[VllmError], str] = {
                 FetchContinues: "fetch-continues",
                 FetchStalled: "fetch-stalled",
+                FetchUnreachable: "fetch-unreachable",
             }
             code = codes.get(type(error), "fetch-failed")
             raise ControlProblem(502, code, f"version {request.version}: {error}") from error

@@ -2,7 +2,8 @@
 
 The copy in memory has the last version that was read, so the next one is read as its changes. A version that was missed is read, too;
 a copy that is too old, or that a damaged file leaves without a version, is read again from the base. Nothing of it reaches the model
-before all of it is verified. If the base needs a damaged delta, too, the read fails, and the trainer writes a base.
+before all of it is verified. If the base needs a damaged delta, too, the read fails, and the trainer writes a base. A file of an object
+store that does not answer is no damaged one: the read goes on at the bucket at which it was, or fails.
 
 The memory is shared: of the workers of a server the first one reads, and the others map what it has read.
 """
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scalerl_api.object_store import ObjectStore, StoreError
+from scalerl_api.object_store import ObjectAbsent, ObjectStore, StoreDenied, StoreError
 from scalerl_api.weight_files import (
     CHANGES_OFFSET,
     COUNTS,
@@ -47,6 +48,13 @@ from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.vllm_replies import FetchReport
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""Between two attempts at a file of a store that does not answer."""
+
+
+class StoreUnreachable(WeightFileError):
+    """The object store does not answer, or refuses the credentials: no other file can be read, either."""
 
 
 class SharedBuckets:
@@ -140,13 +148,26 @@ class WeightReader:
         self.copy: SharedBuckets | None = None
         self.bytes_read = 0
         """Of all versions, by bucket: whether a read that takes long makes progress."""
+        self._retry_until = 0.0
 
-    def read(self, version: int, tensors: list[TensorSpec], bucket_bytes: int, files: WeightFiles) -> int:
+    def read(
+        self,
+        version: int,
+        tensors: list[TensorSpec],
+        bucket_bytes: int,
+        files: WeightFiles,
+        retry_seconds: float = 0.0,
+    ) -> int:
         """Make the copy one of ``version``; returns the number of bytes read.
 
+        Args:
+            retry_seconds: from now, in which a request that the store did not answer is sent again.
+
         Raises:
+            StoreUnreachable: the copy keeps its version unless a bucket has changed.
             WeightFileError: a file cannot be used, and neither can the base.
         """
+        self._retry_until = time.monotonic() + retry_seconds
         key = files.folder, layout_digest(tensors, bucket_bytes)
         if files.folder != Path(files.folder).name or files.folder in ("", ".."):
             raise WeightFileError(f"{files.folder!r} is no name of a folder")
@@ -165,6 +186,8 @@ class WeightReader:
             start = self.version
             try:
                 return self._read_deltas(files, start)
+            except StoreUnreachable:
+                raise
             except WeightFileError as error:
                 log.warning("version %d is read again from the base: %s", version, error)
         return self._read_file(base_name(files.base), files.base, None) + self._read_deltas(files, files.base)
@@ -175,7 +198,7 @@ class WeightReader:
         try:
             self._store = ObjectStore(to) if to else None
         except StoreError as error:
-            raise WeightFileError(str(error)) from error
+            raise StoreUnreachable(str(error)) from error
 
     def _open(self, name: str) -> BufferedReader:
         if self._store is not None:
@@ -189,45 +212,58 @@ class WeightReader:
 
     def _read_file(self, name: str, version: int, previous: int | None) -> int:
         root = self._root if self._store is None else f"{self._store.to}/{STORED}"
-        try:
-            with self._open(name) as file:
-                header = read_header(file)
-                expected = (*self._key, version, previous)
-                found = (header.folder, header.layout, header.version, header.previous)
-                if found != expected:
-                    raise WeightFileError(
-                        f"it has version {header.version} after {header.previous} of {header.folder}, with the layout "
-                        f"{header.layout}; expected are {version}, {previous}, {self._key[0]} and {self._key[1]}"
-                    )
-                self.version = None  # until the last bucket is verified
-                self._read_buckets(file, header)
-                size = file.seek(0, os.SEEK_END)
-        except (OSError, StoreError, WeightFileError, BucketMismatch) as error:
-            raise WeightFileError(f"{root}/{self._key[0]}/{name}: {error}") from error
+        verified: list[int] = []
+        while True:
+            try:
+                return self._read_on(name, version, previous, verified)
+            except (OSError, ObjectAbsent, WeightFileError, BucketMismatch) as error:
+                raise WeightFileError(f"{root}/{self._key[0]}/{name}: {error}") from error
+            except StoreError as error:
+                late = time.monotonic() + RETRY_SECONDS > self._retry_until
+                if late or isinstance(error, StoreDenied):
+                    raise StoreUnreachable(f"{root}/{self._key[0]}/{name}: {error}") from error
+                log.warning("%s is read on in %g s: %s", name, RETRY_SECONDS, error)
+                time.sleep(RETRY_SECONDS)
+
+    def _read_on(self, name: str, version: int, previous: int | None, verified: list[int]) -> int:
+        """Read the buckets of a file that are not ``verified``, which gets their sizes; returns the size of the file."""
+        with self._open(name) as file:
+            header = read_header(file)
+            expected = (*self._key, version, previous)
+            found = (header.folder, header.layout, header.version, header.previous)
+            if found != expected:
+                raise WeightFileError(
+                    f"it has version {header.version} after {header.previous} of {header.folder}, with the layout "
+                    f"{header.layout}; expected are {version}, {previous}, {self._key[0]} and {self._key[1]}"
+                )
+            self._read_buckets(file, header, verified)
+            size = file.seek(0, os.SEEK_END)
         self.version = version
         return size
 
-    def _read_buckets(self, file: BufferedReader, header: Header) -> None:
+    def _read_buckets(self, file: BufferedReader, header: Header, verified: list[int]) -> None:
         assert self.copy is not None
-        file.seek(0)
         if len(header.whole) != len(self.copy.buckets) or (header.previous is None and not all(header.whole)):
             raise WeightFileError("it has other buckets than its version")
-        for bucket, memory_u8, size, whole in zip(
-            self.copy.buckets, self.copy.of_bucket, header.bucket_bytes, header.whole, strict=True
-        ):
+        file.seek(sum(verified))
+        buckets = zip(self.copy.buckets, self.copy.of_bucket, header.bucket_bytes, header.whole, strict=True)
+        for bucket, memory_u8, size, whole in itertools.islice(buckets, len(verified), None):
             payload_u8, trailer_u8 = memory_u8[: bucket.payload_bytes], memory_u8[bucket.payload_bytes :]
             if whole:
+                self.version = None  # until the last bucket is verified
                 if size != bucket.total_bytes or file.readinto(memory_u8.numpy().data) != size:
                     raise WeightFileError(f"bucket {bucket.index} is cut off")
             else:
                 content = memoryview(file.read(size))
                 if len(content) < CHANGES_OFFSET:
                     raise WeightFileError(f"bucket {bucket.index} is cut off")
+                self.version = None
                 apply_changes(payload_u8.numpy().view(np.uint16), content[TRAILER_BYTES:])
                 trailer_u8.copy_(torch.frombuffer(bytearray(content[:TRAILER_BYTES]), dtype=torch.uint8))
             self.bytes_read += size
             words = trailer_u8.view(torch.int64).tolist()
             check_trailer(words, header.version, bucket.index, checksum_u8(payload_u8))
+            verified.append(size)
 
 
 class WeightFetcher:
@@ -260,9 +296,14 @@ class WeightFetcher:
             started = time.perf_counter()
             try:
                 assert request.files is not None
-                size = self.reader.read(request.version, request.tensors, request.bucket_bytes, request.files)
+                # Half, so that the answer to the request has the reason.
+                retry_seconds = request.timeout_seconds / 2
+                size = self.reader.read(
+                    request.version, request.tensors, request.bucket_bytes, request.files, retry_seconds
+                )
             except Exception as error:
-                report = FetchReport(problem=str(error) or type(error).__name__)
+                unreachable = isinstance(error, StoreUnreachable)
+                report = FetchReport(problem=str(error) or type(error).__name__, unreachable=unreachable)
             else:
                 assert self.reader.copy is not None
                 report = FetchReport("", self.reader.copy.path, time.perf_counter() - started, size)

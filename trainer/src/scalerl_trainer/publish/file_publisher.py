@@ -4,7 +4,8 @@ The weights may change once the version is written, before members have read it.
 joins, is not written again. A member that cannot read a version has not failed: it generates with the one it has until that is too old,
 and the next version that is sent, also if it is the same one, is written as a base, which no damage to the files before it concerns. A
 member that cannot read more than :data:`MAX_UNREAD` versions in a row has failed: it is left out until it registers again, and no base is
-written for it. So is one whose volume hangs, and not one that is slow: it reads on.
+written for it. So is one whose volume hangs, or whose object store does not answer it or refuses its credentials, without bases; and not one
+that is slow: it reads on.
 
 If the files cannot be written, nothing is sent and no member has failed, either. The next version, or the next attempt at this one, is
 written once the volume can take it. A call of the volume, such as the write of a bucket, takes at most :data:`MAX_TIMEOUTS` timeouts, and a
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD = 3
 """Versions in a row that a member may fail to read. After each that it refuses, a base is written."""
+_UNREAD = ("fetch-failed", "fetch-stalled", "fetch-unreachable")
 
 
 class FilePublisher:
@@ -123,7 +125,7 @@ class FilePublisher:
             if answer.ok:
                 del self._unread[member_id]
                 continue
-            if answer.problem in ("fetch-failed", "fetch-stalled"):
+            if answer.problem in _UNREAD:
                 self._unread[member_id] += 1
             readable = self._unread[member_id] <= MAX_UNREAD
             if readable and answer.problem == "fetch-failed":
@@ -136,7 +138,7 @@ class FilePublisher:
                     if to
                     else "the volume of the run where it is mounted"
                 )
-            if readable and answer.problem in ("fetch-failed", "fetch-stalled", "fetch-continues"):
+            if readable and answer.problem in (*_UNREAD, "fetch-continues"):
                 kept[member_id] = error
                 log.warning("%s keeps its weights, version %d is not read: %s", name, version, error)
             else:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from scalerl_api.attempts import Attempt
 from scalerl_api.object_store import NewObject, ObjectStore, StoreError
-from scalerl_api.weight_files import STORED, stored_path
+from scalerl_api.weight_files import FILE_NAME, STORED, stored_path
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 
@@ -49,6 +49,8 @@ class WeightFolder(Protocol):
     """Of its storage, in error messages."""
     advice: str
     """What to do if it cannot be written."""
+    open_files_stay: bool
+    """Whether a reader that has opened a file reads on after it is deleted."""
 
     def __str__(self) -> str:
         """Its path or URL."""
@@ -107,6 +109,7 @@ class VolumeFolder:
     to = ""
     kind = "volume"
     advice = "Check the volume of the run"
+    open_files_stay = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -159,10 +162,14 @@ class _NewStoredFile:
 
 
 class StoredFolder:
-    """A folder of a prefix that :func:`begin_attempt` has claimed for the run. It has no existence of its own without files."""
+    """A folder of a prefix that :func:`begin_attempt` has claimed for the run. It has no existence of its own without files.
+
+    Of the objects below ``weights/``, it knows ``ATTEMPT/base-…`` and ``ATTEMPT/delta-…`` alone, and deletes no others.
+    """
 
     kind = "object store"
     advice = "Check the object store, its quota and the trainer's credentials"
+    open_files_stay = False
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store
@@ -179,13 +186,17 @@ class StoredFolder:
         pass
 
     def others(self) -> list[WeightFolder]:
-        with _os_errors():
-            names = {path.split("/")[1] for path in self._store.sizes(STORED)}
-        return [StoredFolder(self._store, name) for name in sorted(names - {self.name})]
+        folders = {folder for folder, _ in self._files(STORED) if Attempt.parse(folder) is not None}
+        return [StoredFolder(self._store, folder) for folder in sorted(folders - {self.name})]
 
     def names(self) -> list[str]:
+        return [name for _, name in self._files(f"{STORED}/{self.name}")]
+
+    def _files(self, below: str) -> list[tuple[str, str]]:
+        """Folder and name of each weight file."""
         with _os_errors():
-            return [path.rsplit("/", 1)[1] for path in self._store.sizes(f"{STORED}/{self.name}")]
+            paths = [path.split("/") for path in self._store.sizes(below)]
+        return [(path[1], path[2]) for path in paths if len(path) == 3 and FILE_NAME.fullmatch(path[2])]
 
     def create(self, name: str, max_bytes: int) -> NewFile:
         with _os_errors():
@@ -196,8 +207,9 @@ class StoredFolder:
             self._store.delete([stored_path(self.name, name)])
 
     def remove(self) -> None:
+        paths = [stored_path(self.name, name) for name in self.names()]
         with _os_errors():
-            self._store.delete(self._store.sizes(f"{STORED}/{self.name}"))
+            self._store.delete(paths)
 
 
 @contextlib.contextmanager
@@ -219,12 +231,13 @@ def begin_attempt(
     They are listed before the check, so none is of a later attempt: that one had begun before it made its folder.
 
     Args:
-        claim: called before; raises if the prefix is another run's.
+        claim: called before; raises if the prefix is another run's. That it raises ``StoreError`` is as a write that fails.
         attempt: the trainer's own, if each attempt has another number: in a directory of its own, the fence does not find later ones.
     """
 
     def begin() -> None:
-        claim()
+        with _os_errors():
+            claim()
         others = folder.others()
         fence.check()
         for other in others:

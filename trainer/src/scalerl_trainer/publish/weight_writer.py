@@ -2,7 +2,8 @@
 
 Each version is a delta from the one before. A base is written beside it (:data:`BASE_EVERY`); then the last base and the deltas before
 it are deleted. So the files take at most three times the bytes of a version, while a base is written, and a generator that was sent no
-version for a while reads the deltas that it lacks, or the base.
+version for a while reads the deltas that it lacks, or the base. In an object store, where a deleted file is gone for a generator that reads it,
+too, these are deleted one base later: four and a half times.
 
 What touches the volume or the store has a limit, since one that hangs must not stop the trainer for ever: the call is abandoned, and no request
 names its file, which a later write deletes. After a delta that failed, the next write begins with a base; a base that failed beside a delta is put off.
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from scalerl_api import wire
+from scalerl_api.attempts import Attempt
 from scalerl_api.weight_files import (
     COUNTS,
     FAR,
@@ -93,6 +95,8 @@ class WeightWriter:
         self.folder = folder
         self._bucket_bytes = bucket_bytes
         self._begin = begin
+        self._begun = False
+        """Whether the folders beside it are known to be of the same run."""
         self._layout = ""
         self._buckets: tuple[Bucket, ...] = ()
         self._last_u8: list[torch.Tensor] = []
@@ -100,6 +104,10 @@ class WeightWriter:
         self._base = -1
         self._versions: list[int] = []
         """Those that can be read (:class:`scalerl_api.wire.WeightFiles`); empty after a failed write, whose successor is a base."""
+        self._readable: set[str] = set()
+        """Names of the last base and of the deltas beside it, from which a generator may read."""
+        self._before: set[str] = set()
+        """Those at the base before, which a generator may still be reading, where that keeps no file."""
         self._base_bytes = self._delta_bytes = 0
         """Of the base, and of the deltas since."""
         self._base_due = (0, 0.0)
@@ -146,21 +154,37 @@ class WeightWriter:
         return Written(files, self._last_bytes)
 
     def remove(self, limit_seconds: float = math.inf) -> None:
-        """Delete the folder, at the end of the run."""
+        """Delete the folder, at the end of the run, and those of earlier attempts that could not be deleted before."""
         with contextlib.suppress(OSError):
-            LimitedCalls(limit_seconds)(self.folder.remove)
+            LimitedCalls(limit_seconds)(self._remove)
+
+    def _remove(self) -> None:
+        self.folder.remove()
+        own = Attempt.parse(self.folder.name)
+        if own is None or not self._begun:
+            return
+        for other in self.folder.others():
+            attempt = Attempt.parse(other.name)
+            if attempt is not None and attempt < own:
+                other.remove()
 
     def _start(self) -> None:
         if not self.folder.exists():  # the first version, or it was deleted
             self._begin()
+            self._begun = True
             self.folder.make()
             self._versions = []
+            self._readable, self._before = set(), set()
 
     def _write(self, version: int, manifest: list[wire.TensorSpec], tensors: NamedTensors) -> int:
         layout = layout_digest(manifest, self._bucket_bytes)
-        earlier, self._versions = self._versions, []
-        # After a failed write no request names what is there. A call that was abandoned may have left a file since.
-        self._keep_only({base_name(self._base), *map(delta_name, earlier[1:])} if earlier else set())
+        earlier = self._versions
+        if not earlier:  # after a failed write, which may have lacked space, no request names what is there
+            self._before = set()
+            if self.folder.open_files_stay:
+                self._readable = set()
+        self._keep_only_readable()  # a call that was abandoned may have left a file since
+        self._versions = []
         if self._refused or not earlier or layout != self._layout or not self._last_u8:
             self._layout, self._buckets = layout, lay_out(manifest, self._bucket_bytes)
             self._last_u8 = []
@@ -169,6 +193,7 @@ class WeightWriter:
             return self._write_base(version, [version], self._filled(version, tensors, keep=keep))
         size = self._write_file(delta_name(version), version, earlier[-1], self._changes(version, tensors))
         self._delta_bytes += size
+        self._readable.add(delta_name(version))
         versions = [*earlier, version]
         since = versions[versions.index(self._base) :]
         self._versions = versions
@@ -187,17 +212,21 @@ class WeightWriter:
         self._base_due = BASE_EVERY, size / 2
         self._refused = False
         self._versions = versions
-        self._keep_only({base_name(version), *map(delta_name, versions[1:])})
+        self._before = set() if self.folder.open_files_stay else self._readable
+        self._readable = {base_name(version), *map(delta_name, versions[1:])}
+        with contextlib.suppress(OSError):  # it is written, and the next write deletes, too
+            self._keep_only_readable()
         return size
 
-    def _keep_only(self, names: set[str]) -> None:
-        self._volume(partial(self._delete_others, names, self._volume))
+    def _keep_only_readable(self) -> None:
+        self._volume(partial(self._delete_others, self._readable | self._before, self._volume))
 
     def _delete_others(self, names: set[str], calls: LimitedCalls) -> None:
-        for name in self.folder.names():
-            if name not in names and not calls.hung:  # else it may be of a later write
-                with contextlib.suppress(OSError):  # another base is due in time
-                    self.folder.delete(name)
+        with contextlib.suppress(OSError):  # another write is due in time
+            for name in self.folder.names():
+                if name not in names and not calls.hung:  # else it may be of a later write
+                    with contextlib.suppress(OSError):
+                        self.folder.delete(name)
 
     def _filled(self, version: int, tensors: NamedTensors, *, keep: bool) -> _Buckets:
         scratch = self._scratch()
