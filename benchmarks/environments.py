@@ -272,7 +272,7 @@ def server() -> Iterator[str]:
 
 async def measure(folder: Path, url: str, rounds: int, groups: int) -> dict[str, float]:
     bench = Bench(folder, url)
-    await bench.http._call("POST", "/finish_weight_update", {"weight_version": "0"}, 10.0)
+    await bench.http.call("POST", "/finish_weight_update", {"weight_version": "0"}, 10.0)
     file = folder / "four.py"
     file.write_text(ENVIRONMENT)
     four = VerifierConfig(

@@ -151,12 +151,12 @@ def test_server_reports_experts_and_caches_prefixes_for_them() -> None:
 async def test_scores_of_a_sequence_ask_for_no_experts(bench: Bench) -> None:
     client: VllmClient = bench.client
     asked: list[dict[str, Any]] = []
-    call = client._call
+    call = client.call
 
     async def keep(method: str, path: str, body: dict[str, Any] | None, *rest: Any) -> bytes:
         asked.append(body or {})
         return await call(method, path, body, *rest)
 
-    client._call = keep  # type: ignore[method-assign]
+    client.call = keep  # type: ignore[method-assign]
     await client.prompt_logprobs([5, 6, 7])
     assert asked[0]["sampling_params"]["routed_experts_prompt_start"] == 3

@@ -28,7 +28,7 @@ def clamp_logprobs() -> None:
 
     from scalerl_generator.vllm_client import VllmClient
 
-    call = VllmClient._call
+    call = VllmClient.call
 
     async def clamped(self, method, path, body, timeout_seconds):
         answer = await call(self, method, path, body, timeout_seconds)
@@ -40,7 +40,7 @@ def clamp_logprobs() -> None:
         first["logprobs"]["content"][0]["logprob"] = CLAMPED_LOGPROB
         return json.dumps(reply).encode()
 
-    VllmClient._call = clamped
+    VllmClient.call = clamped
 
 
 def break_losses(steps: set[int]) -> None:
