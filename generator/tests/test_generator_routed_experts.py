@@ -18,7 +18,7 @@ from scalerl_api.wire import RoutedExperts, Split
 from scalerl_generator.partial_completion import PartialCompletion
 from scalerl_generator.rollouts import routed_experts, sample_plain
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import BadReply, GenerationFailed, RoutedRows, read_completions
+from scalerl_generator.vllm_replies import BadReply, RoutedRows, read_completions
 from scalerl_generator.vllm_server import ServerOptions, vllm_arguments
 
 LAYERS = 3
@@ -93,12 +93,21 @@ async def test_evaluations_and_other_runs_have_no_record(bench: Bench) -> None:
     assert routed_experts(streams.completions[0].sampled(), len(PROMPT)) is None
 
 
-async def test_experts_of_another_number_of_tokens_are_refused(bench: Bench) -> None:
+@pytest.mark.parametrize("more", [-1, 1, None])
+async def test_answers_without_the_experts_of_their_tokens_have_no_record(
+    bench: Bench, more: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     experts = bench.server.experts
-    bench.server.experts = lambda params, tokens: experts(params, tokens + 1)  # type: ignore[method-assign]
-    streams = bench.streams(PROMPT, completions=1, max_tokens=60)
-    with pytest.raises(GenerationFailed, match="the experts of 63 tokens, not 62"):
+    bench.server.experts = lambda params, tokens: experts(params, tokens + (more or 0))  # type: ignore[method-assign]
+    if more is None:
+        bench.server.layers = 0
+    for _ in range(2):
+        streams = bench.streams(PROMPT, completions=1, max_tokens=60)
         await sample_plain(streams)
+        assert streams.completions[0].tokens == 60
+        assert routed_experts(streams.completions[0].sampled(), len(PROMPT)) is None
+    (said,) = [record.message for record in caplog.records if "routerReplay" in record.message]
+    assert f"the experts of {0 if more is None else 62 + more} tokens, not of 62" in said
 
 
 def test_truncated_completion_keeps_the_experts_of_what_is_left() -> None:

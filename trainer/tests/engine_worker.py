@@ -21,6 +21,7 @@ from stages import SKIPPED, Stage, engine_of
 from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
 from scalerl_tasks.text import ModelTokenizer
+from scalerl_trainer import packing
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
 from scalerl_trainer.background import in_background
 from scalerl_trainer.engine import (
@@ -256,6 +257,22 @@ class Scenarios:
         engine.close()
         return found
 
+    def unlike(self, stage: Stage) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameters after a step in which rank 0 alone computes a prompt once, and after the same step without that; with an epsilon
+        at which no gradient counts by its sign alone."""
+        rank, found = self.rank.rank, dict[str, dict[str, torch.Tensor]]()
+        sequences = [Sequence([3 + rank * n, *range(4, 16)], [3 + n, 4, 5]) for n in range(6)]
+        batch = TrainBatch(sequences, torch.full((6,), 1 / 36), torch.linspace(-1, 1, 6) + rank)
+        for shares in (True, False):
+            engine = self.engine(stage, micro_batch_tokens=112, warmup_steps=0, epsilon=1e-3)
+            engine._checks._follows = engine._checks.shares_prompts() and shares
+            layout = [micro.prompts_gp is not None for micro in engine.pack(batch).packed.micro_batches]
+            assert any(layout) == (shares and rank == 0 and stage < 2), layout
+            engine.step(batch, Cispo())
+            found["shared" if shares else "whole"] = parameters(engine)
+            engine.close()
+        return found
+
     def refuse(self, stage: Stage) -> dict[str, Any]:
         """Errors that all ranks must raise, without a change of the weights."""
         engine = self.engine(stage)
@@ -362,6 +379,9 @@ def main() -> None:
     for stage in stages:
         results[f"reduced {stage}"] = scenarios.reduced(stage, "bfloat16" if stage else "float32")
         results[f"unreached {stage}"] = scenarios.unreached(stage)
+    packing._MICRO_BATCH_POSITIONS = 0  # so that it pays for these few tokens
+    for stage in range(3):
+        results[f"unlike {stage}"] = scenarios.unlike(stage)
     for stage in (0, 1, 3, "FSDP2"):
         results[f"refuse {stage}"] = scenarios.refuse(stage)
     for stage, dtype in SKIPPED:

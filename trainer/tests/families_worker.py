@@ -64,8 +64,8 @@ def divergence(ours_n: torch.Tensor, theirs_n: torch.Tensor) -> float:
 def by_kernel(engine: Engine, theirs_n: torch.Tensor) -> float | None:
     """KL of sequences that share rows by a variable-length kernel; None if the engine's own check refuses to."""
     varlen.use(engine.config)
-    engine._passes._separates = None
-    if not engine._passes.shares_rows():
+    engine._checks._separates = None
+    if not engine._checks.shares_rows():
         return None
     return divergence(engine.logprobs(sequences).logprobs_n, theirs_n)
 
@@ -86,9 +86,9 @@ def train(folder: Path) -> dict[str, Any]:
     # Positions tell transformers where a sequence of a row begins, with sdpa too.
     patched, Policy.variable_length = Policy.variable_length, property(lambda self: True)  # type: ignore[method-assign, assignment]
     try:
-        shared = engine._passes.shares_rows()
+        shared = engine._checks.shares_rows()
         chosen_n = engine.logprobs(sequences).logprobs_n
-        engine._passes._separates = True
+        engine._checks._separates = True
         mixed_n = engine.logprobs(sequences).logprobs_n
     finally:
         Policy.variable_length = patched  # type: ignore[method-assign]

@@ -218,6 +218,15 @@ def test_gradient_of_a_parameter_that_no_pass_reaches_is_not_applied_again(
         assert rank[f"unreached {stage}"] == pytest.approx([128**0.5, 8.0, 320**0.5, 320**0.5, 8.0], rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", range(3))
+def test_prompts_computed_once_on_one_rank_alone_change_no_update(
+    stage: Stage, ranks: list[dict[str, Any]]
+) -> None:
+    found = ranks[0][f"unlike {stage}"]
+    for name, whole in found["whole"].items():
+        torch.testing.assert_close(found["shared"][name], whole, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_engines_agree_in_bfloat16(ranks: list[dict[str, Any]]) -> None:
     ours, theirs = (ranks[0][f"bfloat16 {stage}"]["stats"] for stage in ("FSDP2", 3))
     for one, other in zip(ours, theirs, strict=True):

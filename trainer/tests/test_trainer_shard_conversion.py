@@ -126,11 +126,13 @@ def routed_step(*records: wire.RoutedExperts | None) -> wire.Shard:
 def test_rank_batch_reads_recorded_experts(kind: str) -> None:
     table = np.arange(18, dtype=kind).reshape(3, 2, 3)
     record = wire.RoutedExperts(layers=2, chosen=3, spans=[(0, 1), (3, 5)], experts=table.tobytes())
-    first, second = rank_batch(routed_step(record, None), RecipeSpec()).batch.sequences
+    first, second = rank_batch(routed_step(record, None), RecipeSpec(), router_replay=True).batch.sequences
     assert second.routed is None
     assert first.routed is not None
     assert first.routed.positions.tolist() == [0, 3, 4]
     assert first.routed.experts.tolist() == table.tolist()
+    (unset,) = rank_batch(routed_step(record), RecipeSpec()).batch.sequences
+    assert unset.routed is None
 
 
 @pytest.mark.parametrize(
@@ -142,13 +144,13 @@ def test_rank_batch_refuses_experts_of_other_positions(
 ) -> None:
     record = wire.RoutedExperts(layers=layers, chosen=3, spans=spans, experts=bytes(size))
     with pytest.raises(BadBatchError, match=r"step 7, group 0, sample 1: .* bytes of experts"):
-        rank_batch(routed_step(None, record), RecipeSpec())
+        rank_batch(routed_step(None, record), RecipeSpec(), router_replay=True)
 
 
 def test_rank_batch_refuses_experts_of_two_models() -> None:
     records = (wire.RoutedExperts(layers=n, chosen=2, spans=[(0, 1)], experts=bytes(2 * n)) for n in (2, 3))
     with pytest.raises(BadBatchError, match="experts of several models"):
-        rank_batch(routed_step(*records), RecipeSpec())
+        rank_batch(routed_step(*records), RecipeSpec(), router_replay=True)
 
 
 def test_rank_batch_aligns_tokens_logprobs_and_freshness() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,12 +17,12 @@ from scalerl_trainer import packing
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, destroy_process_group
 from scalerl_trainer.models import Policy
-from scalerl_trainer.packing import PackedBatch, Sequence, after_prompt, pack
+from scalerl_trainer.packing import PackedBatch, RoutedExperts, Sequence, after_prompt, pack
 
 VOCABULARY = 31
 
 
-def model(kind: str = "llama") -> Any:
+def model(kind: str = "llama", window: int = 4) -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
@@ -40,7 +41,7 @@ def model(kind: str = "llama") -> Any:
         return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
     layers = ["sliding_attention", "full_attention"]
     return Gemma3ForCausalLM(
-        Gemma3TextConfig(**sizes, head_dim=8, sliding_window=4, layer_types=layers)
+        Gemma3TextConfig(**sizes, head_dim=8, sliding_window=window, layer_types=layers)
     ).eval()
 
 
@@ -87,7 +88,8 @@ def test_each_token_has_its_context_within_the_limit(sequences: list[Sequence], 
     for micro in batch.micro_batches:
         width = micro.input_ids_bt.shape[1]
         before = 0 if micro.prompts_gp is None else micro.prompts_gp.shape[1]
-        assert micro.computed <= most
+        # Each row has the keys of its prompt, as a whole row has.
+        assert micro.computed + (before * len(micro.input_ids_bt) if before else 0) <= most
         computed += micro.computed
         for at, target, flat, index in zip(
             micro.predict_at_m.tolist(),
@@ -153,11 +155,11 @@ def group() -> Iterator[None]:
 
 def step(zero_stage: int, share: bool) -> tuple[Engine, dict[str, torch.Tensor], float]:
     chosen = EngineSettings(
-        dtype="float32", zero_stage=zero_stage, warmup_steps=0, learning_rate=1e-2, micro_batch_tokens=64
+        dtype="float32", zero_stage=zero_stage, warmup_steps=0, learning_rate=1e-2, micro_batch_tokens=96
     )
     engine = Engine(model(), chosen, torch.device("cpu"))
     if not share:
-        engine._passes._follows = False
+        engine._checks._follows = False
     sequences = [Sequence([1, 2, 3, 4, 5], [6 + n, 7, 8][: 1 + n % 3]) for n in range(12)]
     trained = sum(len(s.completion) for s in sequences)
     batch = TrainBatch(
@@ -180,24 +182,81 @@ def test_a_step_with_shared_prompts_equals_one_without(group: None, zero_stage: 
         torch.testing.assert_close(shared[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+def shares(kind: str = "llama", dtype: Any = "float32", window: int = 4, **changes: Any) -> bool:
+    settings = {"zero_stage": 1, "micro_batch_tokens": 64} | changes
+    chosen = model(kind, window) if isinstance(kind, str) else kind
+    return Engine(
+        chosen, EngineSettings(dtype=dtype, **settings), torch.device("cpu")
+    )._checks.shares_prompts()
+
+
 def test_a_model_that_differs_after_a_prompt_does_not_share(
-    group: None, monkeypatch: pytest.MonkeyPatch
+    group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = EngineSettings(dtype="float32", zero_stage=1, micro_batch_tokens=64)
-    assert Engine(model(), chosen, torch.device("cpu"))._passes.shares_prompts()
+    caplog.set_level("INFO")
+    assert shares()
+    assert caplog.messages[-1].endswith("; prompts are computed once")
+    assert shares(dtype="bfloat16")
+    assert shares("gemma", window=64), "no sequence is longer than the window"
     inherited = Policy._keys_of
 
-    def wrong(self: Policy, prompts_gp: torch.Tensor, prompt_b: torch.Tensor) -> Any:
+    def rolled(self: Policy, prompts_gp: torch.Tensor, prompt_b: torch.Tensor) -> Any:
         return inherited(self, prompts_gp.roll(1, 1), prompt_b)
 
-    monkeypatch.setattr(Policy, "_keys_of", wrong)
-    assert not Engine(model(), chosen, torch.device("cpu"))._passes.shares_prompts()
-    monkeypatch.setattr(Policy, "_keys_of", lambda *_: {}["keys"])
-    assert not Engine(model(), chosen, torch.device("cpu"))._passes.shares_prompts()
-    third = EngineSettings(
-        dtype="float32", zero_stage=1, micro_batch_tokens=64, activation_checkpointing=True
-    )
-    assert not Engine(model(), third, torch.device("cpu"))._passes.shares_prompts()
+    def detached(self: Policy, prompts_gp: torch.Tensor, prompt_b: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return inherited(self, prompts_gp, prompt_b)
+
+    def rolled_beyond(self: Policy, prompts_gp: torch.Tensor, prompt_b: torch.Tensor) -> Any:
+        return (rolled if prompts_gp.shape[1] > 20 else inherited)(self, prompts_gp, prompt_b)
+
+    def exhausted(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("of a test")
+
+    for wrong in (rolled, detached, lambda *_: {}["keys"]):
+        monkeypatch.setattr(Policy, "_keys_of", wrong)
+        assert not shares()
+    assert "prompts are computed with each completion (KeyError" in caplog.messages[-1]
+    monkeypatch.setattr(Policy, "_keys_of", detached)
+    assert not shares(dtype="bfloat16")
+    monkeypatch.setattr(Policy, "_keys_of", rolled_beyond)
+    assert not shares("gemma", window=20)
+    monkeypatch.setattr(Policy, "_keys_of", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        shares()
+
+
+def test_settings_and_configs_under_which_prompts_are_not_shared(group: None) -> None:
+    assert not shares(activation_checkpointing=True)
+    assert not shares(zero_stage=2)
+    assert not shares("gemma", window=54), "a prompt beyond the window leaves no room"
+    for rope in (
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ):
+        chosen = model("llama" if "factor" in rope else "gemma")
+        chosen.config.rope_parameters = rope
+        assert not shares(chosen)
+
+
+def test_recorded_experts_keep_each_prompt_with_its_completion() -> None:
+    routed = RoutedExperts(np.arange(3), np.zeros((3, 1, 2), np.uint8))
+    for record in (None, routed):
+        sequences = [Sequence([1] * 9, [2, 3, n], None, record if n == 5 else None) for n in range(8)]
+        batch = pack(sequences, 200, shared_rows=False, shared_prompts=True)
+        assert all((micro.prompts_gp is not None) == (record is None) for micro in batch.micro_batches)
+        assert batch.routed == (0 if record is None else 3)
+
+
+def test_a_long_sequence_does_not_decide_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_PAYS", 0.9)
+    alike = [Sequence([1] * 200, [2] * 50)] * 16
+    batch = pack([*alike, Sequence([3], [4] * 30000)], 32768, shared_rows=False, shared_prompts=True)
+    assert batch.tokens == 199 + 16 * 50 + 30000
+    assert [micro.prompts_gp is not None for micro in batch.micro_batches] == [True, False]
 
 
 def test_after_prompt_keeps_the_order() -> None:

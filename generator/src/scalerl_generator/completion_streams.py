@@ -187,19 +187,34 @@ class CompletionStreams:
         self._check_held(part)
         try:
             completion.settle(since, part.weight_versions)
-            if part.experts is not None and self.lease.split is Split.TRAIN:
-                positions = completion.tokens - 1 - routed_from  # nothing is computed with the last token
-                if len(part.experts) != positions:
-                    raise GenerationFailed(
-                        f"the answer has the experts of {len(part.experts)} tokens, not {positions}"
-                    )
-                completion.add_routed(RoutedRows(routed_from, part.experts))
         except GenerationFailed:
             completion.truncate(since)
             raise
+        self._add_routed(completion, part, routed_from)
         # A completion that reached a strategy's own limit continues. One that ended below it has filled the model's context.
         if part.finish_reason == "stop" or completion.tokens < limit or limit == self.lease.max_tokens:
             completion.finish_reason = part.finish_reason
+
+    def _add_routed(self, completion: PartialCompletion, answer: Sampled, routed_from: int) -> None:
+        """Keep the experts of an answer if they are those of its positions. Without them the trainer's routers choose, and it counts
+        the tokens."""
+        if not self._server.routed_experts or self.lease.split is not Split.TRAIN:
+            return
+        positions = completion.tokens - 1 - routed_from  # nothing is computed with the last token
+        reported = 0 if answer.experts is None else len(answer.experts)
+        if reported != positions:
+            if not self._server.record_problem_logged:
+                self._server.record_problem_logged = True
+                logger.warning(
+                    "lease %s: trainer.routerReplay: an answer of vLLM has the experts of %d tokens, not of %d: the trainer routes the "
+                    "tokens of such answers itself and counts them as unreplayed_tokens; later ones are not logged",
+                    self.lease.lease_id,
+                    reported,
+                    positions,
+                )
+            return
+        if answer.experts is not None:
+            completion.add_routed(RoutedRows(routed_from, answer.experts))
 
     def _unrouted_from(self, completion: PartialCompletion) -> int:
         """The first position, as :attr:`.RoutedRows.start` counts, that no request has computed: all of the prompt, or the last sampled

@@ -136,6 +136,8 @@ class VllmClient:
         self.adapters = AdapterVersions() if own_adapters else None
         """Those that requests in flight sample with, where each has its own."""
         self.routed_experts = routed_experts
+        self.record_problem_logged = False
+        """Whether the log has that an answer lacked experts."""
         self._base, self._connect_seconds = base_url.rstrip("/"), connect_seconds
         self._headers = {
             "Authorization": f"Bearer {token}",

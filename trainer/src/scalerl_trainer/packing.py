@@ -7,7 +7,8 @@ one row at a time). The packed log-probabilities therefore equal those of each s
 The layout depends on the kernel. Variable-length kernels skip pairs of different sequences, so sequences share rows. With
 ``sdpa`` a shared row of T tokens costs T² and a mask, so each sequence gets a separate row, and rows of similar length form a
 micro-batch, with little padding and without a mask. There a prompt can also be computed once for all of its completions, whose rows
-then begin with its last token.
+then begin with its last token. Each of those rows has the prompt's keys and values, and a mask as wide as both, so against the limit of a
+micro-batch it counts with its prompt, as a row without this does: the layout saves computation, not memory.
 
 Shapes: ``b`` row of a micro-batch, ``t`` position in the row, ``n`` trainable token in flat order (sequence after
 sequence, left to right), ``s`` sequence, ``m`` trainable token of one micro-batch, ``r`` sequence of a micro-batch in the order
@@ -136,7 +137,8 @@ def pack(
     With ``shared_rows``, a micro-batch is one row, packed by first-fit-decreasing, fullest first. Without, a row has one
     sequence, and a micro-batch has as many rows as fit when padded to its longest, longest first. Positions after the last
     prediction are left out: the last token of a sequence, and whole sequences without trainable tokens. With ``shared_prompts``, which
-    is for such rows, equal prompts of a micro-batch are computed once, where that leaves less to compute.
+    is for such rows, equal prompts of a micro-batch are computed once, where that leaves less to compute; not with recorded experts,
+    which are by position of whole rows.
 
     Raises ``SequenceTooLongError``, and ``ValueError`` if the limit is not positive.
 
@@ -157,27 +159,43 @@ def pack(
     length_s = np.zeros_like(tokens.prompt_s)
     length_s[some_s] = tokens.prompt_s[some_s] + tokens.place_n[tokens.offset_s[1:][some_s] - 1]
     lengths = length_s.tolist()
+    spared = 0
     if shared_rows:
         groups = [[row] for row in _first_fit_decreasing(lengths, micro_batch_tokens)]
+        micro_batches = [_micro_batch(group, tokens, length_s) for group in groups]
     else:
-        groups = _by_length(lengths, micro_batch_tokens)
-    micro_batches = [_micro_batch(group, tokens, length_s) for group in groups]
-    spared = 0
-    if shared_prompts and not shared_rows:
-        shared = _by_prompt(tokens, length_s, micro_batch_tokens)
-        found = [_after_prompts(rows, tokens, length_s) for rows in shared]
-        if _cost(found) < _PAYS * _cost(micro_batches):
-            micro_batches = found
-            spared = sum(
-                (len(micro.prompt_b) - len(micro.prompts_gp)) * micro.prompts_gp.shape[1]
-                for micro in found
-                if micro.prompts_gp is not None and micro.prompt_b is not None
-            )
+        alike_s = np.zeros_like(some_s)
+        if shared_prompts and not any(tokens.routed_s):
+            alike_s = _pays(tokens, length_s, micro_batch_tokens)
+        micro_batches, spared = _rows(tokens, length_s, alike_s, micro_batch_tokens)
     needed, computed = sum(lengths) - spared, sum(micro.computed for micro in micro_batches)
     routed = sum(int(micro.known_x.sum()) for micro in micro_batches if micro.known_x is not None)
     return PackedBatch(
         tuple(micro_batches), torch.from_numpy(tokens.trainable_s), needed, computed - needed, routed
     )
+
+
+def _rows(
+    tokens: _Tokens, length_s: Ints, alike_s: Ints, micro_batch_tokens: int
+) -> tuple[list[MicroBatch], int]:
+    """Micro-batches of rows of one sequence each, those of ``alike_s`` after their prompts where that pays; and the number of tokens
+    that it spares."""
+
+    def plain(some_s: Ints) -> list[MicroBatch]:
+        groups = _by_length(np.where(some_s, length_s, 0).tolist(), micro_batch_tokens)
+        return [_micro_batch(group, tokens, length_s) for group in groups]
+
+    if alike_s.any():
+        groups = _by_prompt(tokens, np.where(alike_s, length_s, 0), micro_batch_tokens)
+        found = [_after_prompts(rows, tokens, length_s) for rows in groups]
+        if _cost(found) < _PAYS * _cost(plain(alike_s)):
+            spared = sum(
+                (len(micro.prompt_b) - len(micro.prompts_gp)) * micro.prompts_gp.shape[1]
+                for micro in found
+                if micro.prompts_gp is not None and micro.prompt_b is not None
+            )
+            return found + plain(~alike_s), spared
+    return plain(np.ones_like(alike_s)), 0
 
 
 def _cost(micro_batches: list[MicroBatch]) -> int:
@@ -231,14 +249,30 @@ def _by_length(lengths: list[int], budget: int) -> list[list[list[int]]]:
     return groups
 
 
-def _by_prompt(tokens: _Tokens, length_s: Ints, budget: int) -> list[list[list[int]]]:
-    """Micro-batches of prompts of equal length, each prompt with the sequences that have it. Length 0 is left out."""
+def _groups(tokens: _Tokens, length_s: Ints) -> list[list[int]]:
+    """The sequences of each prompt, in order. Length 0 is left out."""
     of_prompt: dict[bytes, list[int]] = {}
     for index in np.flatnonzero(length_s).tolist():
         start = tokens.start_s[index]
         of_prompt.setdefault(tokens.ids[start : start + tokens.prompt_s[index]].tobytes(), []).append(index)
+    return list(of_prompt.values())
+
+
+def _pays(tokens: _Tokens, length_s: Ints, budget: int) -> Ints:
+    """Bool, the sequences whose prompts leave less to compute if they are computed apart, each prompt by itself."""
+    alike_s = np.zeros(len(length_s), np.bool_)
+    for group in _groups(tokens, length_s):
+        prefix, whole_g = int(tokens.prompt_s[group[0]]) - 1, length_s[group]
+        at_once = max(1, (budget - prefix) // int(whole_g.max()))
+        computed = -(-len(group) // at_once) * prefix + int((whole_g - prefix).sum())
+        alike_s[group] = computed < _PAYS * int(whole_g.sum())
+    return alike_s
+
+
+def _by_prompt(tokens: _Tokens, length_s: Ints, budget: int) -> list[list[list[int]]]:
+    """Micro-batches of prompts of equal length, each prompt with the sequences that have it. Length 0 is left out."""
     after_s = length_s - tokens.prompt_s + 1
-    groups = [sorted(group, key=lambda index: -after_s[index]) for group in of_prompt.values()]
+    groups = [sorted(group, key=lambda index: -after_s[index]) for group in _groups(tokens, length_s)]
     groups.sort(key=lambda group: (-tokens.prompt_s[group[0]], -after_s[group[0]]))
     micro_batches: list[list[list[int]]] = []
     before = width = rows = 0
@@ -250,7 +284,7 @@ def _by_prompt(tokens: _Tokens, length_s: Ints, budget: int) -> list[list[list[i
             if (
                 not micro_batches
                 or prefix != before
-                or prompts * prefix + (rows + 1) * max(width, after) > budget
+                or prompts * prefix + (rows + 1) * (prefix + max(width, after)) > budget
             ):
                 micro_batches.append([])
                 before, width, rows, last = prefix, 0, 0, []
@@ -262,9 +296,9 @@ def _by_prompt(tokens: _Tokens, length_s: Ints, budget: int) -> list[list[list[i
 
 
 def _after_prompts(groups: list[list[int]], tokens: _Tokens, length_s: Ints) -> MicroBatch:
-    """Rows of what follows prompts of equal length, and these without their last tokens once each."""
+    """Rows of what follows prompts of equal length, and these without their last tokens once each; whole rows if each prompt has one."""
     first_g = tokens.start_s[[group[0] for group in groups]]
-    before = int(tokens.prompt_s[groups[0][0]]) - 1
+    before = int(tokens.prompt_s[groups[0][0]]) - 1 if any(len(group) > 1 for group in groups) else 0
     micro = _micro_batch([[index] for group in groups for index in group], tokens, length_s, before)
     if not before:
         return micro

@@ -71,8 +71,11 @@ class RankBatch:
     """Statistics of the whole step, equal on all ranks."""
 
 
-def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
+def rank_batch(shard: wire.Shard, recipe: RecipeSpec, *, router_replay: bool = False) -> RankBatch:
     """Convert this rank's shard to a batch.
+
+    Args:
+        router_replay: take the recorded experts along; shards may have some of before the field was unset.
 
     Raises:
         BadBatchError: a sequence is inconsistent with its group, or its lengths are inconsistent.
@@ -111,7 +114,8 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec) -> RankBatch:
         stale = np.maximum(age, 0)  # tokens of a lost lineage may be newer than their step
         staleness += Staleness(len(age), int(stale.sum()), int(stale.max(initial=0)))
         prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
-        routed = _routed(sequence.routed, len(prompt) + len(tokens), where)
+        record = sequence.routed if router_replay else None
+        routed = _routed(record, len(prompt) + len(tokens), where)
         sequences.append(Sequence(prompt, tokens, None if trained.all() else trained, routed))
         logprobs.append(scores[trained])
         if recipe.distillation is not None:

@@ -182,7 +182,7 @@ class Worker:
         """Fetch this rank's shard of a step, and convert and pack it. On a thread."""
         shard = self.coordinator.shard(step, self.ranks.rank, self.ranks.world, FETCH_SECONDS)
         check_logprobs(shard)
-        batch = rank_batch(shard, self.spec.recipe)
+        batch = rank_batch(shard, self.spec.recipe, router_replay=self.spec.trainer.router_replay)
         probes = probe_sequences(shard, PROBE_SEQUENCES, self.spec.model.context_tokens)
         return _Fetched(shard, batch, self.engine.pack(batch.batch), probes)
 

@@ -27,6 +27,7 @@ from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
 from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
 from scalerl_trainer.engine.settings import EngineSettings
+from scalerl_trainer.engine.start_checks import StartChecks
 from scalerl_trainer.engine.start_kl import StartSample
 from scalerl_trainer.engine.state import EngineState
 from scalerl_trainer.engine.stats import FlatLogprobs, StepStats
@@ -109,6 +110,7 @@ class Engine:
         """The policy's parameters, whole."""
         self._passes = Passes(self._backend, policy, settings, device, self._adapters, routing, replay)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._checks = StartChecks(self._passes, policy, settings, device, self._rank)
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
         self._host = HostBuffers()
@@ -381,15 +383,22 @@ class Engine:
             log.warning("rank %d cannot use torch's variable-length kernel: %s", self._rank, reason)
         if reason is None:
             varlen.use(self.config)
-        shared = self._passes.shares_rows()
+        shared = self._checks.shares_rows()
         if reason is None and not shared:
             self.config._attn_implementation = "sdpa"
             reason = "the model does not keep sequences apart by position, or differs from sdpa"
+        # The first call compares, on all ranks.
+        once = "once" if self._checks.shares_prompts() else f"with each completion ({self._checks.why_whole})"
         if self._rank == 0:
             kind = "sequences share rows" if shared else "each sequence has a row of its own"
             why = f" (torch's variable-length kernel is not used: {reason})" if reason else ""
-            log.info("attention: %s; %s%s", self.config._attn_implementation, kind, why)
-        self._passes.shares_prompts()  # the first call compares, on all ranks
+            log.info(
+                "attention: %s; %s%s; prompts are computed %s",
+                self.config._attn_implementation,
+                kind,
+                why,
+                once,
+            )
 
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
@@ -433,8 +442,8 @@ class Engine:
             sequences,
             batch,
             micro_batch_tokens=self.settings.micro_batch_tokens,
-            shared_rows=self._passes.shares_rows(),
-            shared_prompts=self._passes.shares_prompts(),
+            shared_rows=self._checks.shares_rows(),
+            shared_prompts=self._checks.shares_prompts(),
             vocabulary=int(self.config.vocab_size),
             pinned=self.device.type == "cuda",
             replay=self._passes.replay,

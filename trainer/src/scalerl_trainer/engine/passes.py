@@ -6,13 +6,11 @@ and backward is a collective.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,30 +29,15 @@ from scalerl_trainer.algo.mismatch import (
 from scalerl_trainer.engine.backend import Backend, Frozen
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
-from scalerl_trainer.errors import EngineError, first_line
-from scalerl_trainer.models import varlen
+from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
-from scalerl_trainer.packing import MicroBatch, PackedBatch, Sequence, after_prompt, one_row
+from scalerl_trainer.packing import MicroBatch, PackedBatch
 from scalerl_trainer.ranks import RankLost
 from scalerl_trainer.train_batch import TrainBatch
 
-log = logging.getLogger(__name__)
-
-_CHECKED_TOKENS = 64
-"""Tokens of the two sequences on which sharing of rows is checked."""
-_ROW_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
-"""In standard deviations of the log-probabilities over tokens. Of the families of docs/models.md, those that keep sequences apart
-reach 2e-2 in bfloat16 (rounding), those that mix them .14 and more."""
-_KERNEL_TOLERANCE = 0.03
-"""The same of the median token between two kernels in bfloat16, where those families reach 9e-3. Not of the worst: a router that
-chooses another expert changes single tokens by .4."""
-_KERNEL_TOKENS = 320
-"""Of two sequences by which kernels are compared; the first is longer than a block of a kernel's."""
-_KERNEL_LARGE = 0.15
-"""The same of all but a tenth of the tokens, so that a kernel that is wrong at some positions is not used."""
 TABLES = 2 * len(POSITIONS) * FIELDS
 """Elements of the two ratio tables by position: of all tokens, and of fresh ones."""
 
@@ -99,119 +82,10 @@ class Passes:
     ) -> None:
         self._backend, self._policy, self._settings, self._device = backend, policy, settings, device
         self._adapters, self.routing, self.replay = adapters, routing, replay
-        self._config: Any = policy.causal_lm.config
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._separates: bool | None = None
-        self._follows: bool | None = None
+        self._world = dist.get_world_size()
         self.reference: Frozen | None = None
         self.reference_is_base = False
         """Whether the reference is the model without its adapters."""
-
-    def shares_rows(self) -> bool:
-        """Whether rows have several sequences: the kernel has to be made for it, and the whole model to keep them apart."""
-        if not self._policy.variable_length:
-            return False
-        if self._separates is None:
-            self._separates = self._check_rows()
-        return self._separates
-
-    def _check_rows(self) -> bool:
-        """Compare two sequences in one row with the same two in the other order. A collective.
-
-        Attention is causal, so the first sequence of a row is computed as if alone. Shapes are equal in both orders, so
-        rounding is too, and a model that mixes the sequences (by a recurrence, a convolution, positions of its own) differs.
-        Of torch's variable-length kernel also with each sequence alone under ``sdpa``.
-        """
-        generator = torch.Generator().manual_seed(0)
-        first, second = self._random_pair(_CHECKED_TOKENS, generator)
-        self._policy.eval()
-        with torch.no_grad():
-            forth_n, _ = self.forward(one_row([first, second]), 1.0)
-            back_n, _ = self.forward(one_row([second, first]), 1.0)
-        there = len(second.completion)
-        difference = float((forth_n - torch.cat([back_n[there:], back_n[:there]])).abs().max())
-        # In units of how much log-probabilities differ among tokens, which is little in an untrained model.
-        spread = float(forth_n.std())
-        good = difference < _ROW_TOLERANCE[self._settings.dtype] * spread
-        if self._config._attn_implementation == varlen.NAME:
-            pair = self._random_pair(_KERNEL_TOKENS, generator)
-            with torch.no_grad():
-                together_n, _ = self.forward(one_row(pair), 1.0)
-            alone_n = self._alone_by_sdpa(pair)
-            half, large = (float((together_n - alone_n).abs().quantile(q)) for q in (0.5, 0.9))
-            spread = float(alone_n.std())
-            good = good and half < _KERNEL_TOLERANCE * spread and large < _KERNEL_LARGE * spread
-            difference = max(difference, large)
-        separates = bool(gather_vectors(torch.tensor([int(good)], device=self._device)).all())
-        if not separates:
-            log.warning(
-                "%s does not keep the sequences of one row apart (their log-probabilities depend on their order or kernel, by "
-                "%.2g on rank %d): each sequence gets a row of its own, which is slower",
-                self._config.model_type,
-                difference,
-                self._rank,
-            )
-        return separates
-
-    def shares_prompts(self) -> bool:
-        """Whether rows with equal prompts can follow one computation of it."""
-        if self._follows is None:
-            self._follows = self._may_share_prompts() and self._check_prompts()
-        return self._follows
-
-    def _may_share_prompts(self) -> bool:
-        """Not under partitioned parameters, whose gathering expects one pass of each layer; checkpointed layers keep no keys and
-        values, and the figures of routers are by position of one pass."""
-        settings = self._settings
-        return (
-            self._policy.takes_positions
-            and not self.shares_rows()
-            and settings.zero_stage < 3
-            and not settings.activation_checkpointing
-            and not self.routing.experts
-        )
-
-    def _check_prompts(self) -> bool:
-        """Compare three completions of a prompt after one computation of it with each alone. A collective."""
-        generator = torch.Generator().manual_seed(1)
-        tokens = min(_CHECKED_TOKENS // 2, self._settings.micro_batch_tokens // 4)
-        good, reason = tokens >= 4, "micro-batches are too short"
-        if good:
-            vocabulary = int(self._config.vocab_size)
-            prompt, *rest = torch.randint(vocabulary, (4, tokens), generator=generator).tolist()
-            sequences = [Sequence(prompt, rest[i][: tokens - i]) for i in range(3)]
-            self._policy.eval()
-            try:
-                with torch.no_grad():
-                    together_n, _ = self.forward(after_prompt(sequences), 1.0)
-                    alone_n = torch.cat([self.forward(one_row([one]), 1.0)[0] for one in sequences])
-            except Exception as error:  # of a family whose layers keep something else
-                good, reason = False, f"{type(error).__name__}: {first_line(error)}"
-            else:
-                difference, spread = float((together_n - alone_n).abs().max()), float(alone_n.std())
-                good = difference < _ROW_TOLERANCE[self._settings.dtype] * spread
-                reason = f"log-probabilities differ by {difference:.2g}"
-        follows = bool(gather_vectors(torch.tensor([int(good)], device=self._device)).all())
-        if not follows:
-            log.info("each completion is computed with its prompt (%s on rank %d)", reason, self._rank)
-        return follows
-
-    def _random_pair(self, tokens: int, generator: torch.Generator) -> list[Sequence]:
-        """Two sequences of 5/8 and 3/8 of ``tokens``, or of what a micro-batch holds."""
-        tokens = min(tokens, self._settings.micro_batch_tokens + 2)
-        rows = [
-            torch.randint(int(self._config.vocab_size), (length,), generator=generator).tolist()
-            for length in (tokens * 5 // 8, tokens - tokens * 5 // 8)
-        ]
-        return [Sequence(ids[:1], ids[1:]) for ids in rows]
-
-    def _alone_by_sdpa(self, sequences: list[Sequence]) -> torch.Tensor:
-        self._config._attn_implementation = "sdpa"
-        try:
-            with torch.no_grad():
-                return torch.cat([self.forward(one_row([sequence]), 1.0)[0] for sequence in sequences])
-        finally:
-            self._config._attn_implementation = varlen.NAME
 
     def micro_batches(self, packed: PackedBatch, count: int) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield ``count`` micro-batches, each with whether it is real: empty ones follow the real ones, so that all ranks run
@@ -227,15 +101,17 @@ class Passes:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies ``[M]``, see :meth:`.LogprobHead.forward`."""
         result: tuple[torch.Tensor, torch.Tensor] = self._backend(
-            *self._inputs(micro), temperature or self._settings.temperature, entropy, *self._prompts(micro)
+            *self.inputs(micro), temperature or self._settings.temperature, entropy, *self.prompts(micro)
         )
         return result
 
-    def _inputs(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+    def inputs(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """The policy's first arguments, on the device."""
         inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
         return tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
 
-    def _prompts(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+    def prompts(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Its last ones; none where rows have their prompts."""
         if micro.prompts_gp is None or micro.prompt_b is None:
             return ()
         return tuple(
@@ -250,7 +126,7 @@ class Passes:
         if frozen is None:
             return None
         logprobs_m: torch.Tensor
-        logprobs_m, _ = frozen(*self._inputs(micro), self._settings.temperature, False, *self._prompts(micro))
+        logprobs_m, _ = frozen(*self.inputs(micro), self._settings.temperature, False, *self.prompts(micro))
         return logprobs_m
 
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ bfloat16, for heads of up to 256. It is registered with transformers as an atten
 function that it does not know. The boundaries of sequences travel as the keyword arguments that transformers has for such
 kernels, so that recomputing a layer (activation checkpointing) gets them too.
 
-That a whole model keeps the sequences of a row apart is for the engine to check (:meth:`.passes.Passes.shares_rows`).
+That a whole model keeps the sequences of a row apart is for the engine to check (:meth:`.start_checks.StartChecks.shares_rows`).
 
 Shapes: ``t`` tokens of all rows, one row after the other, ``h`` heads of queries, ``g`` of keys and values, ``d`` size of a head.
 """
