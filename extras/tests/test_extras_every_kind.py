@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from typing_extensions import get_protocol_members
 
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
@@ -300,4 +301,4 @@ def test_floats_and_other_objects_are_no_parameters() -> None:
 def test_page_names_the_attributes_of_the_interface(kind: str, interface: Any) -> None:
     page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
     (row,) = (line for line in page.splitlines() if line.startswith(f"| {kind} |"))
-    assert set(re.findall(r"`(\w+)", row.split("|")[4].split("): ")[1])) == interface.__protocol_attrs__
+    assert set(re.findall(r"`(\w+)", row.split("|")[4].split("): ")[1])) == get_protocol_members(interface)
