@@ -47,7 +47,7 @@ class Guess:
 
 
 class NewestFirst:
-    """A schedule, ``schedule.plugin: {name: newest-first}``: the places in reverse, each to the generator with the most room."""
+    """A schedule, ``schedule.plugin: {name: newest-first}``: the slots in reverse, each to the generator with the most capacity left."""
 
     def assign(self, inputs):
         assigned = {one.name: [] for one in inputs.generators}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from typing_extensions import get_protocol_members
 
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
@@ -25,9 +27,12 @@ from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.spec import RunSpec
 from scalerl_coordinator.scheduling import Generator, OpenSlot, SchedulerInput
+from scalerl_coordinator.scheduling.interface import SchedulingPolicy
+from scalerl_coordinator.tracking.sink import Sink
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
 from scalerl_generator.vllm_server import ServerProblem, parse, vllm_arguments
+from scalerl_operator.policy.runtime import StoredRuntime
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
@@ -288,3 +293,12 @@ def test_floats_and_other_objects_are_no_parameters() -> None:
             spec(schedule={"plugin": {"name": "newest-first", "parameters": {"a": value}}})
     with pytest.raises(PluginError, match="no installed package"):
         entry_point(Kind.LOSS, "countdown")
+
+
+@pytest.mark.parametrize(
+    ("kind", "interface"), [("schedule", SchedulingPolicy), ("tracker", Sink), ("runtime", StoredRuntime)]
+)
+def test_page_names_the_attributes_of_the_interface(kind: str, interface: Any) -> None:
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| {kind} |"))
+    assert set(re.findall(r"`(\w+)", row.split("|")[4].split("): ")[1])) == get_protocol_members(interface)

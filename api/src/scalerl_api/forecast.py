@@ -150,6 +150,7 @@ class PriorEdge(Message, frozen=True, kw_only=True):
     """Posterior probability next to the bound."""
 
 
+# The record of decisions keeps the earlier key.
 class FitAnswer(
     Message, frozen=True, kw_only=True, forbid_unknown_fields=False, rename={"warnings": "doubts"}
 ):
@@ -254,21 +255,22 @@ class Collapse(Message, frozen=True, kw_only=True):
     """Fall of a mean of three that noise explains."""
 
 
+# The record of decisions keeps the earlier key.
 class CollapseAnswer(Message, frozen=True, kw_only=True, rename={"collapse": "fall"}):
     """Result of the collapse check."""
 
     broken: bool
-    """The reward fell and has not recovered, or too many rollouts are truncated."""
+    """The reward collapsed and has not recovered, or too many rollouts are truncated."""
     checked: bool
-    """Whether there were enough evaluations to check for a fall."""
+    """Whether there were enough evaluations to check for a collapse."""
     reasons: list[str]
     """Why the run is broken."""
     seen: list[float]
     """The last three evaluations, oldest first."""
     floor: list[float]
-    """The mean of three that ends the fall; empty without one."""
+    """The mean of three that ends the collapse; empty without one."""
     collapse: Collapse | msgspec.UnsetType = msgspec.UNSET
-    """The present fall, if there is one."""
+    """The present collapse, if there is one."""
 
 
 class Flat(Message, frozen=True, kw_only=True):
@@ -299,6 +301,7 @@ class EarlierUse(Message, frozen=True, kw_only=True):
     """Why the weight is reduced; empty if it is close to 1."""
 
 
+# The record of decisions keeps the earlier key.
 class ForecastAnswer(Message, frozen=True, kw_only=True, rename={"collapse_check": "guard"}):
     """Response to a :class:`ForecastRequest`. A broken run gets no forecasts and no outlook: its rewards no longer follow
     the fitted curve."""

@@ -48,9 +48,12 @@ def not_negative(text: str) -> float:
 
 def whole(text: str) -> int:
     """A whole number ≥ 0 that 63 bits hold."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
     if not 0 <= value < 2**63:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0, below 2^63")
     return value
 
 
@@ -104,7 +107,7 @@ def interval(text: str) -> tuple[float, float]:
     except ValueError:
         first, last = math.inf, -math.inf
     if not (low or colon) or not first <= last:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range: write N, N:M, N: or :M")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no range: write N, N:M, N: or :M")
     return first, last
 
 

@@ -215,7 +215,7 @@ def _stop_reason(directory: Path) -> str:
 
 
 def _is_finished(directory: Path) -> bool:
-    """Whether the run has its result. A failed run is retried; a run that is held as broken is not."""
+    """Whether the run has its result. A failed run is retried; a run that is suspended as broken is not."""
     reason = _stop_reason(directory)
     return bool(reason) and reason != INTERRUPTED and not reason.startswith(FAILED)
 
@@ -243,7 +243,7 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     items = [f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in findings]
     lines = [*table.markdown(), "", *items, "", *(f"- {note}" for note in notes)]
     replace_text(written[0], "\n".join(lines) + "\n")
-    replace_text(written[1], table.csv())
+    replace_text(written[1], compared.csv())
     echo()
     for line in (*table.lines(), "", *findings, "", *notes):
         echo(line)
@@ -252,10 +252,10 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     else:
         written.pop()
     echo(f"written: {', '.join(map(str, written))}")
-    held = [directory for directory in directories.values() if _stop_reason(directory) == BROKEN]
-    for directory in held:
-        echo(f"{directory} is held, because it was found broken", error=True)
-    return exits.FAILED if held or any(recipe.failures for recipe in recipes) else exits.DONE
+    suspended = [directory for directory in directories.values() if _stop_reason(directory) == BROKEN]
+    for directory in suspended:
+        echo(f"{directory} is suspended, because it was found broken", error=True)
+    return exits.FAILED if suspended or any(recipe.failures for recipe in recipes) else exits.DONE
 
 
 def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Namespace) -> Recipe:

@@ -9,7 +9,7 @@ from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import echo
-from scalerl_cli.page.series import Series
+from scalerl_cli.page.series import Series, warn_of_unreadable
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -18,11 +18,11 @@ def run_status(arguments: argparse.Namespace) -> int:
     paths = RunPaths(directory)
     if not (paths.metrics.exists() or paths.run_file.exists()):
         raise Refused(f"{directory} is not the directory of a run")
-    series = Series(paths.metrics)
     try:
-        series.update()
+        series = Series.read(paths.metrics)
     except OSError as error:
         raise Refused(f"{paths.metrics}: {error.strerror}") from error
+    warn_of_unreadable(series, paths.metrics)
     if not series.rows:
         echo(f"{directory} has no trained steps yet")
         return DONE

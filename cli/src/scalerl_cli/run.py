@@ -226,7 +226,7 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         reasons = (
             "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
         )
-        echo(f"held, because it was found broken: {reasons}", error=True)
+        echo(f"suspended, because it was found broken: {reasons}", error=True)
         echo('see docs/autoscaling.md, "A run that is held"', error=True)
     if outcome.interrupted or _is_suspended(outcome):
         echo(f"continue with: --resume --dir {_shown(paths.root)}")

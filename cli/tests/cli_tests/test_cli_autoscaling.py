@@ -129,7 +129,7 @@ def test_broken_run_is_held_and_resume_continues(tmp_path: Path) -> None:
     assert made[made.index(("BROKEN", "hold")) - 1] == ("BROKEN", "none"), "not at the first"
     said = run.text()
     assert "autoscaler: BROKEN: 30.0% of the completions" in said
-    assert "held, because it was found broken: 30.0% of the completions" in said
+    assert "suspended, because it was found broken: 30.0% of the completions" in said
     assert "continue with: --resume --dir" in said
     before, step = len(decisions(run)), run.step()
     run.forget_end()

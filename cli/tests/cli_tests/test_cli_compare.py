@@ -22,7 +22,8 @@ from scalerl_api.load import to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_cli import inputs
 from scalerl_cli.compare import run_compare
-from scalerl_cli.curves.recipes import EqualCompute
+from scalerl_cli.curves.recipes import Comparison, EqualCompute, Recipe
+from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.exits import exit_code
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
@@ -137,7 +138,7 @@ def test_compare_counts_a_held_run_as_ended(
         assert len(runs.calls) == calls
         said = capsys.readouterr()
         assert "undecided, a run is BROKEN" in said.out
-        assert "held, because it was found broken" in said.err
+        assert "suspended, because it was found broken" in said.err
     assert runs.rows()["b"]["state"] == "BROKEN"
 
 
@@ -233,6 +234,18 @@ def test_equal_compute_interval_is_students() -> None:
     assert EqualCompute.of([(0.5, 0.0)]) is not None
     assert EqualCompute.of([(0.5, 0.0)]).interval is None  # type: ignore[union-attr]
     assert EqualCompute.of([]) is None
+
+
+def test_csv_has_its_columns_in_the_order_of_earlier_releases() -> None:
+    """And an empty state of a recipe without a run, where the text says so."""
+    compared = Comparison((Recipe("none"),), RewardScale(0.0, 1.0), "")
+    assert compared.csv().splitlines() == [
+        "recipe,runs,state,failed,A,A_low,A_high,B,B_low,B_high,Cmid,Cmid_low,Cmid_high,R0,R0_low,R0_high,compute,reward,"
+        "reward_low,reward_high,difference,difference_low,difference_high,by,better,probability,separates,"
+        "separates_at_equal_compute",
+        "none,0,,0" + "," * 24,
+    ]
+    assert compared.table().cells()[1] == ["none", "0", "–", "–", "–", "–", "no run"]
 
 
 def test_load_replaces_fields(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -146,10 +147,27 @@ def test_status_of_a_run_in_progress(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "nothing is wrong in the last 1 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["", '{"step"', "[1]\nnull\n\x00\n"])
-def test_status_without_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [("", ""), ('{"step"', ""), ("[1]\nnull\n\x00\n", "3 lines of "), ('{"step": "0"}\n', "1 line of ")],
+)
+def test_status_without_steps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, warned: str
+) -> None:
     assert main(["status", str(written(tmp_path, text))]) == 0
-    assert capsys.readouterr().out.endswith("has no trained steps yet\n")
+    said = capsys.readouterr()
+    assert said.out.endswith("has no trained steps yet\n")
+    assert said.err.startswith(warned)
+    assert bool(said.err) == bool(warned)
+
+
+def test_last_line_without_a_newline_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And one with a number that JSON does not have is reported, which the coordinator never writes."""
+    rows = [json.dumps(row(0)), json.dumps(row(1, reward=math.nan)), json.dumps(row(2))]
+    assert main(["status", str(written(tmp_path, "\n".join(rows)))]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("step 3, ")
+    assert said.err == f"1 line of {tmp_path / 'metrics.jsonl'} cannot be read and is left out\n"
 
 
 def test_status_of_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

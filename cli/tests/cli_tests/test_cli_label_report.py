@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -110,15 +111,19 @@ def test_report_of_a_mix_has_its_tasks_without_labels(tmp_path: Path, capsys: py
         for step, row in enumerate(rows)
     ]
     lines.insert(1, lines[1] | {"reward_task_a": 0.0})  # trained again after a return to a checkpoint
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # NaN, which no JSON has and the coordinator never writes; and a last line without a newline, which counts.
+    texts = [json.dumps({"step": 9, "groups_task_a": math.nan}), *map(json.dumps, lines)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(texts))
     assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"1 line of {tmp_path / 'metrics.jsonl'} cannot be read and is left out\n"
     with (tmp_path / "report-tasks.csv").open() as file:
         a, b = csv.DictReader(file)
     assert (a["groups"], a["filtered"], a["first"], a["last"]) == ("3", "1", "1.0", "0.25")
     assert (float(a["mean_tokens"]), float(a["truncated_fraction"])) == (5.0, pytest.approx(1 / 6))
     assert (b["groups"], b["first"]) == ("6", "")
     assert "| a | 3 | 33.3% | 1 |" in (tmp_path / "report.md").read_text()
-    assert "66.7%" in capsys.readouterr().out
+    assert "66.7%" in said.out
 
 
 def test_report_of_episodes_has_their_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

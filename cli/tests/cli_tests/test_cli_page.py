@@ -191,6 +191,7 @@ async def test_rollouts_are_filtered_sorted_and_paged(run: Path) -> None:
         assert [row["sample"] for row in found["rows"]] == [2, 1]
         assert (found["matching"], found["total"]) == (4, 5)
         assert (await page.get("/api/rollouts", contains="answer 3"))["matching"] == 1
+        assert (await page.get("/api/rollouts", contains="answer 3 "))["matching"] == 0  # spaces count
         assert (await page.get("/api/rollouts", reward="0.5:1", split="train"))["matching"] == 2
         steps = (await page.get("/api/prompt", prompt="p0"))["steps"]
         assert [(one["step"], one["completions"], one["reward"]) for one in steps] == [
@@ -200,27 +201,30 @@ async def test_rollouts_are_filtered_sorted_and_paged(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "accepted"),
     [
-        ("step", "a"),
-        ("reward", "1:0"),
-        ("sort", "x"),
-        ("split", "../"),
-        ("limit", "-1"),
-        ("sample", "9" * 25),
-        ("offset", "9" * 5000),
-        ("run", "9"),
-        ("run", "x"),
-        ("prompt", "\udcff"),
+        ("step", "a" * 300, "N, N:M, N: or :M"),
+        ("reward", "1:0", "N, N:M, N: or :M"),
+        ("sort", "x", "reward"),
+        ("split", "../", "held-out"),
+        ("limit", "-1", "whole number from 0"),
+        ("sample", "9" * 25, "whole number from 0"),
+        ("offset", "9" * 5000, "whole number from 0"),
+        ("run", "9", ""),
+        ("run", "x", ""),
+        ("prompt", "\udcff", ""),
     ],
 )
-async def test_conditions_that_cannot_be_read_are_named(run: Path, name: str, value: str) -> None:
+async def test_conditions_that_cannot_be_read_are_named(
+    run: Path, name: str, value: str, accepted: str
+) -> None:
     async with browser(run) as page:
         await page.enter()
         raw = "%FF" if value == "\udcff" else value
         async with page.session.get(f"{page.address}/api/rollouts?{name}={raw}") as response:
             found = await response.json()
             assert name in found.get("problem", "") or (raw == "%FF" and found["matching"] == 0)
+            assert accepted in found.get("problem", "")
 
 
 async def test_hostile_texts_are_data(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.kube import connection, errors
+from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.informer import Informer, listed
 from scalerl_operator.kube.kinds import KINDS, kind_of
 
 Serve = Callable[[web.Application], Awaitable[str]]
@@ -158,15 +161,40 @@ async def test_names_are_read_from_the_servers_cache_up_to_a_length(api: KubeApi
     server.say(200, {"metadata": {}, "items": items})
     server.say(200, {"metadata": {}, "items": items[:2]})
     server.say(200, {"metadata": {}})
-    server.say(200, "<html>a proxy</html>")
     ask = ("Service", "team", "!x", 100_000)
     assert await api.names(*ask) is None
     assert await api.names(*ask) == {"object-00000", "object-00001"}
     assert await api.names(*ask) == frozenset()
-    with pytest.raises(errors.Unreachable):
-        await api.names(*ask)
+    for unreadable in (
+        "<html>a proxy</html>",
+        {"metadata": {}, "items": [{}]},
+        {"metadata": {}, "items": [7]},
+    ):
+        server.answers = []
+        server.say(200, unreadable)
+        with pytest.raises(errors.Unreachable, match="cannot be read"):
+            await api.names(*ask)
     assert dict(server.requests[0].query) == {"labelSelector": "!x", "resourceVersion": "0"}
     assert "PartialObjectMetadataList" in server.requests[0].headers["Accept"]
+
+
+@pytest.mark.parametrize("item", [{}, 7, [], {"metadata": {}}])
+async def test_object_that_cannot_be_read_is_an_error_of_the_server(
+    item: Any, api: KubeApi, server: Faulty
+) -> None:
+    """Of a list and of a watch, also in a bookmark: the informer's task goes on."""
+    server.say(200, {"metadata": {"resourceVersion": "7"}, "items": [item]})
+    informer = Informer(api, Cache(lambda key: None), KINDS["Pod"], "team")
+    with pytest.raises(errors.Unreachable, match="list Pod team: the response cannot be read"):
+        await listed(api, informer.cache, informer.kind, "team")
+    if not isinstance(item, dict):
+        with pytest.raises(errors.Unreachable, match="cannot be read"):
+            await api.list("Pod", "team")
+    for type_ in ("BOOKMARK", "ADDED", "DELETED"):
+        server.answers = []
+        server.say(200, json.dumps({"type": type_, "object": item}) + "\n")
+        with pytest.raises(errors.Unreachable, match="watch Pod team: the response cannot be read"):
+            await anext(informer._versions("5"))
 
 
 async def test_failed_watch_raises_with_the_cause(api: KubeApi, server: Faulty) -> None:

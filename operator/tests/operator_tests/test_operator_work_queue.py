@@ -232,6 +232,24 @@ def test_back_off_doubles_to_its_ceiling_and_resets() -> None:
     run(scenario())
 
 
+class _Patient(RuntimeError):
+    longest_wait = 600.0
+
+
+def test_error_raises_no_ceiling() -> None:
+    async def scenario() -> None:
+        def outcome(key: Key) -> float | None:
+            raise _Patient("later")
+
+        work = Work(outcome=outcome)
+        queue(work).wake(A)
+        await asyncio.sleep(600)
+        times = work.times(A)
+        assert max(later - sooner for sooner, later in itertools.pairwise(times)) <= 60.0
+
+    run(scenario())
+
+
 def test_unreachable_server_is_retried_within_15_seconds(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         def outcome(key: Key) -> float | None:

@@ -20,7 +20,7 @@ from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
 from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
-from scalerl_operator.manifests.pods import POD_SECURITY, RESTRICTED
+from scalerl_operator.manifests.pods import container_security, pod_security
 from scalerl_operator.names import RUN_DIR
 from scalerl_operator.workloads import Role
 
@@ -258,7 +258,7 @@ def reader_pod(run: Run, name: str, image: str) -> Object:
             "imagePullSecrets": list(template.get("imagePullSecrets") or ()),
             "nodeSelector": dict(template.get("nodeSelector") or {}),
             "tolerations": list(template.get("tolerations") or ()),
-            "securityContext": POD_SECURITY,
+            "securityContext": pod_security(),
             "containers": [
                 {
                     "name": "fetch",
@@ -268,7 +268,7 @@ def reader_pod(run: Run, name: str, image: str) -> Object:
                         "requests": {"cpu": "100m", "memory": "64Mi"},
                         "limits": {"cpu": "1", "memory": "256Mi"},
                     },
-                    "securityContext": RESTRICTED,
+                    "securityContext": container_security(),
                     "volumeMounts": [
                         {"name": "run", "mountPath": RUN_DIR, "subPath": run.name, "readOnly": True}
                     ],

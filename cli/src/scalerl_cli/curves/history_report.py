@@ -97,7 +97,10 @@ def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
 
 
 def _figures(lines: list[HistoryLine]) -> dict[str, Any]:
-    """Figures of the prompts of an epoch; None where there is nothing that they are of.
+    """Figures of the prompts of an epoch.
+
+    Returns:
+        values by column, None where there is nothing that they are of.
 
     reuse: share of the tokens in sequences of eight or more that also occur in a response of the previous epoch.
     mean_tokens, previous_tokens: mean tokens of a response in this and in the previous epoch.

@@ -283,11 +283,11 @@ class Comparison:
             Column("A", "A", scale.rewards, scale.levels, interval=True),
             Column("B", "B", formatting.amounts, interval=True),
             Column("Cmid", "Cmid", formatting.amounts, interval=True),
-            Column("reward", f"reward at {at}", reached, level, interval=True),
-            Column("state", "state"),
-            Column("failed"),
             Column("R0", exported=scale.levels, interval=True),
             Column("compute"),
+            Column("reward", f"reward at {at}", reached, level, interval=True),
+            Column("state", "state", lambda state: state or "no run"),
+            Column("failed"),
             Column("difference", exported=scale.changes, interval=True),
             *map(Column, ("by", "better", "probability", "separates", "separates_at_equal_compute")),
         ]
@@ -299,7 +299,7 @@ class Comparison:
                 "runs": len(recipe.files),
                 **{name: recipe.parameter(name) for name in ("A", "B", "Cmid", "R0")},
                 "reward": self.reward(recipe),
-                "state": recipe.state or "no run",
+                "state": recipe.state,
                 "failed": len(recipe.failures),
                 "compute": self.compute,
             }
@@ -307,6 +307,13 @@ class Comparison:
             for recipe, both in zip(self.recipes, (None, *self.against), strict=True)
         ]
         return Table(columns, rows, unknown="–")
+
+    def csv(self) -> str:
+        """``comparison.csv``: the table, with the states first."""
+        table, first = self.table(), ("recipe", "runs", "state", "failed")
+        rank = {name: number for number, name in enumerate(first)}
+        columns = sorted(table.columns, key=lambda column: rank.get(column.name, len(rank)))
+        return Table(columns, table.rows).csv()
 
     def findings(self) -> Iterator[str]:
         """Result of each comparison, then failures, problems and doubts of each recipe, as lines."""

@@ -20,7 +20,7 @@ from scalerl_cli.curves.label_report import label_table
 from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import echo, replace_text
-from scalerl_cli.page.series import Series
+from scalerl_cli.page.series import Series, warn_of_unreadable
 from scalerl_cli.table import Column, Table
 
 _ENDS: Final = 10
@@ -86,11 +86,11 @@ def named_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
 def _rows(directory: Path) -> list[dict[str, float]]:
     """The figures of each step of a run."""
     path = RunPaths(directory).metrics
-    series = Series(path)
     try:
-        series.update()
+        series = Series.read(path)
     except OSError as error:
         raise CurveProblem(f"{path}: {error.strerror}") from error
+    warn_of_unreadable(series, path)
     return [series.row(at) for at in range(series.rows)]
 
 

@@ -21,6 +21,8 @@ class Appended:
         self._inode = 0
         self._tail = b""
         """Bytes before the offset."""
+        self.partial = b""
+        """What follows the last newline: a line that is being written, or that lacks its newline."""
 
     def read(self) -> Iterator[tuple[bool, list[bytes]]]:
         """The complete lines since the last call, in blocks; the first says whether the lines begin anew."""
@@ -28,7 +30,7 @@ class Appended:
             file = self._path.open("rb")
         except FileNotFoundError:
             yield self._inode != 0, []
-            self._inode = self._offset = 0
+            self._inode, self._offset, self.partial = 0, 0, b""
             return
         with file:
             status = os.fstat(file.fileno())
@@ -38,11 +40,11 @@ class Appended:
                 self._inode, self._offset, self._tail = status.st_ino, 0, b""
             file.seek(self._offset)
             yield anew, []
-            rest = b""
+            self.partial = b""
             while block := file.read(_BLOCK):
-                block = rest + block
+                block = self.partial + block
                 end = block.rfind(b"\n") + 1
-                rest = block[end:]  # of the last block: a line that may be incomplete
+                self.partial = block[end:]
                 self._offset += end
                 self._tail = (self._tail + block[:end])[-_TAIL:] if end < _TAIL else block[end - _TAIL : end]
                 yield False, block[:end].splitlines()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from scalerl_api.health import LAST, Steps, since
+from scalerl_cli.output import echo
 from scalerl_cli.page.appended import Appended
 
 MAX_POINTS: Final = 2000
@@ -27,19 +28,32 @@ class Series:
         self.rows = 0
         self.revision = 0
         """Changes with the content."""
+        self.unreadable = 0
+        """Lines that are no rows, which are left out."""
+
+    @classmethod
+    def read(cls, path: Path) -> Series:
+        """The series of a file that is read once; its last line may lack a newline.
+
+        Raises:
+            OSError: the file cannot be read; one that does not exist is empty.
+        """
+        series = cls(path)
+        series.update()
+        if (row := _row(series._lines.partial)) is not None:
+            series._add(row)
+        return series
 
     def update(self) -> None:
-        """Read the new lines. Lines that are no rows are left out."""
+        """Read the new lines."""
         for anew, lines in self._lines.read():
             if anew:
-                self.columns, self.rows = {}, 0
+                self.columns, self.rows, self.unreadable = {}, 0, 0
             self.revision += anew or bool(lines)
             for line in lines:
-                try:
-                    row = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                if (row := _row(line)) is None:
+                    self.unreadable += 1
+                else:
                     self._add(row)
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -80,6 +94,22 @@ class Series:
         x, y = self.column("step"), self.column(name)
         known = np.isfinite(y)
         return decimated(x[known], y[known])
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row of a line; None if the line is none."""
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def warn_of_unreadable(series: Series, path: Path) -> None:
+    """Print that lines of ``path`` are left out, if some are."""
+    if count := series.unreadable:
+        lines, are = ("lines", "are") if count > 1 else ("line", "is")
+        echo(f"{count} {lines} of {path} cannot be read and {are} left out", error=True)
 
 
 def decimated(x: Any, y: Any) -> tuple[list[float], list[float]]:

@@ -99,9 +99,9 @@ class SchedulingPolicy(Protocol):
     """Assigns slots to generators."""
 
     def assign(self, inputs: SchedulerInput) -> Assignment:
-        """Assign slots to the generators of ``inputs``, to each at most as many as it has room for.
+        """Assign slots to the generators of ``inputs``, to each at most its capacity.
 
-        Afterwards all slots are assigned, or no generator has room left: no slot is kept for a generator without a request.
+        Afterwards all slots are assigned, or every generator has as many as its capacity: no slot is kept for a generator without a request.
         """
         ...
 

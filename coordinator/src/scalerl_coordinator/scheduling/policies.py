@@ -49,7 +49,7 @@ def spread(
     load: Callable[[Generator], float],
     weight: Callable[[OpenSlot], float],
 ) -> Assignment:
-    """Assign each of ``slots`` in turn to the generator with the least load that has room; of equal ones, to the first."""
+    """Assign each of ``slots`` in turn to the generator with the least load among those below their capacity; of equal ones, to the first."""
     assigned: Assignment = {generator.name: [] for generator in inputs.generators}
     heap = [(load(generator), i) for i, generator in enumerate(inputs.generators) if generator.capacity > 0]
     heapq.heapify(heap)

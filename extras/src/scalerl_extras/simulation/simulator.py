@@ -117,19 +117,19 @@ class _Run:
             )
             given = any(assigned.values())
             for at in list(self.asking):
-                for place in assigned[str(at)]:
-                    self._start(at, place)
+                for slot in assigned[str(at)]:
+                    self._start(at, slot)
                 if assigned[str(at)]:
                     del self.asking[at]
                     if self._room(at) > 0:
                         self.asking[at] = None
 
-    def _start(self, at: int, place: OpenSlot) -> None:
-        del self.open[place.slot]
-        lengths = self.work.groups[place.slot].lengths
-        held = _Held(at, len(lengths), place.tokens, self.now)
-        self.held[place.slot] = self.by_generator[at][place.slot] = held
-        self.fleet.start(at, place.slot, list(enumerate(lengths)), self.now)
+    def _start(self, at: int, slot: OpenSlot) -> None:
+        del self.open[slot.slot]
+        lengths = self.work.groups[slot.slot].lengths
+        held = _Held(at, len(lengths), slot.tokens, self.now)
+        self.held[slot.slot] = self.by_generator[at][slot.slot] = held
+        self.fleet.start(at, slot.slot, list(enumerate(lengths)), self.now)
 
     def _room(self, at: int) -> int:
         per_group = len(self.work.groups[0].lengths)

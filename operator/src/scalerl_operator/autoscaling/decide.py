@@ -55,7 +55,7 @@ def decide(spec: AutoscalingSpec, observation: Observation, history: History) ->
     history = updated(spec, observation, history)
     active, why = alarm(observation, history)
     if (active is not None) != (history.state is State.BROKEN):
-        # The streak counts something else from here on.
+        # The votes count something else from here on.
         history = replace(history, consecutive_votes=0)
     history = replace(
         history,
@@ -75,7 +75,7 @@ def decide(spec: AutoscalingSpec, observation: Observation, history: History) ->
         cast = None if answer is None else flat_vote(spec, answer)
     if cast is None:
         if answer is not None:
-            # A forecast that does not suffice ends the streak. Without a forecast, the streak stays.
+            # A forecast that does not suffice resets the consecutive votes. Without a forecast they stay.
             history = replace(
                 history, consecutive_votes=0, version=max(history.version, observation.points.version)
             )

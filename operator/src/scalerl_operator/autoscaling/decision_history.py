@@ -18,7 +18,7 @@ ALWAYS_COUNTED: Final = (
     "value_per_point",
     "stop_after",
 )
-"""Fields of ``spec.autoscaling`` whose edit restarts the streak, recorded also at their defaults."""
+"""Fields of ``spec.autoscaling`` whose edit resets the consecutive votes, recorded also at their defaults."""
 NOT_COUNTED: Final = frozenset(
     (
         *("mode", "on_stop", "on_broken"),
@@ -26,15 +26,15 @@ NOT_COUNTED: Final = frozenset(
         *("max_device_hours", "deadline"),
     )
 )
-"""Fields whose edit does not restart it: who acts, and how; the number of generators; limits, which each observation has."""
+"""Fields whose edit does not reset them: who acts, and how; the number of generators; limits, which each observation has."""
 MAX_DOUBLINGS: Final = 6
 """The cooldown doubles with each change in the direction opposite to the one before, up to 64 times its length."""
 
 
 def rules(spec: AutoscalingSpec) -> str:
-    """The fields that a streak is counted under, with their values.
+    """The fields that consecutive votes are counted under, with their values.
 
-    A field in neither list counts, so that a new field restarts the streak. At its default it is left out, so that the
+    A field in neither list counts, so that a new field resets the votes. At its default it is left out, so that the
     rules of records from before the field stay the same.
     """
     fields = type(spec).model_fields

@@ -234,7 +234,7 @@ class History(Recorded, frozen=True, kw_only=True, rename=_HISTORY):
     """What one decision passes to the next.
 
     Attributes:
-        rules: the fields of the spec that the streak was counted under.
+        rules: the fields of the spec that the consecutive votes were counted under.
         version: newest evaluation that was counted.
         consecutive_votes: consecutive evaluations that voted for a stop, or, while BROKEN, that had the alarm.
         alarms_acknowledged_until: newest evaluation when a broken run was last resumed; earlier falls raise no alarm.

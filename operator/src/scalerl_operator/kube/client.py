@@ -55,6 +55,16 @@ class _Page(msgspec.Struct):
     items: list[msgspec.Raw] | None = None
 
 
+class _Name(msgspec.Struct):
+    name: str
+
+
+class _Named(msgspec.Struct):
+    metadata: _Name
+
+
+_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
+_NAMED: Final = msgspec.json.Decoder(_Named)
 _PAGE: Final = msgspec.json.Decoder(_Page)
 _EVENT: Final = msgspec.json.Decoder(WatchEvent)
 
@@ -143,7 +153,8 @@ class KubeApi:
                     limit=limit,
                     accept=_METADATA_LIST if metadata_only else JSON,
                 ):
-                    objects += [msgspec.json.decode(raw) | type_meta for raw in page]
+                    with translated(Call("list", served, namespace), ""):
+                        objects += [_OBJECT.decode(raw) | type_meta for raw in page]
                     await asyncio.sleep(0)
                 return objects, version
             except errors.Expired:
@@ -192,7 +203,7 @@ class KubeApi:
             return None
         with translated(call, ""):
             items = _PAGE.decode(data).items or ()
-            return frozenset(msgspec.json.decode(item)["metadata"]["name"] for item in items)
+            return frozenset(_NAMED.decode(item).metadata.name for item in items)
 
     async def watch(
         self,

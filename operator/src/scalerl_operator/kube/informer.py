@@ -24,6 +24,7 @@ from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError, Expired, Forbidden, NotFound
 from scalerl_operator.kube.kinds import RUN, Kind
+from scalerl_operator.kube.transport import Call, translated
 
 PAGE: Final = 200
 """Objects per page of a list; the event loop runs other tasks after each quarter of it."""
@@ -32,6 +33,17 @@ NOT_SERVED_SECONDS: Final = 60.0
 """Between two tries of an optional kind that the cluster does not serve, or that the role does not permit."""
 WATCH_SECONDS: Final = (90, 150)
 """Range of a watch's duration: only its end distinguishes a kind without events from a server that is gone."""
+
+
+class _Version(msgspec.Struct):
+    resourceVersion: str
+
+
+class _Bookmark(msgspec.Struct):
+    metadata: _Version
+
+
+_BOOKMARK: Final = msgspec.json.Decoder(_Bookmark)
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +54,20 @@ def selector(kind: Kind) -> str | None:
 
 
 async def listed(api: KubeApi, cache: Cache, kind: Kind, namespace: str | None) -> str:
-    """Makes the cached objects of a kind those of a list; returns the list's version."""
+    """Makes the cached objects of a kind those of a list; returns the list's version.
+
+    Raises:
+        ApiError: also for an object that cannot be read.
+    """
     present: set[tuple[str, str]] = set()
     version = ""
     pages = api.pages(kind.name, namespace, label_selector=selector(kind), limit=PAGE)
     async for items, version in pages:  # noqa: B007 the last page's is returned
-        for number, raw in enumerate(items):
-            present.add(cache.observe_raw(None, kind, raw)[0])
-            if number % (PAGE // 4) == 0:
-                await asyncio.sleep(0)
+        with translated(Call("list", kind, namespace), ""):
+            for number, raw in enumerate(items):
+                present.add(cache.observe_raw(None, kind, raw)[0])
+                if number % (PAGE // 4) == 0:
+                    await asyncio.sleep(0)
     cache.forget_missing(kind.name, present, version, namespace=namespace)
     return version
 
@@ -118,9 +135,10 @@ class Informer:
             seconds=random.randint(*WATCH_SECONDS),
         )
         async with contextlib.aclosing(watch):
-            async for event in watch:
-                if event.type == "BOOKMARK":
-                    yield str(msgspec.json.decode(event.object)["metadata"]["resourceVersion"])
-                    continue
-                self.on_event(self.kind.name)
-                yield self.cache.observe_raw(event.type, self.kind, event.object)[1]
+            with translated(Call("watch", self.kind, self.namespace), ""):
+                async for event in watch:
+                    if event.type == "BOOKMARK":
+                        yield _BOOKMARK.decode(event.object).metadata.resourceVersion
+                        continue
+                    self.on_event(self.kind.name)
+                    yield self.cache.observe_raw(event.type, self.kind, event.object)[1]

@@ -20,7 +20,7 @@ from typing import Final
 from scalerl_operator.kube.types import Key
 
 FIRST_BACK_OFF_SECONDS: Final = 1.0
-LONGEST_BACK_OFF_SECONDS: Final = 60.0
+MAX_BACK_OFF_SECONDS: Final = 60.0
 MIN_AFTER_FAILURE_SECONDS: Final = 5.0
 """Shortest back-off of a failed key that is woken."""
 MIN_DELAY_SECONDS: Final = 0.1
@@ -52,7 +52,8 @@ class WorkQueue:
 
     ``handler(key)`` returns the seconds until the key is due again; None: only when woken. When it raises, or takes longer than
     ``limit`` seconds, the key is due again after a back-off, from :data:`FIRST_BACK_OFF_SECONDS` doubled with each consecutive failure up
-    to :data:`LONGEST_BACK_OFF_SECONDS`, with a jitter of a quarter. An exception's ``retry_after`` lengthens that back-off; its ``longest_wait`` is a lower ceiling.
+    to :data:`MAX_BACK_OFF_SECONDS`, with a jitter of a quarter. An exception's ``longest_wait`` is a lower ceiling; its
+    ``retry_after`` lengthens the back-off, also beyond the ceiling.
 
     ``on_pass(key, result, seconds)`` is called after each pass; the result is ``ok``, ``error`` or ``cancelled``.
 
@@ -209,6 +210,6 @@ class WorkQueue:
     def _back_off(self, key: Key, error: BaseException) -> float:
         """Counts a failure of ``key``. Returns the seconds until it is retried."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        ceiling = getattr(error, "longest_wait", None) or LONGEST_BACK_OFF_SECONDS
+        ceiling = min(MAX_BACK_OFF_SECONDS, getattr(error, "longest_wait", None) or MAX_BACK_OFF_SECONDS)
         wait = min(ceiling, FIRST_BACK_OFF_SECONDS * 2.0 ** min(failures - 1, 30))
         return max(wait * self._rng.uniform(0.75, 1.0), getattr(error, "retry_after", None) or 0.0)

@@ -55,22 +55,28 @@ NEVER_EVICT: Final = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
-RESTRICTED: Final[Object] = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
-"""The security context of every container."""
-POD_SECURITY: Final[Object] = {
-    "runAsNonRoot": True,
-    "runAsUser": USER_ID,
-    "runAsGroup": USER_ID,
-    "fsGroup": USER_ID,
-    # Changing the owner of a volume's many files at every start takes minutes.
-    "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-"""The security context of every pod."""
+
+
+def container_security() -> Object:
+    """The security context of every container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def pod_security() -> Object:
+    """The security context of every pod."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        # Changing the owner of a volume's many files at every start takes minutes.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def pod_template(scope: Scope, settings: PodSettings) -> Object:
@@ -95,7 +101,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
         **({"initContainers": first} if first else {}),
         "containers": [_container(scope, settings, given, one, main=one is main) for one in containers],
         "volumes": [*volumes_of(scope, given, scope.workload(role)), *given.volumes],
-        "securityContext": POD_SECURITY,
+        "securityContext": pod_security(),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.grace_seconds,
@@ -207,7 +213,7 @@ def _container(
             *mounts_of(scope, settings.role, container, main),
             *given_mounts(given, container),
         ],
-        "securityContext": RESTRICTED
+        "securityContext": container_security()
         | ({"readOnlyRootFilesystem": False} if settings.role is Role.ENVIRONMENT else {}),
         # Conditions show the last line of a role's log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -235,7 +241,7 @@ def _init_container(scope: Scope, given: InitContainer) -> Object:
     return {name: value for name, value in rendered.items() if value} | {
         "imagePullPolicy": scope.spec.images.pull_policy or scope.images.pull_policy,
         "volumeMounts": [*given.volume_mounts, {"name": tmp_of(given.name), "mountPath": "/tmp"}],  # noqa: S108
-        "securityContext": RESTRICTED,
+        "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 

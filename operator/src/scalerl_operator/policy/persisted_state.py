@@ -101,7 +101,7 @@ def persisted_fields(persisted: PersistedState) -> dict[str, Any]:
 
 
 def decision_fields(before: RunStatus, decision: LifecycleDecision, now: str) -> dict[str, Any]:
-    """The fields of a decision: its phase, its memory, when the run started and ended."""
+    """The fields of a decision: its phase, its persisted state, when the run started and ended."""
     return {
         "phase": decision.phase,
         "start_time": before.start_time or (now if decision.prepare else None),

@@ -55,7 +55,7 @@ class StoredRuntime(Runtime, Protocol):
 async def drive(
     runtime: StoredRuntime, spec: RunSpec, *, poll_seconds: float = _POLL_SECONDS
 ) -> LifecycleDecision:
-    """Reconcile a run until it rests; returns the last decision. A process that ends before is continued by another one."""
+    """Reconcile a run until its phase is one of :data:`STOPPED_PHASES`; returns the last decision. A process that ends before is continued by another one."""
     persisted = runtime.persisted
     while True:
         decision = await step(runtime, spec, persisted)
