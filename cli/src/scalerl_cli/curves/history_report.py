@@ -101,16 +101,15 @@ def _figures(lines: list[HistoryLine]) -> dict[str, Any]:
 
     Returns:
         values by column, None where there is nothing that they are of.
-
-    reuse: share of the tokens in sequences of eight or more that also occur in a response of the previous epoch.
-    mean_tokens, previous_tokens: mean tokens of a response in this and in the previous epoch.
-    rank_correlation: Spearman's, between the prompts' mean lengths in the two epochs.
-    moved: share of the prompts whose rank by length changed by more than ``MOVED`` of the ranks.
-    accepted: share of the drafted tokens that were accepted.
-    acceptance_length: tokens that a decoding step yields for a response.
-    draft_length: tokens that are drafted for a response in a decoding step.
-    drafted_by_position, accepted_by_position: tokens at each position in a draft.
-    accepted_at_N: share of the drafted tokens at position N that were accepted, together with all before them in their draft.
+        reuse: share of the tokens in sequences of eight or more that also occur in a response of the previous epoch.
+        mean_tokens, previous_tokens: mean tokens of a response in this and in the previous epoch.
+        rank_correlation: Spearman's, between the prompts' mean lengths in the two epochs.
+        moved: share of the prompts whose rank by length changed by more than ``MOVED`` of the ranks.
+        accepted: share of the drafted tokens that were accepted.
+        acceptance_length: tokens that a decoding step yields for a response.
+        draft_length: tokens that are drafted for a response in a decoding step.
+        drafted_by_position, accepted_by_position: tokens at each position in a draft.
+        accepted_at_N: share of the drafted tokens at position N that were accepted, together with all before them in their draft.
     """
     compared = sum(line.compared_tokens for line in lines)
     drafts = [line for line in lines if line.drafted_tokens is not None]
