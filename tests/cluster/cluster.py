@@ -16,11 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from testcluster import cache, debian, kind, progress, start, tools
-from testcluster.errors import ClusterError
+from testcluster.errors import ClusterError, MissingError
 from testcluster.handle import Cluster
 from testcluster.images import Images, build_all
 
 FIRST_MINUTES, FIRST_BYTES, GO_BYTES = 20, 17e9, 4e9
+MISSING = 3
+"""Exit code where this machine lacks what a cluster needs."""
 
 
 def up(arguments: argparse.Namespace) -> None:
@@ -158,7 +160,7 @@ def main() -> None:
     except (ClusterError, subprocess.TimeoutExpired) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"{error}{notes}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(MISSING if isinstance(error, MissingError) else 1)
 
 
 if __name__ == "__main__":
