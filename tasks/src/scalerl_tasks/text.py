@@ -31,7 +31,7 @@ _CONTROL = re.compile(r"<\|[^|<>\s{}]+\|>")
 """Text like ``<|im_start|>``, which is a single token in a chat template."""
 _REPLACEMENT = "\ufffd"
 """In place of bytes that are no UTF-8."""
-_MOST_CHARACTERS = 2**16 - 1
+_MAX_CHARACTERS = 2**16 - 1
 """Of a token, as the wire has them."""
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _ROLES_CACHED = 256
@@ -206,7 +206,7 @@ class ModelTokenizer:
         if (
             sum(lengths) != len(text)
             or min(lengths, default=0) < 0
-            or max(lengths, default=0) > _MOST_CHARACTERS
+            or max(lengths, default=0) > _MAX_CHARACTERS
         ):
             return None
         return [*lengths, *([0] * (len(ids) - len(own)))]

@@ -15,7 +15,7 @@ from scalerl_cli.curves.problem import CurveProblem
 
 MAX_BYTES: Final = 256 * 2**20
 """Limit on the size of a file: the cells of a larger one could fill a laptop's memory, and a curve has far fewer points."""
-_MOST_CHARACTERS: Final = 2**17
+_MAX_CHARACTERS: Final = 2**17
 """Limit on the size of a cell."""
 _QUOTED: Final = re.compile(r'"(?:[^"]|"")*"')
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -212,7 +212,7 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: 
 def _from_csv(path: Path, text: str) -> FileTable:
     lines: list[int] = []
     rows: list[list[str]] = []
-    csv.field_size_limit(_MOST_CHARACTERS)  # of the process; a reader of data sets sets another
+    csv.field_size_limit(_MAX_CHARACTERS)  # of the process; a reader of data sets sets another
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text))
     try:
         for row in reader:

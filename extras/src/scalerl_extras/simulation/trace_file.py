@@ -13,7 +13,7 @@ from scalerl_cli.exits import Refused
 from scalerl_extras.simulation.workload import Drafts, Group, Workload
 
 _SHOWN = 5
-_LONGEST_DRAFT = 64
+_MAX_DRAFT = 64
 
 
 class TraceProblem(Refused):
@@ -56,7 +56,7 @@ def verification(line: trace.GroupLine) -> tuple[float, float]:
     """Mean tokens that a completion of the group gets, and drafts, per decoding step: 1 and 0 without speculation."""
     tokens, accepted = sum(line.lengths), line.accepted_tokens or 0
     # In a group that was restarted, the accepted tokens include those of lost completions: limit them to the longest draft.
-    steps = max(tokens - accepted, tokens / (1 + _LONGEST_DRAFT), 1)
+    steps = max(tokens - accepted, tokens / (1 + _MAX_DRAFT), 1)
     return max(tokens, 1) / steps, (line.drafted_tokens or 0) / steps
 
 
@@ -102,8 +102,8 @@ def _faults(line: trace.AnyLine) -> list[str]:
             found.append(f"format {line.format}, this release reads {trace.FORMAT}")
         if min(line.prompts_per_step, line.completions_per_prompt, line.concurrency) < 1:
             found.append("prompts_per_step, completions_per_prompt and concurrency must be at least 1")
-        if not 0 <= line.max_draft_tokens <= _LONGEST_DRAFT:
-            found.append(f"max_draft_tokens must be from 0 to {_LONGEST_DRAFT}")
+        if not 0 <= line.max_draft_tokens <= _MAX_DRAFT:
+            found.append(f"max_draft_tokens must be from 0 to {_MAX_DRAFT}")
     if isinstance(line, trace.GroupLine) and (not line.lengths or min(line.lengths) < 0):
         found.append("lengths must be numbers of tokens, one or more")
     if isinstance(line, trace.GroupLine) and min(line.slot, line.step) < 0:

@@ -20,7 +20,7 @@ log = logging.getLogger("scalerl_tasks.environments.gate")
 EPISODES: Final = 64
 """Of which the share is taken."""
 MAX_FAILURES: Final = EPISODES // 2
-_MOST_TRIES = 6
+_MAX_TRIES = 6
 """After which an episode that fails alone is let go."""
 
 
@@ -28,7 +28,7 @@ class EnvironmentGate:
     """Makes the steps of ``grader``. While more than half of the last :data:`EPISODES` episodes have failed, an episode that fails has no
     verdict yet: its step, which replays it, is tried again with back-off. What succeeds goes on, and opens the gate once it has ended.
     An episode counts as failed once, however often it is tried. One whose failure lasts is let go without a verdict after
-    :data:`_MOST_TRIES` tries, if since then at least as many others have ended with one as wait: a group whose members hold it would
+    :data:`_MAX_TRIES` tries, if since then at least as many others have ended with one as wait: a group whose members hold it would
     otherwise end none that opens the gate.
 
     ``problem`` says why episodes wait; empty if none does.
@@ -72,7 +72,7 @@ class EnvironmentGate:
         self._note([True] * len(failed), f"{found[failed[0]].error}")
         delay, tries, ended, held = self._first_delay, 1, self._ended, time.monotonic()
         while failed and self.problem:
-            if tries >= _MOST_TRIES and self._ended - ended >= self._waiting + len(failed):
+            if tries >= _MAX_TRIES and self._ended - ended >= self._waiting + len(failed):
                 break
             self._waiting += len(failed)
             try:

@@ -37,7 +37,7 @@ _GRADIENT_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.25}
 """Of the norm of a gradient. Without the part that reaches a prompt's keys it is .5 and more away."""
 _PROMPT_TOKENS = 32
 """Of the prompt, and of each completion, by which sharing of prompts is checked, beyond the model's window."""
-_LEAST_TOKENS = 4
+_MIN_TOKENS = 4
 _NO_WINDOWS = ("max_window_layers", "chunk_size_feed_forward")
 """Numbers of a config that are none, though their names say so."""
 
@@ -141,7 +141,7 @@ class StartChecks:
         # Windows that no sequence fills are none.
         window = max((size for size in _windows(self._config) if size < budget), default=0)
         tokens = min(_PROMPT_TOKENS, (budget - window) // 4)
-        if tokens < _LEAST_TOKENS:
+        if tokens < _MIN_TOKENS:
             reason = f"micro-batches of {budget} tokens are too short to check it"
         else:
             try:
