@@ -568,9 +568,16 @@ async def test_vllm_updates_from_files(bf16_server: Server) -> None:
     policy = new_weights(bf16_server.model, 1).to(torch.bfloat16)
     async with VllmClient(bf16_server.url, TOKEN) as client:
         whole = await publish_files(client, writer, policy, 1)
-        in_flight = asyncio.create_task(
-            client.generate([5, 6, 7], n=4, max_tokens=SPAN_LIMIT, cache_salt="0")
-        )
+        published = asyncio.Event()
+
+        async def sampled() -> list[Sampled]:
+            """Until the last version: on a slow machine the completions of one request end before the first."""
+            found: list[Sampled] = []
+            while not published.is_set():
+                found += await client.generate([5, 6, 7], n=4, max_tokens=SPAN_LIMIT, cache_salt="0")
+            return found
+
+        in_flight = asyncio.create_task(sampled())
         await asyncio.sleep(0.1)
         for version in (2, 3, 4):
             slightly_changed(policy, version)
@@ -579,6 +586,7 @@ async def test_vllm_updates_from_files(bf16_server: Server) -> None:
             else:
                 changes = await publish_files(client, writer, policy, version)
                 assert 0 < changes.bytes < whole.bytes / 10
+        published.set()
         assert changes.path == whole.path
         assert any(len(one.weight_versions) > 1 for one in await in_flight)
         assert await weight_version(client) == "4"
