@@ -59,7 +59,7 @@ class Checker:
         self._unlabelled = UnlabelledNames(api)
 
     async def check(self, findings: Findings) -> Checks | None:
-        """None: the run is to be reconciled anew."""
+        """None: the run is to be reconciled again."""
         if findings.accepted.found is None:
             return Checks()
         checks = await check_volume(self._api, self._runs, findings)

@@ -77,7 +77,7 @@ class ClaimedRuns:
     async def reconcile(self, key: Key) -> float | None:
         """As :meth:`.Reconciler.reconcile`."""
         parts, run = self._parts, self._parts.cache.run(*key)
-        # A run that is being deleted must be able to go, whoever has claimed its namespace.
+        # A run that is being deleted must be able to end, also in a namespace that another operator has claimed.
         if run is not None and not is_deleted(run) and label(run, QUEUE) and not parts.workloads_known():
             return UNKNOWN_WORKLOADS_SECONDS
         if run is None or is_deleted(run) or await self._claims.mine(key[0]):

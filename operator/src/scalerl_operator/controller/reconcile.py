@@ -11,7 +11,7 @@
 
 Not every reconcile has all steps: it ends after 1 where the run is gone, and after 3 while the coordinator's response is outstanding.
 Before 3, workloads that are to drain get their removed labels back, without which they would not be observed.
-If 5 finds that a user has abandoned the run's steps, it has removed them from the status, and the reconcile begins anew. A run that
+If 5 finds that a user has abandoned the run's steps, it has removed them from the status, and the reconcile begins again. A run that
 may not be applied skips 6. Step 7 is also part of 6: the status is written there before the decision is executed.
 
 A reconcile covers the whole run, and only writes what differs. The process may end at any line: the next reconcile, in any

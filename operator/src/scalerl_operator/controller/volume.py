@@ -46,7 +46,7 @@ _RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
 
 async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Checks | None:
     """The claim's problem, and whether pods may start on it. None: a user has abandoned the run's steps, and they have been
-    removed from its status; it is to be reconciled anew."""
+    removed from its status; it is to be reconciled again."""
     run, decision = findings.run, findings.decision
     mounted = may_have_mounted(findings.observed)
     # The coordinator has reported that the volume holds none of the run's steps.

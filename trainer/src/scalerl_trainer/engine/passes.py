@@ -67,7 +67,7 @@ class Passes:
     Args:
         backend: of ``policy``.
         adapters: those of the policy, if it has some.
-        replay: replays recorded experts in the policy and its proximal policy; None to have all tokens routed anew.
+        replay: replays recorded experts in the policy and its proximal policy; None if the trainer routes all tokens.
     """
 
     def __init__(
