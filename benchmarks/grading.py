@@ -127,8 +127,8 @@ def file_seconds(rows: int) -> dict[str, float]:
 OWN = """
 from functools import lru_cache
 
-from scalerl_tasks.answer_extraction import extract
-from scalerl_tasks.number import last_quantity, read_quantity, same_quantity
+from scalerl_tasks.answers.extraction import extract
+from scalerl_tasks.answers.quantity import last_quantity, read_quantity, same_quantity
 
 read_reference = lru_cache(read_quantity)
 

@@ -305,8 +305,8 @@ def test_parameter_that_is_no_number():
 
 
 def test_installed_module():
-    given = PythonFunction("last_box", module="scalerl_tasks.answer_extraction", parameters={"text": "x"})
-    assert PythonVerifier(given).label == "scalerl_tasks.answer_extraction:last_box"
+    given = PythonFunction("last_box", module="scalerl_tasks.answers.extraction", parameters={"text": "x"})
+    assert PythonVerifier(given).label == "scalerl_tasks.answers.extraction:last_box"
 
 
 # --- digest ---------------------------------------------------------------------------------------------

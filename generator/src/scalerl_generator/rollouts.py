@@ -46,7 +46,7 @@ from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt, PromptSource

@@ -27,7 +27,7 @@ source, a verifier or a tokenizer imports its dependencies.
 """
 
 from scalerl_tasks.answer_checks import Rejected, check_answers
-from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (

@@ -8,7 +8,7 @@
 other names               of installed packages (:mod:`.plugins`)
 ========================  ===================================================================================
 
-docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answer_extraction.extract_answer` of the
+docs/tasks.md has the rules form by form. All score :func:`~scalerl_tasks.answers.extraction.extract_answer` of the
 completion. They do not limit the time or memory of grading a completion; :class:`~scalerl_tasks.GradingPool` does.
 """
 
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from scalerl_tasks.answer_extraction import extract, extract_answer
+from scalerl_tasks.answers.extraction import extract, extract_answer
+from scalerl_tasks.answers.quantity import Quantity, last_quantity, read_quantity, same_quantity
 from scalerl_tasks.environments.protocol import Continued
 from scalerl_tasks.environments.verifier import EnvironmentConfig, EnvironmentVerifier
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.gym import GymTask, ReasoningGymSource
-from scalerl_tasks.number import Quantity, last_quantity, read_quantity, same_quantity
 from scalerl_tasks.plugins import Plugin, PluginVerifier
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
@@ -149,8 +149,8 @@ class ExactVerifier:
 class NumberVerifier:
     """1 when the number that the answer is equals the reference, exactly; 0 otherwise.
 
-    In a box or answer tag, all of the content has to be one number (:func:`~scalerl_tasks.number.read_quantity`). In prose, the
-    last number is the answer (:func:`~scalerl_tasks.number.last_quantity`).
+    In a box or answer tag, all of the content has to be one number (:func:`~scalerl_tasks.answers.quantity.read_quantity`). In prose, the
+    last number is the answer (:func:`~scalerl_tasks.answers.quantity.last_quantity`).
     """
 
     name = "number"
@@ -212,16 +212,16 @@ class ReasoningGymVerifier:
 
 
 class MathVerifier:
-    """1 when the answer is mathematically equal to the reference answer (:mod:`scalerl_tasks.symbolic`); 0 otherwise."""
+    """1 when the answer is mathematically equal to the reference answer (:mod:`scalerl_tasks.answers.node_equality`); 0 otherwise."""
 
     name = "math-verify"
     finds_answers = True
 
     def __init__(self) -> None:
         # Imported here: it imports sympy and antlr, which no other verifier needs.
-        from scalerl_tasks import symbolic
+        from scalerl_tasks.answers import node_equality
 
-        self._symbolic = symbolic
+        self._symbolic = node_equality
 
     def score(self, prompt: Prompt, completion: str, /) -> float:
         text, enclosed = extract(completion)

@@ -22,7 +22,7 @@ import msgspec
 from scalerl_api.built_in import DEFAULT_SESSIONS
 from scalerl_api.http_client import Unanswered, exchange
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.answer_extraction import after_thought
+from scalerl_tasks.answers.extraction import after_thought
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import SCORE_RANGE

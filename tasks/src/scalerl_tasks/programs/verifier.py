@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from scalerl_tasks.answer_extraction import after_thought
+from scalerl_tasks.answers.extraction import after_thought
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.programs.suites import (
     Calls,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from scalerl_tasks.units import is_unit
+from scalerl_tasks.answers.units import is_unit
 
 _CHARACTERS = str.maketrans(
     {

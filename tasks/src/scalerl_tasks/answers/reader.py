@@ -1,7 +1,7 @@
 r"""Reads an answer into its structure: numbers with units, lists, sets, tuples and intervals, equations, matrices, text.
 
 A text can have two readings (``1,234`` is a number or a list); each is tried. Expressions stay LaTeX here;
-:mod:`scalerl_tasks.symbolic` reads and compares them.
+:mod:`scalerl_tasks.answers.node_equality` reads and compares them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from scalerl_tasks.latex_text import normalize
-from scalerl_tasks.number import Quantity, formulas, read_normalized
-from scalerl_tasks.units import canonical_unit
+from scalerl_tasks.answers.normalization import normalize
+from scalerl_tasks.answers.quantity import Quantity, formulas, read_normalized
+from scalerl_tasks.answers.units import canonical_unit
 
 MAX_CHARACTERS = 2048
 """A longer answer in a box is not read; of longer prose, the end is."""

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scalerl_tasks.latex_text import normalize
-from scalerl_tasks.units import CURRENCY_CHARACTERS, canonical_unit
+from scalerl_tasks.answers.normalization import normalize
+from scalerl_tasks.answers.units import CURRENCY_CHARACTERS, canonical_unit
 
 _DIGITS = "0123456789"
 _MAX_NUMBER_CHARACTERS = 512

@@ -1,6 +1,6 @@
 r"""Mathematical equality of two answers, without evaluating any text as Python.
 
-Answers are read by :mod:`.math_answer`, expressions by :mod:`.expression`, which has a grammar of its own. What
+Answers are read by :mod:`.reader`, expressions by :mod:`.expression_reader`, which has a grammar of its own. What
 that cannot read is given to math-verify's LaTeX reader, with exact numerals in place of its ``sympify``, which is ``eval``. Two
 expressions are equal if they are the same after sympy's own ordering, or have the same value: constants to 32 digits, functions at
 points of both signs.
@@ -18,10 +18,16 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import latex2sympy2  # type: ignore[import-untyped]
 
-from scalerl_tasks import math_answer
-from scalerl_tasks.expression import MANY_BITS, TooLargeError, UnreadableError, bits_of, read_expression
-from scalerl_tasks.math_answer import Answer, Based, Group, Leaf, Node, Relation, Time
-from scalerl_tasks.number import Number, same_quantity
+from scalerl_tasks.answers import reader
+from scalerl_tasks.answers.expression_reader import (
+    MANY_BITS,
+    TooLargeError,
+    UnreadableError,
+    bits_of,
+    read_expression,
+)
+from scalerl_tasks.answers.quantity import Number, same_quantity
+from scalerl_tasks.answers.reader import Answer, Based, Group, Leaf, Node, Relation, Time
 
 _DIGITS = 40
 _TOLERANCE = sympy.Float("1e-32")
@@ -61,19 +67,19 @@ def read_reference(answer: str) -> Answer:
     """A reference answer; without readings and text if it is empty. Of a GSM8K solution, what follows ``####``."""
     _, marked, final = answer.rpartition("####")
     extracted = math_answer_text(final if marked else answer)
-    return math_answer.read_answer(extracted, is_reference=True)
+    return reader.read_answer(extracted, is_reference=True)
 
 
 def math_answer_text(answer: str) -> str:
     """The reference without a box around it."""
-    from scalerl_tasks.answer_extraction import extract
+    from scalerl_tasks.answers.extraction import extract
 
     return extract(answer).text
 
 
 def equivalent(reference: Answer, text: str, enclosed: bool) -> bool | None:
     """Whether a reply equals a reading of the reference; None if the reply has no answer. It may not terminate."""
-    given = math_answer.read_reply(text, enclosed)
+    given = reader.read_reply(text, enclosed)
     return _answers_equal(reference, given) if given.text else None
 
 
@@ -91,8 +97,8 @@ def _answers_equal(reference: Answer, given: Answer) -> bool:
         return True
     if reference.choice and given.choice:
         return reference.choice == given.choice and _answers_equal(
-            math_answer.read_answer(reference.content, is_reference=True),
-            math_answer.read_answer(given.content),
+            reader.read_answer(reference.content, is_reference=True),
+            reader.read_answer(given.content),
         )
     times = any(isinstance(a, Time) for a in reference.readings) and any(
         isinstance(b, Time) for b in given.readings

@@ -1,4 +1,4 @@
-r"""Reads one mathematical expression, in LaTeX as :func:`~scalerl_tasks.latex_text.normalize` leaves it, into sympy.
+r"""Reads one mathematical expression, in LaTeX as :func:`~scalerl_tasks.answers.normalization.normalize` leaves it, into sympy.
 
 A recursive-descent reader with a grammar of its own: no text is evaluated, numerals are exact rationals, and the time is
 linear in the text, except for sympy's own evaluation. Implicit multiplication binds tighter than ``/``, as in math-verify.
