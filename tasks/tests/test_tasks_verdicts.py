@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError, open_verifier
-from scalerl_tasks.answers.expression_reader import UnreadableError, read_expression
+from scalerl_tasks.answers.expression_reader import read_expression
 from scalerl_tasks.answers.extraction import extract
 from scalerl_tasks.answers.normalization import normalize
 from scalerl_tasks.answers.quantity import read_quantity
+from scalerl_tasks.answers.tokens import UnreadableError
 from scalerl_tasks.answers.units import canonical_unit
 from scalerl_tasks.grading import audit_guard
 

@@ -16,7 +16,7 @@ How an answer goes through the package::
                     real_sets.same_real_sets()  intervals, unions, solutions of inequalities
                     expression_equality.same()  two expressions: sympy's order, then values to 32 digits
                       expression_reader.read_expression(): LaTeX ─▶ sympy, by its grammar
-                      library_reader.read(): what that grammar lacks, by math-verify's reader
+                      library_reader.read_by_library(): what that grammar lacks, by math-verify's reader
 
 No text is evaluated as Python. ``exact`` and ``number`` need no sympy.
 """
