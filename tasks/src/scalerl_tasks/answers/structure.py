@@ -42,6 +42,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
 def time_of(match: re.Match[str]) -> Time:
+    """The time of a match of :data:`TIME`."""
     hours, minutes, seconds, half = match.groups()
     return Time((int(hours), int(minutes), int(seconds or 0)), (half or "").lower())
 
@@ -51,6 +52,15 @@ class UnreadError(ValueError):
 
 
 class Structure:
+    """Reads one text.
+
+    Args:
+        is_reference: whether ``m`` of ``5 m`` is a variable; in a reply it is a metre.
+
+    Raises:
+        UnreadError
+    """
+
     def __init__(self, is_reference: bool) -> None:
         self._is_reference = is_reference
         self._nodes = 0
