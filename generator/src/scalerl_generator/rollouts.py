@@ -50,7 +50,7 @@ from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt, PromptSource
-from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import NOT_APPLICABLE
 
 logger = logging.getLogger("scalerl.actor.rollouts")

@@ -11,7 +11,7 @@ From a task's spec to prompts and grades::
                    split_held_out() ─▶ Train, HeldOut (each with a digest)
                    check_template()
     index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt
-                   text.ModelTokenizer.encode_prompts() ─▶ token ids ─▶ (the generator)
+                   tokenizer.ModelTokenizer.encode_prompts() ─▶ token ids ─▶ (the generator)
 
     task_problems(), before the run ─▶ JsonlSource.problems, check_answers() ─▶ GradingPool.check()
 
