@@ -26,7 +26,7 @@ from pathlib import Path
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig, open_reasoning_gym
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 from scalerl_tasks.task_checks import task_problems
 
 GROUP = 16

@@ -24,7 +24,7 @@ from scalerl_processes.waiting import cancel
 from scalerl_tasks import Prompt
 from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments.episodes import EnvironmentGrader
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 
 EPISODES = 80

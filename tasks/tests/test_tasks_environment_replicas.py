@@ -17,7 +17,7 @@ from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 from scalerl_tasks import Graded, Prompt, Verdict
 from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments import sessions
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
 

@@ -18,7 +18,8 @@ from scalerl_api.spec import TaskSpec
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments import sessions
-from scalerl_tasks.environments.openenv import EnvironmentServer, Schema
+from scalerl_tasks.environments.openenv_schema import Schema
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.scoring import _environment_server, grading_digest

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scalerl_tasks.answers.verifiers import ExactVerifier, MathVerifier, NumberVerifier
+from scalerl_tasks.environments.environment_verifier import EnvironmentConfig, EnvironmentVerifier
 from scalerl_tasks.environments.protocol import Continued
-from scalerl_tasks.environments.verifier import EnvironmentConfig, EnvironmentVerifier
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.gym import GymTask, ReasoningGymVerifier
 from scalerl_tasks.plugins import Plugin, PluginVerifier
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
+from scalerl_tasks.python_function import PythonFunction
+from scalerl_tasks.python_verifier import PythonVerifier
 from scalerl_tasks.verdict import Verdict
 
 

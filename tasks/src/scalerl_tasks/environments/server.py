@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Final, Self
 from scalerl_api.answers import IDENTITY
 from scalerl_api.http_client import open_session
 from scalerl_processes.waiting import calling, pause
-from scalerl_tasks.environments.openenv import (
+from scalerl_tasks.environments.openenv import Observed, Session
+from scalerl_tasks.environments.openenv_schema import Schema, encoded, read_schema, reset_arguments
+from scalerl_tasks.environments.openenv_server import (
     TOKEN,
     Address,
     Down,
@@ -43,14 +45,8 @@ from scalerl_tasks.environments.openenv import (
     Failed,
     Full,
     Lost,
-    Observed,
     Raised,
-    Schema,
-    Session,
     Unfit,
-    encoded,
-    read_schema,
-    reset_arguments,
 )
 from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_content, read_replies
 from scalerl_tasks.environments.sessions import Sessions

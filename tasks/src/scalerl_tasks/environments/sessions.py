@@ -27,7 +27,8 @@ import time
 from typing import Final
 
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.environments.openenv import Address, Down, EnvironmentServer, Session
+from scalerl_tasks.environments.openenv import Session
+from scalerl_tasks.environments.openenv_server import Address, Down, EnvironmentServer
 
 _FULL_SECONDS = 30.0
 """A server that refused a session is asked for more after this time, by a generator that has one."""

@@ -23,8 +23,8 @@ from scalerl_tasks.programs.suites import (
 )
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox.confinement import Limits
+from scalerl_tasks.sandbox.remote import RESULT
 from scalerl_tasks.sandbox.sandbox import Process, ProgramError, Sandbox, ScriptResult, check_kernel
-from scalerl_tasks.sandbox.tester import RESULT
 from scalerl_tasks.sandbox.values import encode, plain, refuse
 from scalerl_tasks.verdict import Verdict
 
