@@ -18,7 +18,7 @@ From a task's spec to prompts and grades::
     completions ─▶ GradingPool.score_group()        pool, in the caller's process
                      ForkServer.start(), .fork()    fork server, one process: open_verifier(), audit_guard.install()
                        └─▶ grader.run()             graders, forked, with limits on time and memory
-                             guarded() ─▶ extract_answer() ─▶ Verifier.score()
+                             guarded() ─▶ Verifier.score(): answers.extraction, see answers
                 ◀── Graded(verdict, error) for each completion
 
 Everything is deterministic: equal digests mean equal prompts. The package uses neither torch nor the network; the coordinator
