@@ -83,14 +83,7 @@ class _Reader(Tokens):
         return value
 
     def _term(self) -> Any:
-        if self.peek() in ("+", "-"):
-            self._depth += 1
-            if self._depth > _MAX_DEPTH:
-                raise UnreadableError("nested too deeply")
-            sign = self.next()
-            value = self._term()
-            self._depth -= 1
-            return value if sign == "+" else sympy.Mul(sympy.S.NegativeOne, value)
+        negative = self._signs_are_negative()
         value = self._product()
         while True:
             if self.peek() in _MULTIPLY:
@@ -103,14 +96,18 @@ class _Reader(Tokens):
                 self.next()
                 value = sympy.Mod(value, self._signed_product())
             else:
-                return value
+                return sympy.Mul(sympy.S.NegativeOne, value) if negative else value
 
     def _signed_product(self) -> Any:
+        negative = self._signs_are_negative()
+        value = self._product()
+        return sympy.Mul(sympy.S.NegativeOne, value) if negative else value
+
+    def _signs_are_negative(self) -> bool:
         negative = False
         while self.peek() in ("+", "-"):
             negative ^= self.next() == "-"
-        value = self._product()
-        return sympy.Mul(sympy.S.NegativeOne, value) if negative else value
+        return negative
 
     def _product(self) -> Any:
         """Factors side by side; an integer before a proper fraction of integers is a mixed number."""
@@ -389,7 +386,7 @@ class _Reader(Tokens):
         return sympy.Limit(body, sympy.Symbol(name, real=True), at, side)
 
 
-_CONSTANTS = {"i": sympy.I, "e": sympy.E, r"\pi": sympy.pi}
+_CONSTANTS = {"i": sympy.I, "e": sympy.E}
 _PREFIXES: dict[str, Callable[[_Reader], Any]] = {
     r"\frac": _Reader.fraction,
     r"\binom": _Reader.binomial,

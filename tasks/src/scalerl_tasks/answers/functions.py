@@ -7,92 +7,33 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 
-GREEK = frozenset(
-    rf"\{name}"
-    for name in [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "upsilon",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Pi",
-        "Sigma",
-        "Upsilon",
-        "Phi",
-        "Psi",
-        "Omega",
-        "ell",
-        "hbar",
-    ]
-)
-ACCENTS = frozenset(
-    rf"\{name}" for name in ("overline", "bar", "vec", "hat", "tilde", "overrightarrow", "widehat", "mathcal")
-)
+_LETTERS = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi chi
+psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar
+"""
+_ACCENTS = "overline bar vec hat tilde overrightarrow widehat mathcal"
+_OF_SYMPY = "sin cos tan cot sec csc sinh cosh tanh coth exp sqrt"
+_INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
+
+GREEK = frozenset(rf"\{name}" for name in _LETTERS.split())
+ACCENTS = frozenset(rf"\{name}" for name in _ACCENTS.split())
+INVERSES: dict[str, Callable[[Any], Any]] = {
+    rf"\{name}": getattr(sympy, f"a{name}") for name in _INVERTIBLE.split()
+}
+"""What an exponent of -1 makes of a function: ``\\sin^{-1}``."""
 UNARY: dict[str, Callable[[Any], Any]] = {
-    r"\sin": sympy.sin,
-    r"\cos": sympy.cos,
-    r"\tan": sympy.tan,
-    r"\cot": sympy.cot,
-    r"\sec": sympy.sec,
-    r"\csc": sympy.csc,
-    r"\arcsin": sympy.asin,
-    r"\arccos": sympy.acos,
-    r"\arctan": sympy.atan,
+    **{rf"\{name}": getattr(sympy, name) for name in _OF_SYMPY.split()},
+    **{rf"\arc{name[1:]}": function for name, function in INVERSES.items()},
     r"\arccot": sympy.acot,
-    r"\sinh": sympy.sinh,
-    r"\cosh": sympy.cosh,
-    r"\tanh": sympy.tanh,
-    r"\coth": sympy.coth,
-    r"\arcsinh": sympy.asinh,
-    r"\arccosh": sympy.acosh,
-    r"\arctanh": sympy.atanh,
-    r"\exp": sympy.exp,
     r"\ln": sympy.log,
     r"\log": lambda x: sympy.log(x, 10),
     r"\lg": lambda x: sympy.log(x, 10),
     r"\abs": sympy.Abs,
     r"\floor": sympy.floor,
     r"\ceil": sympy.ceiling,
-    r"\sqrt": sympy.sqrt,
     r"\Re": sympy.re,
     r"\Im": sympy.im,
     r"\arg": sympy.arg,
-}
-INVERSES = {
-    r"\sin": sympy.asin,
-    r"\cos": sympy.acos,
-    r"\tan": sympy.atan,
-    r"\cot": sympy.acot,
-    r"\sec": sympy.asec,
-    r"\csc": sympy.acsc,
-    r"\sinh": sympy.asinh,
-    r"\cosh": sympy.acosh,
-    r"\tanh": sympy.atanh,
 }
 MULTI: dict[str, Callable[..., Any]] = {
     r"\gcd": sympy.gcd,

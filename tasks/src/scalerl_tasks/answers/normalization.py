@@ -50,7 +50,7 @@ _ORDINAL = re.compile(
 _RATIO_WORD = re.compile(r"(?<=[0-9])\s*(?:\\text\{to\}|(?<=\s)to(?=\s))\s*(?=[0-9])")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}")
 _PLAIN_FUNCTION = re.compile(
-    rf"(?<![\\A-Za-z])(?:(sqrt|{'|'.join(FUNCTION_NAMES)})(?=\s*[\^_(]|\s*\\?[a-z0-9]|[0-9])(?![A-Za-z])|(pi|theta|alpha|beta|gamma"
+    rf"(?<![\\A-Za-z])(?:(sqrt|{'|'.join(FUNCTION_NAMES.split())})(?=\s*[\^_(]|\s*\\?[a-z0-9]|[0-9])(?![A-Za-z])|(pi|theta|alpha|beta|gamma"
     r"|lambda|infinity|infty|inf|oo)(?![A-Za-z]))"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")

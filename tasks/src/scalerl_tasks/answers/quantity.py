@@ -35,42 +35,11 @@ _NAMED = re.compile(
 _TEMPERATURE = re.compile(r"\\degree\s*(?:\\text\{)?\s*([CF])\}?")
 _BARE_UNIT = re.compile(r"[mghslL](?![A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .,'()/-]*")
-_NOT_UNITS = frozenset(
-    [
-        "or",
-        "and",
-        "not",
-        "to",
-        "than",
-        "least",
-        "most",
-        "if",
-        "when",
-        "unless",
-        "but",
-        "hundred",
-        "thousand",
-        "million",
-        "billion",
-        "trillion",
-        "dozen",
-        "half",
-        "halves",
-        "squared",
-        "cubed",
-        "factorial",
-        "pi",
-        "root",
-        "over",
-        "plus",
-        "minus",
-        "more",
-        "less",
-        "fewer",
-        "between",
-        "per",
-    ]
-)
+_WORDS_OF_NUMBERS = """
+or and not to than least most if when unless but hundred thousand million billion trillion dozen half halves
+squared cubed factorial pi root over plus minus more less fewer between per
+"""
+_NOT_UNITS = frozenset(_WORDS_OF_NUMBERS.split())
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MAX_MATH_CHARACTERS = 2048
 

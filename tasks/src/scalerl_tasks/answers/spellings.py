@@ -3,7 +3,16 @@ r"""Spellings of one thing: characters, commands of LaTeX and words, and what :m
 from __future__ import annotations
 
 import re
+import unicodedata
 
+_GREEK = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+_LETTERS = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega
+Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+"""
+_FRACTIONS = {
+    one: unicodedata.normalize("NFKD", one).split("\N{FRACTION SLASH}") for one in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
 CHARACTERS = str.maketrans(
     {
         "\N{MINUS SIGN}": "-",
@@ -50,96 +59,14 @@ CHARACTERS = str.maketrans(
         **dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{HAIR SPACE}", r"\,"),
         **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
         **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
-        **{
-            character: rf"\frac{{{top}}}{{{bottom}}}"
-            for character, top, bottom in (
-                ("½", 1, 2),
-                ("⅓", 1, 3),
-                ("⅔", 2, 3),
-                ("¼", 1, 4),
-                ("¾", 3, 4),
-                ("⅕", 1, 5),
-                ("⅖", 2, 5),
-                ("⅗", 3, 5),
-                ("⅘", 4, 5),
-                ("⅙", 1, 6),
-                ("⅚", 5, 6),
-                ("⅛", 1, 8),
-                ("⅜", 3, 8),
-                ("⅝", 5, 8),
-                ("⅞", 7, 8),
-            )
-        },
-        **{
-            character: rf"\{name} "
-            for character, name in zip(
-                "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
-                [
-                    "alpha",
-                    "beta",
-                    "gamma",
-                    "delta",
-                    "epsilon",
-                    "zeta",
-                    "eta",
-                    "theta",
-                    "iota",
-                    "kappa",
-                    "lambda",
-                    "mu",
-                    "nu",
-                    "xi",
-                    "pi",
-                    "rho",
-                    "sigma",
-                    "tau",
-                    "upsilon",
-                    "phi",
-                    "chi",
-                    "psi",
-                    "omega",
-                    "Gamma",
-                    "Delta",
-                    "Theta",
-                    "Lambda",
-                    "Xi",
-                    "Pi",
-                    "Sigma",
-                    "Phi",
-                    "Psi",
-                    "Omega",
-                ],
-                strict=True,
-            )
-        },
+        **{one: rf"\frac{{{top}}}{{{bottom}}}" for one, (top, bottom) in _FRACTIONS.items()},
+        **{one: rf"\{name} " for one, name in zip(_GREEK, _LETTERS.split(), strict=True)},
     }
 )
-FUNCTION_NAMES = [
-    "arcsinh",
-    "arccosh",
-    "arctanh",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "arccot",
-    "sinh",
-    "cosh",
-    "tanh",
-    "coth",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "ln",
-    "log",
-    "exp",
-    "gcd",
-    "lcm",
-    "max",
-    "min",
-]
+FUNCTION_NAMES = """
+arcsinh arccosh arctanh arcsin arccos arctan arccot sinh cosh tanh coth sin cos tan cot sec csc ln log exp gcd lcm max min
+""".strip()
+"""Functions that plain text may have without a backslash; a name stands before those that it begins with."""
 SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
