@@ -34,7 +34,6 @@ _CLOSERS = {
     "{": "}",
     r"\lfloor": r"\rfloor",
     r"\lceil": r"\rceil",
-    r"\lgroup": r"\rgroup",
 }
 
 
