@@ -51,12 +51,12 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig
+from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry
 from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.protocol import Message
-from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.grading.combined import GroupGrader
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 from scalerl_trainer.models.scratch import EOS, train_tokenizer
 
 COMPLETIONS = 16

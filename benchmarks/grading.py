@@ -26,7 +26,7 @@ from pathlib import Path
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig, open_reasoning_gym
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 from scalerl_tasks.task_checks import task_problems
 
 GROUP = 16
@@ -127,8 +127,8 @@ def file_seconds(rows: int) -> dict[str, float]:
 OWN = """
 from functools import lru_cache
 
-from scalerl_tasks.answer_extraction import extract
-from scalerl_tasks.number import last_quantity, read_quantity, same_quantity
+from scalerl_tasks.answers.extraction import extract
+from scalerl_tasks.answers.quantity import last_quantity, read_quantity, same_quantity
 
 read_reference = lru_cache(read_quantity)
 

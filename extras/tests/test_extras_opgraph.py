@@ -15,7 +15,8 @@ import yaml
 from scalerl_api.spec import RunSpec, TaskSpec
 from scalerl_extras.opgraph import CONTEXTS, MAX_OPERATIONS, MAX_PROBLEMS, OpGraphSource, OpGraphTask
 from scalerl_extras.opgraph.contexts import KINDS, PLACES
-from scalerl_extras.opgraph.graph import Form, permuted
+from scalerl_extras.opgraph.graph import Form
+from scalerl_extras.opgraph.names import permuted
 from scalerl_extras.opgraph.source import COUNTS
 from scalerl_tasks import (
     GradingPool,

@@ -10,7 +10,7 @@ import pytest
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_tasks import open_task
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.prepare import prepare
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "opgraph" / "run.yaml"

@@ -16,9 +16,9 @@ from test_generator_streams import Bench
 from scalerl_api.spec import PromptSpec
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig
+from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader
-from scalerl_tasks.environments.verifier import EnvironmentConfig
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 
 CLASS = """
 import random, time

@@ -22,12 +22,13 @@ from scalerl_generator.leasing import Occupancy
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import Prompt
-from scalerl_tasks.environments import server as module
 from scalerl_tasks.environments.episodes import EnvironmentGrader
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.timings import Timings
 
 EPISODES = 80
+TIMINGS = Timings(first_back_off=0.01, max_back_off=0.05)
 
 
 class Game:
@@ -56,10 +57,8 @@ async def bench() -> AsyncIterator[Bench]:
     await bench.end()
 
 
-async def test_outage_is_no_occupancy(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outage_is_no_occupancy(bench: Bench, tmp_path: Path) -> None:
     """After it, no more episodes are leased than before: they would all sample at once."""
-    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.05)
     write_tokenizer(tmp_path)
     codec = PromptCodec(tmp_path, PromptSpec(template="{prompt}="), context_tokens=4096)
     bench.server.seconds_per_token = 0.01
@@ -67,7 +66,7 @@ async def test_outage_is_no_occupancy(bench: Bench, tmp_path: Path, monkeypatch:
     server.environment = Game
     streams = bench.streams(PROMPT_IDS, 4, max_tokens=MAX_TOKENS)
     started = time.monotonic()
-    async with ServerGrader(EnvironmentServer(f"http://127.0.0.1:{port}")) as grader:
+    async with ServerGrader(EnvironmentServer(f"http://127.0.0.1:{port}"), TIMINGS) as grader:
         made = sampler(bench, codec, EnvironmentGrader(grader))
         episodes = asyncio.create_task(made.sample(streams, Prompt("p", "345", "")))
         while not grader.problem:  # noqa: ASYNC110
@@ -90,8 +89,6 @@ async def test_episodes_are_those_of_a_server_that_is_not_killed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, turns and rewards are those of the replies, whatever session had which of them, and no kill counts."""
-    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.05)
     step = Echo.step
     monkeypatch.setattr(Echo, "step", staticmethod(lambda replies: step([one.strip() for one in replies])))
     write_tokenizer(tmp_path)
@@ -118,7 +115,7 @@ async def test_episodes_are_those_of_a_server_that_is_not_killed(
 
     serving_task = asyncio.create_task(serve())
     turns: list[int] = []
-    async with ServerGrader(EnvironmentServer(url, timeout_seconds=30.0, sessions=6)) as grader:
+    async with ServerGrader(EnvironmentServer(url, timeout_seconds=30.0, sessions=6), TIMINGS) as grader:
         environment, slots = EnvironmentGrader(grader), asyncio.Semaphore(6)
 
         async def episode(number: int) -> None:

@@ -37,7 +37,7 @@ from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import API_KEY, Teacher, Timings, UnfitTeacher
 from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused
 from scalerl_tasks.sources import open_task
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 
 CONTEXT = 64
 

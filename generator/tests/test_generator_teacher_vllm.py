@@ -22,7 +22,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.teacher import Teacher, UnfitTeacher
 from scalerl_generator.vllm_replies import Sampled, ServerRefused
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

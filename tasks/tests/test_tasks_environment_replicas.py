@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from free_port import free_port
 from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 
 from scalerl_tasks import Graded, Prompt, Verdict
-from scalerl_tasks.environments import server as module
-from scalerl_tasks.environments import sessions
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.timings import Timings
 
+TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, first_avoided=0.05, max_avoided=0.2, resolved=0.05)
 NAME = "environment.test"
 LOOKED_UP = socket.getaddrinfo
 
@@ -63,11 +64,6 @@ class Replicas:
 
 @pytest.fixture
 async def replicas(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replicas]:
-    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.02)
-    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.05)
-    monkeypatch.setattr(sessions, "_FIRST_AVOIDED_SECONDS", 0.05)
-    monkeypatch.setattr(sessions, "_MAX_AVOIDED_SECONDS", 0.2)
-    monkeypatch.setattr(sessions, "_RESOLVED_SECONDS", 0.05)
     found = Replicas()
     monkeypatch.setattr(socket, "getaddrinfo", found.looked_up)
     await found.start(0, 1, 2)
@@ -90,6 +86,10 @@ def episodes(count: int, label: str = "") -> list[list[str]]:
     return [[f"{label}{number:04}"] for number in range(count)]
 
 
+def grading(server: EnvironmentServer, **seconds: float) -> ServerGrader:
+    return ServerGrader(server, replace(TIMINGS, **seconds))
+
+
 async def answered(grader: ServerGrader, count: int, label: str = "") -> None:
     """Let so many episodes step at once, and check their answers."""
     asked = episodes(count, label)
@@ -99,7 +99,7 @@ async def answered(grader: ServerGrader, count: int, label: str = "") -> None:
 
 
 async def test_sessions_are_spread_over_replicas(replicas: Replicas) -> None:
-    async with ServerGrader(options(replicas.url, sessions=12)) as grader:
+    async with grading(options(replicas.url, sessions=12)) as grader:
         for server in replicas.servers:
             server.on_step = lambda socket: asyncio.sleep(0.05)
         await answered(grader, 12)
@@ -113,7 +113,7 @@ async def test_full_replica_takes_no_session_from_others(replicas: Replicas) -> 
     first.capacity, second.capacity, third.capacity = 0, 6, 7
     for server in replicas.servers:
         server.on_step = lambda socket: asyncio.sleep(0.02)
-    async with ServerGrader(options(replicas.url, sessions=12)) as grader:
+    async with grading(options(replicas.url, sessions=12)) as grader:
         for round_ in range(5):
             await answered(grader, 30, f"{round_}")
             assert sum(replicas.open) == 12, "a refusal at one address has no effect on the others"
@@ -125,7 +125,7 @@ async def test_replica_that_fills_up_gets_less_alone(replicas: Replicas) -> None
     """Others take its sessions, except one: the generator goes on with what the two others have."""
     for server in replicas.servers:
         server.on_step = lambda socket: asyncio.sleep(0.02)
-    async with ServerGrader(options(replicas.url, sessions=12)) as grader:
+    async with grading(options(replicas.url, sessions=12)) as grader:
         await answered(grader, 12)
         replicas.servers[0].capacity = 1
         await replicas.servers[0].close_sessions()
@@ -138,7 +138,7 @@ async def test_replica_that_fills_up_gets_less_alone(replicas: Replicas) -> None
 async def test_replicas_that_others_fill_are_all_asked_again(replicas: Replicas) -> None:
     for server in replicas.servers:
         server.capacity = 0
-    async with ServerGrader(options(replicas.url, sessions=12)) as grader:
+    async with grading(options(replicas.url, sessions=12)) as grader:
         waiting = asyncio.create_task(steps(grader, *episodes(12)))
         while not grader.problem:
             assert not waiting.done(), waiting.result()
@@ -153,13 +153,10 @@ async def test_replicas_that_others_fill_are_all_asked_again(replicas: Replicas)
 
 # A server that is stopped in this process leaves what it accepts at that moment to the collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_replica_that_dies_is_avoided_until_it_comes_back(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "_FIRST_AVOIDED_SECONDS", 0.2)
+async def test_replica_that_dies_is_avoided_until_it_comes_back(replicas: Replicas) -> None:
     for server in replicas.servers:
         server.on_step = lambda socket: asyncio.sleep(0.02)
-    async with ServerGrader(options(replicas.url, sessions=9)) as grader:
+    async with grading(options(replicas.url, sessions=9), first_avoided=0.2) as grader:
         await answered(grader, 9)
         kept = [set(server.sessions) for server in replicas.servers]
         await replicas.end(1)
@@ -182,7 +179,7 @@ async def test_replica_that_dies_is_avoided_until_it_comes_back(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_all_replicas_are_waited_for(replicas: Replicas) -> None:
-    async with ServerGrader(options(replicas.url)) as grader:
+    async with grading(options(replicas.url)) as grader:
         await answered(grader, 6)
         await replicas.end(0, 1, 2)
         waiting = asyncio.create_task(steps(grader, *episodes(6, "x")))
@@ -200,7 +197,7 @@ async def test_all_replicas_are_waited_for(replicas: Replicas) -> None:
 @pytest.mark.parametrize("fault", ["hangs", "version", "500"])
 async def test_replica_that_fails_is_avoided(replicas: Replicas, fault: str) -> None:
     """No episode waits for the others, and none loses its verdict; what is of another version answers none."""
-    async with ServerGrader(options(replicas.url, timeout_seconds=0.3, sessions=9)) as grader:
+    async with grading(options(replicas.url, timeout_seconds=0.3, sessions=9)) as grader:
         await answered(grader, 3)
         bad = replicas.servers[0]
         if fault == "hangs":
@@ -220,7 +217,7 @@ async def test_addresses_follow_the_name(replicas: Replicas) -> None:
     names, replicas.names = replicas.names, []
     for server in replicas.servers:
         server.on_step = lambda socket: asyncio.sleep(0.02)
-    async with ServerGrader(options(replicas.url, sessions=12)) as grader:
+    async with grading(options(replicas.url, sessions=12)) as grader:
         waiting = asyncio.create_task(steps(grader, ["a"]))
         while not grader.problem:
             assert not waiting.done(), waiting.result()
@@ -258,12 +255,12 @@ async def test_name_is_sent_and_numbers_are_not_looked_up(
     monkeypatch.setattr(OpenEnvServer, "app", watched)
     await replicas.end(0, 1, 2)
     await replicas.start(0, 1, 2)
-    async with ServerGrader(options(replicas.url)) as grader:
+    async with grading(options(replicas.url)) as grader:
         await answered(grader, 3)
     assert set(hosts) == {f"{NAME}:{replicas.port}"}
     hosts.clear()
     replicas.names = []
-    async with ServerGrader(options(f"http://{replicas.host(1)}:{replicas.port}")) as grader:
+    async with grading(options(f"http://{replicas.host(1)}:{replicas.port}")) as grader:
         await answered(grader, 3)
     assert set(hosts) == {f"{replicas.host(1)}:{replicas.port}"}
 
@@ -299,7 +296,7 @@ async def test_no_step_counts_twice_when_replicas_die(replicas: Replicas) -> Non
             count += 1
         return count
 
-    async with ServerGrader(options(replicas.url, sessions=10)) as grader:
+    async with grading(options(replicas.url, sessions=10)) as grader:
 
         async def episode(number: int) -> None:
             replies: list[str] = []

@@ -16,21 +16,15 @@ from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 
 from scalerl_api.spec import TaskSpec
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
-from scalerl_tasks.environments import server as module
-from scalerl_tasks.environments import sessions
-from scalerl_tasks.environments.openenv import EnvironmentServer, Schema
+from scalerl_tasks.environments.openenv_schema import Schema
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.timings import Timings
 from scalerl_tasks.scoring import _environment_server, grading_digest
 
+TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, waiting=0.02)
 PROMPT = Prompt("row-7", "Say it.", "4", metadata={"level": 3})
-
-
-@pytest.fixture(autouse=True)
-def short_back_off(monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.02)
-    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.05)
-    monkeypatch.setattr(module, "_WAITING_SECONDS", 0.02)
 
 
 def said(score: float, text: str) -> Graded:
@@ -50,6 +44,10 @@ def options(url: str, **changes: Any) -> EnvironmentServer:
     return EnvironmentServer(url, **{"timeout_seconds": 2.0, **changes})
 
 
+def grading(server: EnvironmentServer, **seconds: float) -> ServerGrader:
+    return ServerGrader(server, replace(TIMINGS, **seconds))
+
+
 # --- episodes -------------------------------------------------------------------------------------
 
 
@@ -61,7 +59,7 @@ async def test_session_is_that_of_the_replies():
             arguments.append(given)
             return super().reset(given)
 
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Remembers
         assert await steps(grader, ["ab"]) == [said(0.2, "ab")]
         assert await steps(grader, ["ab", "<think>no</think> abc "]) == [said(0.3, "abc")]
@@ -86,7 +84,7 @@ async def test_seed_is_of_the_prompt_or_its_own():
             seeds.append(given["seed"])
             return super().reset(given)
 
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Seeded
         for prompt in (
             PROMPT,
@@ -101,7 +99,7 @@ async def test_seed_is_of_the_prompt_or_its_own():
 
 
 async def test_ended_episode_leaves_its_session_to_another():
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = type("Two", (Echo,), {"turns": 2})
         for first in "abcdef":
             assert await steps(grader, [first]) == [said(0.1, first)]
@@ -113,7 +111,7 @@ async def test_sessions_are_limited_by_client_and_server():
     async with serving() as (server, url):
         for sessions, capacity in ((3, 64), (64, 3), (64, 1)):
             server.capacity, server.most_sessions = capacity, 0
-            async with ServerGrader(options(url, sessions=sessions)) as grader:
+            async with grading(options(url, sessions=sessions)) as grader:
                 replies = [f"{n}" for n in range(40)]
                 for _ in range(2):
                     found = await steps(grader, *([one] for one in replies))
@@ -125,10 +123,8 @@ async def test_sessions_are_limited_by_client_and_server():
                 await asyncio.sleep(0.01)
 
 
-async def test_idle_sessions_are_closed(monkeypatch):
-    monkeypatch.setattr(sessions, "_ENDED_SECONDS", 0.1)
-    monkeypatch.setattr(sessions, "_IDLE_SECONDS", 1.5)
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+async def test_idle_sessions_are_closed():
+    async with serving() as (server, url), grading(options(url), ended=0.1, idle=1.5) as grader:
         server.environment = type("Two", (Echo,), {"turns": 2})
         await steps(grader, ["over"], ["on"])
         assert len(server.sessions) == 2
@@ -146,7 +142,7 @@ async def test_idle_sessions_are_closed(monkeypatch):
 
 async def test_sessions_and_connections_end_with_the_grader():
     async with serving() as (server, url):
-        async with ServerGrader(options(url)) as grader:
+        async with grading(options(url)) as grader:
             server.on_step = lambda socket: asyncio.sleep(0.05)
             await steps(grader, *([f"{n}"] for n in range(6)))
             hanging = asyncio.create_task(steps(grader, ["x"]))
@@ -162,8 +158,8 @@ async def test_sessions_and_connections_end_with_the_grader():
 async def test_server_whose_sessions_others_hold_is_waited_for():
     async with (
         serving() as (server, url),
-        ServerGrader(options(url)) as grader,
-        ServerGrader(options(url)) as other,
+        grading(options(url)) as grader,
+        grading(options(url)) as other,
     ):
         server.capacity = 1
         await steps(other, ["a"])
@@ -175,12 +171,11 @@ async def test_server_whose_sessions_others_hold_is_waited_for():
         assert await waiting == [said(0.1, "b")]
 
 
-async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypatch):
-    monkeypatch.setattr(sessions, "_FULL_SECONDS", 1.0)
+async def test_grader_gets_a_session_of_a_server_that_another_one_fills():
     async with (
         serving() as (server, url),
-        ServerGrader(options(url, sessions=8)) as first,
-        ServerGrader(options(url, sessions=8)) as second,
+        grading(options(url, sessions=8), full=1.0) as first,
+        grading(options(url, sessions=8), full=1.0) as second,
     ):
         server.capacity = 4
         server.on_step = lambda socket: asyncio.sleep(0.002)
@@ -201,11 +196,11 @@ async def test_grader_gets_a_session_of_a_server_that_another_one_fills(monkeypa
             one.cancel()
 
 
-async def test_grader_that_fills_a_server_alone_has_its_sessions_nearly_always(monkeypatch):
-    monkeypatch.setattr(sessions, "_FULL_SECONDS", 0.3)
-    monkeypatch.setattr(sessions, "_SPARE_SECONDS", 0.06)
-    monkeypatch.setattr(sessions, "_OPENING_SECONDS", 0.03)
-    async with serving() as (server, url), ServerGrader(options(url, sessions=16)) as grader:
+async def test_grader_that_fills_a_server_alone_has_its_sessions_nearly_always():
+    async with (
+        serving() as (server, url),
+        grading(options(url, sessions=16), full=0.3, spare=0.06, opening=0.03) as grader,
+    ):
         server.capacity = 4
         server.on_step = lambda socket: asyncio.sleep(0.001)
         episodes, full = [[f"{number}"] for number in range(16)], list[bool]()
@@ -231,12 +226,12 @@ async def test_rewards_are_of_the_last_step_or_their_sum():
         server.environment = Paid
         bounds = {"range": (-1.0, 1.0)}
         for total, expected in ((False, [0.25, -1.0, -0.75]), (True, [0.25, 0.25, -0.5])):
-            async with ServerGrader(options(url, total=total, **bounds)) as grader:
+            async with grading(options(url, total=total, **bounds)) as grader:
                 found = [(await steps(grader, ["a"] * turns))[0] for turns in (1, 2, 3)]
                 assert [one.verdict and one.verdict.parts["reward"] for one in found] == expected
                 assert [one.score for one in found] == [(one + 1) / 2 for one in expected]
                 assert [one.turn_reward for one in found] == [0.125 * total, 0.0, 0.0]
-        async with ServerGrader(options(url)) as grader:
+        async with grading(options(url)) as grader:
             (one,) = await steps(grader, ["a"] * 3)
             assert "/: gave" not in (one.error or "")
             assert one.error == (
@@ -252,7 +247,7 @@ async def test_episode_without_a_reward_has_the_lowest():
     async with serving() as (server, url):
         server.environment = Unpaid
         for total in (False, True):
-            async with ServerGrader(options(url, total=total, range=(-1.0, 1.0))) as grader:
+            async with grading(options(url, total=total, range=(-1.0, 1.0))) as grader:
                 (found,) = await steps(grader, ["a", "b"])
                 assert found.score == 0.0
 
@@ -267,7 +262,7 @@ async def test_tasks_with_equal_ids_have_their_own_episodes():
         Prompt("row-1", text, answer, metadata={"level": level})
         for text, answer, level in (("p", "a", 1), ("q", "a", 1), ("p", "b", 1), ("p", "a", 2))
     ]
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Told
         for replies in (["x"], ["x", "y"]):
             for prompt in prompts:
@@ -291,11 +286,11 @@ async def test_actions_and_messages_are_made_by_the_schema(kind):
         }
         server.schema["observation"] = {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}
         if kind == "one field":
-            async with ServerGrader(options(url, message="b")) as grader:
+            async with grading(options(url, message="b")) as grader:
                 assert await steps(grader, ["hello"]) == [said(0.5, "B")]
             return
         server.schema["action"]["required"] = ["x", "y"]
-        async with ServerGrader(options(url)) as grader:
+        async with grading(options(url)) as grader:
             right, fenced, wrong, missing = await steps(
                 grader, ['{"x": 1, "y": "2"}'], ['```json\n{"x": 1, "y": "2"}\n```'], ["x=1"], ['{"x": 1}']
             )
@@ -367,7 +362,7 @@ async def test_server_that_fails_makes_episodes_wait(fault, caplog):
         nonlocal calls
         calls += 1
 
-    async with serving() as (server, url), ServerGrader(options(url, timeout_seconds=1.0)) as grader:
+    async with serving() as (server, url), grading(options(url, timeout_seconds=1.0)) as grader:
         assert await steps(grader, ["a"], ["b"]) == [said(0.1, "a"), said(0.1, "b")]
         break_it(server)
         await server.close_sessions()
@@ -398,7 +393,7 @@ async def test_time_limit_holds_for_openings_and_resets(where, says, monkeypatch
         return await answers(*given)
 
     monkeypatch.setattr(OpenEnvServer, where, slow)
-    async with serving() as (_, url), ServerGrader(options(url, timeout_seconds=0.2)) as grader:
+    async with serving() as (_, url), grading(options(url, timeout_seconds=0.2)) as grader:
         waiting = asyncio.create_task(steps(grader, ["a"]))
         while says not in grader.problem:
             assert not waiting.done(), waiting.result()
@@ -430,7 +425,7 @@ def test_action_may_be_in_a_fence(reply):
 
 async def test_token_is_sent(monkeypatch):
     monkeypatch.setenv("ENVIRONMENT_TOKEN", "secret")
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.token = "secret"
         assert await steps(grader, ["a"]) == [said(0.1, "a")]
 
@@ -438,7 +433,7 @@ async def test_token_is_sent(monkeypatch):
 async def test_server_that_is_not_there_yet():
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    async with ServerGrader(options(url)) as grader:
+    async with grading(options(url)) as grader:
         waiting = asyncio.create_task(steps(grader, ["a"], ["a", "b"]))
         while not grader.problem:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -494,7 +489,7 @@ HUGE = {"echoed_message": "x" * (10 << 20)}
 )
 async def test_episode_that_fails_is_the_only_one_without_a_verdict(answer, says):
     environment = type("One", (Answers,), {"answer": staticmethod(answer) if callable(answer) else answer})
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = environment
         await steps(grader, ["bad"], ["good"])
         if says.endswith("in another way"):
@@ -511,7 +506,7 @@ DEEP = '{"message": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
 async def test_deep_json_of_a_reply_is_no_action():
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.schema["action"]["required"] = []
         server.schema["action"]["properties"]["other"] = {"type": "string"}
         deep, right = await steps(grader, [DEEP], ['{"message": "ab"}'])
@@ -523,7 +518,7 @@ async def test_deep_json_of_a_server_ends_the_episode_alone():
     async def answer(socket: web.WebSocketResponse) -> None:
         await socket.send_str('{"type": "observation", "data": {"observation": ' + DEEP + "}}")
 
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         await steps(grader, ["a"])
         server.on_step = answer
         (deep,) = await steps(grader, ["b"])
@@ -531,7 +526,7 @@ async def test_deep_json_of_a_server_ends_the_episode_alone():
 
 
 async def test_lone_surrogates_end_the_episode_alone():
-    async with serving() as (_, url), ServerGrader(options(url)) as grader:
+    async with serving() as (_, url), grading(options(url)) as grader:
         for prompt in (Prompt("a", "\ud800", ""), Prompt("b", "", "", metadata={"x": ["\ud800"]})):
             (found,) = await steps(grader, ["a"], prompt=prompt)
             assert "cannot be written as JSON" in (found.error or "")
@@ -546,7 +541,7 @@ async def test_server_that_is_not_repeatable_is_no_outage():
                 raise ValueError
             return observed({"echoed_message": f"{random.random()}"}, 0.5)
 
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Random
         await steps(grader, ["a"])
         async with asyncio.timeout(5):
@@ -565,7 +560,7 @@ async def test_episode_on_which_the_environment_raises_is_tried_twice():
                 raise ValueError
             return super().step(action)
 
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Raises
         await steps(grader, ["a"])
         (bad,) = await steps(grader, ["bad"])
@@ -589,7 +584,7 @@ async def test_failures_beside_answered_episodes_are_not_probed(monkeypatch):
         return await works(self)
 
     monkeypatch.setattr(ServerGrader, "_works", counted)
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Raises
         server.on_step = lambda socket: asyncio.sleep(0.05)
         await steps(grader, ["a"])
@@ -599,7 +594,7 @@ async def test_failures_beside_answered_episodes_are_not_probed(monkeypatch):
 
 
 async def test_message_that_answers_nothing_ends_the_session():
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         assert await steps(grader, ["ab"]) == [said(0.2, "ab")]
         (socket,) = server.sessions
         await socket.send_str('{"type": "observation", "data": {"observation": {"echoed_message": "no"}}}')
@@ -620,11 +615,11 @@ async def test_parameters_that_do_not_fit_end_the_run():
                 "has no field 'move'; correct environment.parameters.action (known: message)",
             ),
         ):
-            async with ServerGrader(options(url, **given)) as grader:
+            async with grading(options(url, **given)) as grader:
                 with pytest.raises(VerifierError, match=re.escape(says)):
                     await steps(grader, ["a"], ["b"])
                 assert grader.problem == ""
-        async with ServerGrader(options(url, message="echoed_message")) as grader:
+        async with grading(options(url, message="echoed_message")) as grader:
             await steps(grader, ["a"])
             del server.schema["observation"]["properties"]["echoed_message"]
             await server.close_sessions()
@@ -638,14 +633,14 @@ async def test_parameters_that_do_not_fit_end_the_run():
 
 async def test_episode_that_ends_at_its_reset_has_no_verdict():
     ended = observed({"echoed_message": ""}, 0.0, True)
-    async with serving() as (server, url), ServerGrader(options(url)) as grader:
+    async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = type("Over", (Answers,), {"reset_answer": ended})
         (one,) = await steps(grader, ["a"])
         assert "ended the episode at its reset" in (one.error or "")
 
 
 async def test_cancelled_steps_leave_their_sessions():
-    async with serving() as (server, url), ServerGrader(options(url, sessions=2)) as grader:
+    async with serving() as (server, url), grading(options(url, sessions=2)) as grader:
         gate = asyncio.Event()
         server.on_step = lambda socket: gate.wait()
         lost = asyncio.create_task(steps(grader, *([f"{n}"] for n in range(6))))
@@ -672,7 +667,7 @@ async def test_no_step_counts_twice_when_connections_are_cut():
     draw = random.Random(3)
     async with (
         serving() as (server, url),
-        ServerGrader(options(url, timeout_seconds=30.0, sessions=12)) as grader,
+        grading(options(url, timeout_seconds=30.0, sessions=12)) as grader,
     ):
         server.environment = Counting
 

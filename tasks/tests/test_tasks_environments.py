@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from scalerl_api.spec import RunSpec
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError, task_problems
+from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, Retry
 from scalerl_tasks.environments.nim import Nim
 from scalerl_tasks.environments.protocol import MAX_MESSAGE_BYTES, Message, Step
-from scalerl_tasks.environments.verifier import EnvironmentConfig
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 from scalerl_tasks.scoring import grading_digest
 
 GAME = Prompt("game", "13 3", "1")

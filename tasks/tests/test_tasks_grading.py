@@ -28,7 +28,7 @@ from scalerl_tasks import (
 )
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import Limits, Setup
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 
 HALF = Prompt("half", "?", r"\frac{1}{2}")
 FOUR = Prompt("four", "2 + 2 =", "4")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from scalerl_api.spec import PromptSpec
 from scalerl_tasks import RenderedPrompt, TokenizerError
 from scalerl_tasks.environments.tool_calls import ToolsConfig
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 
 SPECIAL = ["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"]
 CHATML = (

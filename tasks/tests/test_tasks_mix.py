@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from scalerl_api.spec import PromptSpec, RunSpec
 from scalerl_tasks import MixedTaskError, Prompt, SourceError, TokenizerError, open_tasks, render_prompt
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 
 
 def mixed(folder: Path, **second: Any) -> RunSpec:

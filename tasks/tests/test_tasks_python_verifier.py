@@ -16,7 +16,8 @@ import pytest
 
 from scalerl_tasks import Graded, GradingPool, Prompt, Verdict, VerifierConfig, VerifierError
 from scalerl_tasks.code_digest import code_digest, keep_code
-from scalerl_tasks.python_verifier import PythonFunction, PythonVerifier
+from scalerl_tasks.python_function import PythonFunction
+from scalerl_tasks.python_verifier import PythonVerifier
 
 FILE = Path(__file__).parent / "rewards" / "project_rewards.py"
 ROW = Prompt("row-7", "2 + 2?", "4", metadata={"row": [1, 2]})
@@ -305,8 +306,8 @@ def test_parameter_that_is_no_number():
 
 
 def test_installed_module():
-    given = PythonFunction("last_box", module="scalerl_tasks.answer_extraction", parameters={"text": "x"})
-    assert PythonVerifier(given).label == "scalerl_tasks.answer_extraction:last_box"
+    given = PythonFunction("last_box", module="scalerl_tasks.answers.extraction", parameters={"text": "x"})
+    assert PythonVerifier(given).label == "scalerl_tasks.answers.extraction:last_box"
 
 
 # --- digest ---------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig
+from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader
 from scalerl_tasks.environments.protocol import Message, Step
 from scalerl_tasks.environments.replayed import Replayed
-from scalerl_tasks.environments.verifier import EnvironmentConfig
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 
 DOCS = Path(__file__).parents[2] / "docs/environments.md"
 SKYRL = '''

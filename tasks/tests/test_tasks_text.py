@@ -14,13 +14,10 @@ from scalerl_api.recipe.presets import INTERRUPTION_PHRASE
 from scalerl_api.recipe.spec import InterruptionSpec
 from scalerl_api.spec import PromptSpec
 from scalerl_tasks import RenderedPrompt, TokenizerError
-from scalerl_tasks.text import (
-    THOUGHT,
-    ModelTokenizer,
-    TokenizerConfig,
-    check_interruption,
-    ends_inside_thought,
-)
+from scalerl_tasks.interruption import check_interruption
+from scalerl_tasks.thoughts import THOUGHT, ends_inside_thought
+from scalerl_tasks.tokenizer import ModelTokenizer
+from scalerl_tasks.tokenizer_config import TokenizerConfig
 
 CHARACTERS = "0123456789+=(). abcdefghijklmnopqrstuvwxyz<>?!/\n_"
 END = 1

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig, VerifierError, open_verifier
-from scalerl_tasks.answer_extraction import extract
-from scalerl_tasks.expression import UnreadableError, read_expression
+from scalerl_tasks.answers.expression_reader import read_expression
+from scalerl_tasks.answers.extraction import extract
+from scalerl_tasks.answers.normalization import normalize
+from scalerl_tasks.answers.quantity import read_quantity
+from scalerl_tasks.answers.tokens import UnreadableError
+from scalerl_tasks.answers.units import canonical_unit
 from scalerl_tasks.grading import audit_guard
-from scalerl_tasks.latex_text import normalize
-from scalerl_tasks.number import read_quantity
-from scalerl_tasks.units import canonical_unit
 
 FOLDER = Path(__file__).with_name("verdicts")
 VERIFIERS = {name: open_verifier(VerifierConfig(name)) for name in ("exact", "number", "math-verify")}

@@ -16,7 +16,7 @@ from scalerl_tasks import (
     open_reasoning_gym,
     open_verifier,
 )
-from scalerl_tasks.number import equal, last_number
+from scalerl_tasks.answers.number import equal, last_number
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ BOUNDED = {
     "operator/src/scalerl_operator/coordinator_client.py",
     "operator/src/scalerl_operator/local/prober.py",
     "tasks/src/scalerl_tasks/environments/openenv.py",
+    "tasks/src/scalerl_tasks/environments/openenv_schema.py",
     "tasks/src/scalerl_tasks/environments/server.py",
     "tasks/src/scalerl_tasks/grading/http_grader.py",
     "trainer/src/scalerl_trainer/coordinator_client.py",

@@ -20,7 +20,7 @@ from stages import SKIPPED, Stage, engine_of
 
 from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer import packing
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
 from scalerl_trainer.background import in_background

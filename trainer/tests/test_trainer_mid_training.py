@@ -22,7 +22,7 @@ from scalerl_api.spec import PromptSpec, RunSpec, ScratchModel
 from scalerl_api.wire import INTERRUPTED
 from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task, task_problems
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer import mid_training
 from scalerl_trainer.checkpoint import CheckpointError
 from scalerl_trainer.checkpointer import Timings

@@ -18,7 +18,7 @@ from scalerl_cli.output import echo
 
 if TYPE_CHECKING:
     from scalerl_tasks import PromptSource
-    from scalerl_tasks.text import ModelTokenizer
+    from scalerl_tasks.tokenizer import ModelTokenizer
 
 _RUN_FILES = (".yaml", ".yml")
 _SHOWN = 3
@@ -48,7 +48,7 @@ def run_data(arguments: argparse.Namespace) -> int:
 
 
 def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
-    from scalerl_tasks.text import TokenizerConfig
+    from scalerl_tasks.tokenizer_config import TokenizerConfig
 
     columns: dict[str, object] = {}
     for text in arguments.column:
@@ -90,7 +90,7 @@ def _show(
     import scalerl_tasks as tasks
     from scalerl_tasks.dataset.source import description
     from scalerl_tasks.environments.tool_calls import tools_of
-    from scalerl_tasks.text import ModelTokenizer
+    from scalerl_tasks.tokenizer import ModelTokenizer
 
     echo(f"{field}: {section.source_field}")
     try:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from scalerl_tasks.answer_extraction import after_thought
+from scalerl_tasks.answers.extraction import after_thought
 from scalerl_tasks.environments.replayed import Replayed
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt

@@ -85,9 +85,9 @@ from scalerl_generator.weight_control import WeightControl
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.grading.combined import GroupGrader
+from scalerl_tasks.interruption import check_interruption
 from scalerl_tasks.scoring import grading_digest, open_grading_pool, verifier_config
 from scalerl_tasks.sources import RunTasks, open_tasks
-from scalerl_tasks.text import check_interruption
 
 logger = logging.getLogger("scalerl.actor")
 

@@ -6,7 +6,7 @@ One completion holds an episode::
     sampled            turns[0]            sampled            turns[1]
 
 A reply is sampled from the tokens before it, as they are: no sampled text is encoded again. The environment gets the replies as
-text, and its messages are encoded by themselves (:meth:`scalerl_tasks.text.ModelTokenizer.encode_messages`). While it answers,
+text, and its messages are encoded by themselves (:meth:`scalerl_tasks.tokenizer.ModelTokenizer.encode_messages`). While it answers,
 no request is open, so vLLM holds no sequence.
 
 A step replays all replies (:mod:`scalerl_tasks.environments`), and its result depends on them alone. So an episode that a lost

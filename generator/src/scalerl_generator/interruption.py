@@ -13,7 +13,7 @@ from scalerl_api.wire import Lease
 from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.vllm_client import gather_all
-from scalerl_tasks.text import THOUGHT, ends_inside_thought
+from scalerl_tasks.thoughts import THOUGHT, ends_inside_thought
 
 
 @dataclass(frozen=True)

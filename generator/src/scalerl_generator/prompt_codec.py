@@ -15,7 +15,7 @@ from scalerl_api.wire import prompt_digest
 from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.environments.tool_calls import ToolsConfig
 from scalerl_tasks.prompts import Prompt, RenderedPrompt, check_template, render_prompt
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 
 _CACHED_PROMPTS = 8192
 
@@ -44,11 +44,11 @@ class PromptCodec:
     """The tokenizer of a run with one prompt format.
 
     Args:
-        model: see :class:`scalerl_tasks.text.ModelTokenizer`.
+        model: see :class:`scalerl_tasks.tokenizer.ModelTokenizer`.
         spec: template and format of the prompts.
         context_tokens: maximum length of prompt plus completion.
         field: path of ``spec`` in the run's spec, for errors.
-        tools: as for :class:`scalerl_tasks.text.ModelTokenizer`.
+        tools: as for :class:`scalerl_tasks.tokenizer.ModelTokenizer`.
 
     Raises:
         TokenizerError: the model has no tokenizer, no end token, or no chat template although the format needs one.

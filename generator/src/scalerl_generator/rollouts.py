@@ -46,11 +46,11 @@ from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt, PromptSource
-from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import NOT_APPLICABLE
 
 logger = logging.getLogger("scalerl.actor.rollouts")

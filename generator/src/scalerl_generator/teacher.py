@@ -49,7 +49,7 @@ from scalerl_generator.vllm_replies import (
     read_message,
 )
 from scalerl_processes.waiting import calling
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 
 logger = logging.getLogger("scalerl.actor.teacher")
 

@@ -11,14 +11,14 @@ From a task's spec to prompts and grades::
                    split_held_out() ─▶ Train, HeldOut (each with a digest)
                    check_template()
     index ─────▶ source[index] ─▶ Prompt ─▶ render_prompt() ─▶ RenderedPrompt
-                   text.ModelTokenizer.encode_prompts() ─▶ token ids ─▶ (the generator)
+                   tokenizer.ModelTokenizer.encode_prompts() ─▶ token ids ─▶ (the generator)
 
     task_problems(), before the run ─▶ JsonlSource.problems, check_answers() ─▶ GradingPool.check()
 
     completions ─▶ GradingPool.score_group()        pool, in the caller's process
                      ForkServer.start(), .fork()    fork server, one process: open_verifier(), audit_guard.install()
                        └─▶ grader.run()             graders, forked, with limits on time and memory
-                             guarded() ─▶ extract_answer() ─▶ Verifier.score()
+                             guarded() ─▶ Verifier.score(): answers.extraction, see answers
                 ◀── Graded(verdict, error) for each completion
 
 Everything is deterministic: equal digests mean equal prompts. The package uses neither torch nor the network; the coordinator
@@ -27,7 +27,7 @@ source, a verifier or a tokenizer imports its dependencies.
 """
 
 from scalerl_tasks.answer_checks import Rejected, check_answers
-from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (

@@ -1,4 +1,4 @@
-"""Prompts of a reasoning-gym task, which are not stored: each read generates the prompt from seed and index."""
+"""A reasoning-gym task: its prompts, which are not stored but generated from seed and index at each read, and its scorer."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import threading
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from scalerl_tasks.answers.extraction import extract_answer
+from scalerl_tasks.answers.verifiers import shown
 from scalerl_tasks.difficulty import arithmetic_operations
-from scalerl_tasks.errors import ParameterError, PromptError, SourceError, did_you_mean
+from scalerl_tasks.errors import ParameterError, PromptError, SourceError, VerifierError, did_you_mean
 from scalerl_tasks.gym_loader import load_task_classes
 from scalerl_tasks.prompts import Prompt, check_index
+from scalerl_tasks.verdict import NO_ANSWER
 
 if TYPE_CHECKING:
     from scalerl_api.source import ProblemSpec
 
 # Not parameters of a task here, because every task has them and a run sets them separately.
 _RESERVED = ("seed", "size")
+_SAMPLES = 3
+"""Prompts with which the scorer is tested before use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +198,43 @@ def gym_task(spec: ProblemSpec) -> GymTask | None:
     if section is None:
         return None
     return GymTask(section.name, section.parameters, section.seed, section.size)
+
+
+class ReasoningGymVerifier:
+    """The task's own scorer, with its own partial credit.
+
+    The scorer that most tasks share scores a wrong answer that contains the right one with len(right)/len(given), and many
+    scorers give 0.01 for any answer. ``exact`` and ``number`` score only the correct answer.
+    """
+
+    name = "reasoning-gym"
+    finds_answers = True
+
+    def __init__(self, task: GymTask) -> None:
+        self._task = task
+        self._data = task.create()
+
+    def score(self, prompt: Prompt, completion: str, /) -> float:
+        answer = extract_answer(completion)
+        if not answer:
+            return NO_ANSWER
+        score = float(self._data.score_answer(answer, _entry(prompt)))
+        if not math.isfinite(score):
+            raise ValueError(f"the scorer of {self._task.name!r} gave {score}")
+        return min(1.0, max(0.0, score))
+
+    def check(self, prompt: Prompt, /) -> None:
+        if prompt.answer and not self.score(prompt, prompt.answer) > 0:
+            raise VerifierError(
+                f"prompt {prompt.id}: the scorer of {self._task.name!r} gives its own answer {shown(prompt.answer)} no score; "
+                "use another verifier or task"
+            )
+
+    def samples(self) -> Sequence[tuple[Prompt, str]]:
+        source = ReasoningGymSource(self._task)
+        prompts = [source[index] for index in range(min(_SAMPLES, len(source)))]
+        return [(prompt, prompt.answer) for prompt in prompts if prompt.answer]
+
+
+def _entry(prompt: Prompt) -> dict[str, Any]:
+    return {"question": prompt.text, "answer": prompt.answer or None, "metadata": dict(prompt.metadata)}

@@ -21,23 +21,17 @@ guard keeps the function from running them. Time and memory are limited as for a
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from scalerl_tasks.code_digest import keep_code
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt, render_prompt
-from scalerl_tasks.verdict import SCORE_RANGE, Verdict, as_verdict, declared_parts
+from scalerl_tasks.python_function import PythonFunction, described, imported
+from scalerl_tasks.verdict import Verdict, as_verdict, declared_parts
 
 Reward = Verdict | float | None | VerifierError
 """What a function gave for a completion: None where it does not apply, an error where it failed."""
-
 _ARGUMENTS: Mapping[str, frozenset[str]] = {
     "score": frozenset({"prompt", "completion", "answer", "metadata"}),
     "group": frozenset({"prompt", "completions", "answer", "metadata"}),
@@ -49,34 +43,6 @@ _TOKEN_IDS = ("completion_ids", "completions_ids", "prompt_ids", "prompts_ids")
 """Arguments of TRL that functions do not get here."""
 _NOT_COPIED = frozenset({str, int, float, bool, tuple, type(None)})
 _MAX_SHOWN = 80
-_NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't allocate memory")
-"""Of the errors of libraries at the limit of memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class PythonFunction:
-    """A function and how it is called; picklable."""
-
-    function: str
-    path: str | None = None
-    module: str | None = None
-    signature: str = "score"
-    """``score``, ``group``, ``verl`` or ``trl``."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    chat: bool = False
-    """Whether TRL's prompts and completions are messages."""
-    template: str | None = None
-    """Template of the prompt, for TRL's prompts."""
-    system: str | None = None
-    range: tuple[float, float] = SCORE_RANGE
-    """Lowest and highest reward."""
-    digest: str = ""
-    """Of its code, as :func:`~.code_digest.code_digest` gives it; other code is refused. Empty: any."""
-
-    @property
-    def label(self) -> str:
-        """File or module, and function."""
-        return f"{Path(self.path).name if self.path is not None else self.module}:{self.function}"
 
 
 class PythonVerifier:
@@ -363,50 +329,6 @@ class PythonVerifier:
         return list(await asyncio.gather(*map(one, completions)))
 
 
-def imported(given: PythonFunction, field: str = "verifier.python") -> Any:
-    """The module of the function, or of a class. ``field``: where the spec names it.
-
-    Raises:
-        VerifierError: there is none, or importing it fails.
-    """
-    try:
-        if given.module is not None:
-            if given.digest:
-                keep_code(given.digest, module=given.module, field=field)
-            return importlib.import_module(given.module)
-        path = Path(given.path or "")
-        if not path.is_file():
-            what = "is not a file" if path.exists() else "does not exist"
-            raise VerifierError(
-                f"{path} {what}; {field}.path is relative to the run file, and on a cluster the path of a mounted volume"
-            )
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # its neighbours, behind installed packages
-        name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "scalerl_reward"
-        loader = keep_code(given.digest, path, field=field).loader(name, path) if given.digest else None
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        if spec is None or spec.loader is None:
-            raise VerifierError(f"{path} is not a Python file; its name must end in .py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # for dataclasses and pickle
-        spec.loader.exec_module(module)
-        return module
-    except VerifierError:
-        raise
-    except ModuleNotFoundError as error:
-        where = given.path or f"module {given.module}"
-        raise VerifierError(
-            f"{where} cannot be imported: there is no module {error.name!r}{_place(error, given.path)}; if only a trainer in "
-            'that file needs it, move the function to a file of its own, or what trains below if __name__ == "__main__":; else install it '
-            "where completions are graded: in this environment, on a cluster in images.generator and images.trainer"
-        ) from None
-    except BaseException as error:
-        advice = f"; install its package and give {field}.module" if "relative import" in str(error) else ""
-        raise VerifierError(
-            f"{given.path or f'module {given.module}'} cannot be imported: {described(error, given.path)}{advice}"
-        ) from None
-
-
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, None], set[str], bool]:
     """Names that a function takes by keyword, those without a default, and whether it takes any."""
     takes: dict[str, None] = {}
@@ -463,24 +385,3 @@ def _shown(found: Any) -> str:
         text = "a value"
     kind = "text" if isinstance(found, str) else type(found).__name__
     return f"{text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '…'} ({kind})"
-
-
-def described(error: BaseException, file: str | None) -> str:
-    """An error's type and text, with its line in ``file``."""
-    try:
-        text = str(error)
-    except BaseException:
-        text = ""
-    if any(sign in text for sign in _NO_MEMORY):
-        text = f"{text[:100]}; raise verifier.memory, or import at the head of the file"
-    return f"{type(error).__name__}{': ' + text[:160] if text else ''}{_place(error, file)}"
-
-
-def _place(error: BaseException, file: str | None) -> str:
-    """The last line of ``file`` in the traceback."""
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        if file is not None and trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return f" ({Path(file).name}, line {line})" if file and line else ""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from scalerl_api.built_in import DEFAULT_SESSIONS
 from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
+from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
-from scalerl_tasks.environments.openenv import EnvironmentServer
+from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.tool_calls import tools_of
-from scalerl_tasks.environments.verifier import EnvironmentConfig
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
@@ -24,7 +24,7 @@ from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import gym_task
 from scalerl_tasks.plugins import Plugin, entry_of, module_of
 from scalerl_tasks.programs.verifier import SHARE_OF_TIMEOUT, CodeConfig
-from scalerl_tasks.python_verifier import PythonFunction
+from scalerl_tasks.python_function import PythonFunction
 from scalerl_tasks.sandbox.confinement import Limits
 from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 

@@ -39,7 +39,8 @@ from scalerl_tasks import (
     render_prompt,
     task_problems,
 )
-from scalerl_tasks.text import ModelTokenizer, check_interruption
+from scalerl_tasks.interruption import check_interruption
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.model_checks import model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors

@@ -26,7 +26,7 @@ from scalerl_api.wire import INTERRUPTED
 from scalerl_tasks import (
     TokenizerError,
 )
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.checkpoint import STAGE, CheckpointError, CheckpointStore
 from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, FailedSave, Timings, held_by
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable

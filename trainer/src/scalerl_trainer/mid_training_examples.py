@@ -27,7 +27,7 @@ from scalerl_tasks import (
     render_prompt,
 )
 from scalerl_tasks.environments.tool_calls import tools_of
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.errors import BadBatchError, MidTrainingError
 from scalerl_trainer.packing import Sequence as PackedSequence
 from scalerl_trainer.sft import Progress, encode_pair

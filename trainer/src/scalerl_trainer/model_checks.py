@@ -23,7 +23,8 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import MAX_ROUTED_BYTES
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import TokenizerError, VerifierError
-from scalerl_tasks.text import ModelTokenizer, TokenizerConfig
+from scalerl_tasks.tokenizer import ModelTokenizer
+from scalerl_tasks.tokenizer_config import TokenizerConfig
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.config_values import (
     HEADS,

@@ -30,7 +30,7 @@ from scalerl_api.spec import HubModel, ModelSpec, RunSpec
 from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
 from scalerl_tasks.environments.tool_calls import tools_of
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.checkpoint import flush
 from scalerl_trainer.checks import (
     PrepareError,

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from scalerl_tasks import TaskError
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.algo.losses import Supervised
 from scalerl_trainer.engine import Engine, StepStats, TrainBatch
 from scalerl_trainer.errors import BadBatchError, DivergedError

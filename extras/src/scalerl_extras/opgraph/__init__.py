@@ -13,7 +13,8 @@ This package has the vocabulary, the graphs and the notation of solutions. It ne
 """
 
 from scalerl_extras.opgraph.contexts import CONTEXTS
-from scalerl_extras.opgraph.graph import MAX_DISTRACTORS, MAX_OPERATIONS, MAX_PROBLEMS, MIN_OPERATIONS
+from scalerl_extras.opgraph.graph_drawing import MAX_DISTRACTORS, MAX_OPERATIONS, MIN_OPERATIONS
+from scalerl_extras.opgraph.names import MAX_PROBLEMS
 from scalerl_extras.opgraph.source import MODES, OpGraphSource, OpGraphTask
 
 __all__ = [

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scalerl_extras.opgraph.contexts import CONTEXTS
-from scalerl_extras.opgraph.graph import Draws, Form, Graph, Names
+from scalerl_extras.opgraph.draws import Draws
+from scalerl_extras.opgraph.graph import Form, Graph
+from scalerl_extras.opgraph.names import Names
 
 
 @dataclass(frozen=True, slots=True)

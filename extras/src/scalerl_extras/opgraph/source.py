@@ -14,16 +14,9 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from scalerl_extras.opgraph.contexts import CONTEXTS
-from scalerl_extras.opgraph.graph import (
-    MAX_DISTRACTORS,
-    MAX_OPERATIONS,
-    MAX_PROBLEMS,
-    MIN_OPERATIONS,
-    Draws,
-    draw_graph,
-    draw_names,
-    permuted,
-)
+from scalerl_extras.opgraph.draws import Draws
+from scalerl_extras.opgraph.graph_drawing import MAX_DISTRACTORS, MAX_OPERATIONS, MIN_OPERATIONS, draw_graph
+from scalerl_extras.opgraph.names import MAX_PROBLEMS, draw_names, permuted
 from scalerl_extras.opgraph.render import Problem, render
 from scalerl_extras.opgraph.solve import solve
 from scalerl_tasks.errors import ParameterError, did_you_mean

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from scalerl_extras.opgraph.parse import Comparison, SolutionNode, compare, parse
-from scalerl_tasks.answer_extraction import after_thought
+from scalerl_tasks.answers.extraction import after_thought
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import Verdict

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from scalerl_tasks.answer_extraction import last_box
+from scalerl_tasks.answers.extraction import last_box
 from scalerl_tasks.dataset.expressions import Expression, ExpressionError, NoValue, kind, names, shown
 from scalerl_tasks.dataset.layouts import Layout, unknown_layout
 from scalerl_tasks.errors import SourceError, did_you_mean

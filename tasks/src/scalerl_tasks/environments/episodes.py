@@ -15,7 +15,7 @@ from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import MAX_PARTS, Verdict
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from scalerl_tasks.answer_extraction import extract_answer
+from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.environments.protocol import Step
 from scalerl_tasks.prompts import Prompt
 

@@ -12,203 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from scalerl_api.built_in import DEFAULT_SESSIONS
-from scalerl_api.http_client import Unanswered, exchange
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.answer_extraction import after_thought
-from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.verdict import SCORE_RANGE
 
 if TYPE_CHECKING:
     import aiohttp
+from scalerl_tasks.environments.openenv_schema import Schema, encoded, reset_arguments
+from scalerl_tasks.environments.openenv_server import (
+    MAX_ANSWER_BYTES,
+    Address,
+    Down,
+    EnvironmentServer,
+    Failed,
+    Full,
+    Lost,
+    Raised,
+    advice,
+)
 
-TOKEN: Final = "ENVIRONMENT_TOKEN"
-"""Environment variable with the token of the server."""
-_MAX_ANSWER_BYTES: Final = 4 << 20
 _OF_THE_SERVER: Final = {"FACTORY_ERROR": "cannot make an environment", "SESSION_ERROR": "ended a session"}
 _OF_A_REQUEST: Final = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 _MAX_ERRORS: Final = 4
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentServer:
-    """A server, and how replies and observations are exchanged with it."""
-
-    url: str
-    timeout_seconds: float = 10.0
-    """Time limit of a reset or a step."""
-    action: str | None = None
-    """The field of the action that is the reply; None: see :meth:`Schema.of`."""
-    message: str | None = None
-    """The field of the observation that the model reads; None: see :meth:`Schema.of`."""
-    total: bool = False
-    """Whether the reward of an episode is the sum of its steps' rewards; otherwise, it is that of the last step."""
-    range: tuple[float, float] = SCORE_RANGE
-    """Lowest and highest reward of an episode."""
-    sessions: int = DEFAULT_SESSIONS
-    """Maximum concurrent sessions of a generator."""
-
-    @property
-    def where(self) -> str:
-        """The server, for messages."""
-        return f"the environment server {self.url}"
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server, or one of its replicas, is reached."""
-
-    url: str
-    host: str = ""
-    """The server's own name and port, if ``url`` has a number in their place."""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"host": self.host} if self.host else {}
-
-
-class Down(Exception):
-    """The server answered nothing of use; the message says what."""
-
-
-class Full(Down):
-    """All sessions of the server are taken; ``taken``: how many, 0 if it does not say."""
-
-    taken = 0
-
-
-class Lost(Down):
-    """The server closed the session."""
-
-
-class Raised(Down):
-    """The environment raised an exception."""
-
-
-class Failed(VerifierError):
-    """The episode has no result, also when it is played again."""
-
-
-class Unfit(VerifierError):
-    """``environment.parameters`` do not fit the server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """The fields of actions and observations, of ``GET /schema``."""
-
-    digest: bytes
-    action: str | None
-    """The field that is the reply as text; None: a reply is a JSON object."""
-    message: str | None
-    """The field that the model reads; None: the whole observation, as JSON."""
-    fields: Sequence[str]
-    """Fields of an action."""
-    problem: str = ""
-    """Why the parameters do not fit; empty if they do."""
-
-    @classmethod
-    def of(cls, content: bytes, server: EnvironmentServer) -> Schema:
-        """Read a schema. By default, the reply is the only required field of an action, or its only field, and the model reads the
-        only field of the observation that is a text.
-
-        Raises:
-            Down: it is no schema.
-        """
-        try:
-            found = msgspec.json.decode(content, type=dict[str, dict[str, Any]])
-            action, observation = found["action"], found["observation"]
-            fields, seen = dict(action.get("properties", {})), dict(observation.get("properties", {}))
-            required = [name for name in action.get("required", ()) if name != "metadata"]
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-            kind = "HTML" if content.lstrip().startswith(b"<") else "something else"
-            raise Down(f"{server.where} answered {kind}, not a schema of OpenEnv, to /schema") from None
-        for name in ("metadata", "reward", "done"):
-            seen.pop(name, None)
-        fields.pop("metadata", None)
-        problems = [
-            f"{server.where} has no field {field!r}{did_you_mean(field, known)}; correct environment.parameters.{name} (known: {', '.join(known)})"
-            for name, field, known in (("action", server.action, fields), ("message", server.message, seen))
-            if field is not None and field not in known
-        ]
-        candidates = required if len(required) == 1 else list(fields)
-        texts = [name for name, value in seen.items() if dict(value).get("type") == "string"]
-        return cls(
-            hashlib.sha256(msgspec.json.encode([action, observation], order="sorted")).digest(),
-            server.action or (candidates[0] if len(candidates) == 1 else None),
-            server.message or (texts[0] if len(texts) == 1 else None),
-            tuple(fields),
-            "; ".join(problems),
-        )
-
-    def action_of(self, reply: str) -> dict[str, Any] | None:
-        """The action of a reply, without its thought; None if the reply is not the JSON object that it has to be."""
-        text = after_thought(reply).strip().encode("utf-8", "replace").decode()
-        if self.action is not None:
-            return {self.action: text}
-        text = text.removeprefix("```json").removeprefix("```").removesuffix("```")
-        try:
-            return msgspec.json.decode(text, type=dict[str, Any])
-        except (msgspec.MsgspecError, RecursionError):
-            return None
-
-    def message_of(self, observation: Mapping[str, Any]) -> str:
-        """What the model reads of an observation."""
-        kept: Any = {name: value for name, value in observation.items() if name != "metadata"}
-        if self.message is not None:
-            kept = kept.get(self.message)
-        return kept if isinstance(kept, str) else encoded(kept)
-
-
-def reset_arguments(prompt: Prompt) -> dict[str, Any]:
-    """The arguments of the reset for a prompt: its metadata, with the prompt, the answer, and a seed of its id."""
-    seed = int.from_bytes(hashlib.sha256(prompt.id.encode("utf-8", "surrogatepass")).digest()[:4]) >> 1
-    given = {"prompt": prompt.text, "answer": prompt.answer, "seed": seed, "episode_id": prompt.id}
-    return {**given, **prompt.metadata}
-
-
-def encoded(data: Any) -> str:
-    """``data`` as JSON; what JSON has no type for becomes text.
-
-    Raises:
-        Failed: a text has a lone surrogate, or the data are nested too deeply.
-    """
-    try:
-        return msgspec.json.encode(data, enc_hook=str).decode()
-    except (UnicodeError, RecursionError, TypeError, ValueError, OverflowError) as error:
-        raise Failed(f"the data of the episode cannot be written as JSON: {error}") from None
-
-
-async def read_schema(http: aiohttp.ClientSession, server: EnvironmentServer, address: Address) -> Schema:
-    """The schema of the server at an address.
-
-    Raises:
-        Down
-    """
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=server.timeout_seconds)
-    try:
-        status, content = await exchange(
-            http, "GET", f"{address.url}/schema", timeout, _MAX_ANSWER_BYTES, headers=address.headers
-        )
-    except Unanswered as error:
-        raise Down(f"{server.where} does not answer: {error}") from None
-    if status != 200:
-        raise Down(f"{server.where} answered /schema with status {status}{_advice(status)}")
-    return Schema.of(content, server)
-
-
-def _advice(status: int) -> str:
-    return f"; its token is the variable {TOKEN}" if status in (401, 403) else ""
 
 
 class _Data(msgspec.Struct):
@@ -276,14 +106,14 @@ class Session:
                 socket = await http.ws_connect(
                     f"{address.url}/ws",
                     headers=address.headers,
-                    max_msg_size=_MAX_ANSWER_BYTES,
+                    max_msg_size=MAX_ANSWER_BYTES,
                     compress=0,
                 )
         except TimeoutError:
             raise Down(f"{server.where} opened no session within {server.timeout_seconds:g} s") from None
         except aiohttp.WSServerHandshakeError as error:
             raise Down(
-                f"{server.where} answered /ws with status {error.status}{_advice(error.status)}"
+                f"{server.where} answered /ws with status {error.status}{advice(error.status)}"
             ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = str(error) if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
@@ -402,7 +232,7 @@ class Session:
                 continue
             where = self._server.where
             if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
-                self._answers.put_nowait(Failed(f"{where} answered more than {_MAX_ANSWER_BYTES >> 20} MiB"))
+                self._answers.put_nowait(Failed(f"{where} answered more than {MAX_ANSWER_BYTES >> 20} MiB"))
             self._answers.put_nowait(Lost(f"{where} closed a session"))
             return
 

@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Final, Self
 from scalerl_api.answers import IDENTITY
 from scalerl_api.http_client import open_session
 from scalerl_processes.waiting import calling, pause
-from scalerl_tasks.environments.openenv import (
+from scalerl_tasks.environments.openenv import Observed, Session
+from scalerl_tasks.environments.openenv_schema import Schema, encoded, read_schema, reset_arguments
+from scalerl_tasks.environments.openenv_server import (
     TOKEN,
     Address,
     Down,
@@ -43,17 +45,12 @@ from scalerl_tasks.environments.openenv import (
     Failed,
     Full,
     Lost,
-    Observed,
     Raised,
-    Schema,
-    Session,
     Unfit,
-    encoded,
-    read_schema,
-    reset_arguments,
 )
 from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_content, read_replies
 from scalerl_tasks.environments.sessions import Sessions
+from scalerl_tasks.environments.timings import TIMINGS, Timings
 from scalerl_tasks.errors import GradingError, VerifierError
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt
@@ -66,10 +63,6 @@ log = logging.getLogger("scalerl_tasks.environments.server")
 
 _RETRIES: Final = 5
 _RAISES: Final = 2
-_FIRST_BACK_OFF_SECONDS, _MAX_BACK_OFF_SECONDS = 0.5, 30.0
-_WAITING_SECONDS = 1.0
-_NONE_SECONDS = 5.0
-"""Longest back-off of a generator that has no session: shorter than the times for which others give one back."""
 _MAX_KNOWN: Final = 1 << 16
 
 
@@ -78,20 +71,20 @@ class ServerGrader:
     :func:`~.protocol.write_replies` of episodes. Use it from one event loop.
     """
 
-    def __init__(self, server: EnvironmentServer) -> None:
-        self._server = server
+    def __init__(self, server: EnvironmentServer, timings: Timings = TIMINGS) -> None:
+        self._server, self._timings = server, timings
         self.part_names: tuple[str, ...] = () if server.range == SCORE_RANGE else (REWARD,)
         self.counts = PoolCounts()
         self.problem = ""
         self._http: aiohttp.ClientSession | None = None
         self._schema: Schema | None = None
-        self._sessions = Sessions(server)
+        self._sessions = Sessions(server, timings)
         self._known: OrderedDict[bytes, bytes] = OrderedDict()
         """Digests of answers, by the replies before them."""
         self._answered: tuple[Prompt, Sequence[str]] | None = None
         """An episode that had an answer, to ask whether the server works."""
         self._recovering, self._recovered = asyncio.Lock(), asyncio.Event()
-        self._recoveries, self._answers, self._delay = 0, 0, _FIRST_BACK_OFF_SECONDS
+        self._recoveries, self._answers, self._delay = 0, 0, timings.first_back_off
 
     async def __aenter__(self) -> Self:
         import aiohttp
@@ -124,7 +117,7 @@ class ServerGrader:
         Raises:
             Unfit
         """
-        async with calling(on_graded or (lambda: None), _WAITING_SECONDS):
+        async with calling(on_graded or (lambda: None), self._timings.waiting):
             return list(await asyncio.gather(*(self._step(prompt, read_replies(one)) for one in completions)))
 
     async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
@@ -150,7 +143,7 @@ class ServerGrader:
                 failures += 1
                 if failures >= (_RAISES if isinstance(error, Raised) else _RETRIES):
                     return self._counted(Graded(None, f"{error} (prompt {prompt.id})", waited=waited))
-                await asyncio.sleep(_FIRST_BACK_OFF_SECONDS * 2**failures)
+                await asyncio.sleep(self._timings.first_back_off * 2**failures)
             else:
                 self._up()
                 self._answers += 1
@@ -290,8 +283,9 @@ class ServerGrader:
                 log.warning("%s; episodes wait", error)
                 self._recovered.clear()
             self.problem = str(error)
-            await pause(min(self._delay, _NONE_SECONDS) if is_full else self._delay, until=self._recovered)
-            self._delay = min(_MAX_BACK_OFF_SECONDS, 2 * self._delay)
+            longest = self._timings.full_back_off if is_full else self._delay
+            await pause(min(self._delay, longest), until=self._recovered)
+            self._delay = min(self._timings.max_back_off, 2 * self._delay)
             return True
 
     async def _works(self) -> bool:
@@ -310,7 +304,7 @@ class ServerGrader:
         if self.problem:
             log.info("%s answers again", self._server.where)
             self._recoveries += 1
-        self.problem, self._delay = "", _FIRST_BACK_OFF_SECONDS
+        self.problem, self._delay = "", self._timings.first_back_off
         self._recovered.set()
 
 

@@ -24,29 +24,19 @@ import math
 import random
 import socket
 import time
-from typing import Final
 
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.environments.openenv import Address, Down, EnvironmentServer, Session
-
-_FULL_SECONDS = 30.0
-"""A server that refused a session is asked for more after this time, by a generator that has one."""
-_SPARE_SECONDS = 6.0
-"""Time for which a generator that has all sessions gives one back."""
-_OPENING_SECONDS = 1.0
-_ENDED_SECONDS, _IDLE_SECONDS = 5.0, 60.0
-"""Idle sessions are closed after these times: without an episode, and with one."""
-_FIRST_AVOIDED_SECONDS, _MAX_AVOIDED_SECONDS = 0.5, 30.0
-_RESOLVED_SECONDS: Final = 5.0
-"""The name is resolved again after this time."""
+from scalerl_tasks.environments.openenv import Session
+from scalerl_tasks.environments.openenv_server import Address, Down, EnvironmentServer
+from scalerl_tasks.environments.timings import Timings
 
 
 class Replica:
     """One address of a server."""
 
-    def __init__(self, address: Address, most: int) -> None:
+    def __init__(self, address: Address, most: int, timings: Timings) -> None:
         self.address = address
-        self._most = most
+        self._most, self._timings = most, timings
         self.limit, self.later, self.limited = most, most, 0.0
         """Maximum sessions until the time ``limited``, and from then on."""
         self.held = 0
@@ -59,34 +49,34 @@ class Replica:
     def has_room(self, now: float) -> bool:
         if now > self.limited:
             self.limit, self.later = self.later, self._most
-            self.limited = now + _FULL_SECONDS
+            self.limited = now + self._timings.full
         return self.held < self.limit
 
     def restrict(self, taken: int) -> None:
         """After it has refused a session, because so many are taken."""
         now, self.limit, self.later = time.monotonic(), max(self.held - 1, 1), self._most
-        self.limited = now + _FULL_SECONDS
+        self.limited = now + self._timings.full
         if not self.held:
             self.limit = 0
         elif 0 < taken <= len(self.opened):  # all are its own
             self.limit, self.later = max(taken - 1, 1), taken
-            self.limited = now + _SPARE_SECONDS
+            self.limited = now + self._timings.spare
         elif 0 < taken <= self.held:  # whether the server counts those that are being opened is not known
-            self.limit, self.limited = self.held, now + _OPENING_SECONDS
+            self.limit, self.limited = self.held, now + self._timings.opening
 
     def avoid(self) -> None:
         """After it has failed; failures while it is avoided do not extend the delay."""
         if (now := time.monotonic()) >= self.avoided:
-            self.delay = min(max(2 * self.delay, _FIRST_AVOIDED_SECONDS), _MAX_AVOIDED_SECONDS)
+            self.delay = min(max(2 * self.delay, self._timings.first_avoided), self._timings.max_avoided)
             self.avoided = now + self.delay
 
 
 class Sessions:
     """The sessions of a grader: at most :attr:`~.openenv.EnvironmentServer.sessions`, and at each address no more than it has."""
 
-    def __init__(self, server: EnvironmentServer) -> None:
-        self._most, self._seconds = server.sessions, server.timeout_seconds
-        self._names = _Addresses(server)
+    def __init__(self, server: EnvironmentServer, timings: Timings) -> None:
+        self._most, self._timings = server.sessions, timings
+        self._names = _Addresses(server, timings.resolved)
         self._replicas: dict[Address, Replica] = {}
         self._held = 0
         self._idle: dict[Session, asyncio.TimerHandle] = {}
@@ -135,7 +125,7 @@ class Sessions:
     def _here(self, now: float) -> list[Replica]:
         """The replicas at the current addresses, of one family: addresses of two may be those of one server."""
         known = [
-            [self._replicas.setdefault(one, Replica(one, self._most)) for one in family]
+            [self._replicas.setdefault(one, Replica(one, self._most, self._timings)) for one in family]
             for family in self._names.families
         ]
         usable = (family for family in known if any(now >= one.avoided for one in family))
@@ -151,7 +141,7 @@ class Sessions:
         replica.avoided = replica.delay = 0.0
         async with self._changed:
             if replica.held <= replica.limit:
-                seconds = _IDLE_SECONDS if session.key else _ENDED_SECONDS
+                seconds = self._timings.idle if session.key else self._timings.ended
                 self._idle[session] = asyncio.get_running_loop().call_later(seconds, self._end, session)
             else:
                 self._close(session)
@@ -227,10 +217,11 @@ class _Addresses:
     """The addresses of a server's name. With https the name is used as it is, since certificates are for names; several replicas then
     need a load balancer."""
 
-    def __init__(self, server: EnvironmentServer) -> None:
+    def __init__(self, server: EnvironmentServer, seconds: float) -> None:
         from yarl import URL
 
         self._server, self._url = server, URL(server.url.rstrip("/"))
+        self._seconds = seconds
         self.families: list[list[Address]] = []
         """Addresses of IPv4, and of IPv6, in the order of the name's."""
         self._problem, self._later = "", 0.0
@@ -265,7 +256,7 @@ class _Addresses:
                 one = Address(f"{self._url.with_host(f'{where[0]}')}", self._url.authority)
                 families.setdefault(family, []).append(one)
             self.families = list(families.values())
-        self._later, self._lookup = time.monotonic() + _RESOLVED_SECONDS, None
+        self._later, self._lookup = time.monotonic() + self._seconds, None
 
     async def aclose(self) -> None:
         if self._lookup is not None:

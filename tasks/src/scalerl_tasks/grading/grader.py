@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from scalerl_processes.kernel import die_with_parent
+from scalerl_tasks.environments.environment_verifier import EnvironmentVerifier
 from scalerl_tasks.environments.protocol import Continued
-from scalerl_tasks.environments.verifier import EnvironmentVerifier
 from scalerl_tasks.errors import TaskError, VerifierError
 from scalerl_tasks.grading import audit_guard, protocol
 from scalerl_tasks.grading.protocol import (

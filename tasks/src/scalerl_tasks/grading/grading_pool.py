@@ -17,7 +17,7 @@ from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import CheckRequest, Limits, Request, Setup
 from scalerl_tasks.plugins import Plugin
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import Verdict
 from scalerl_tasks.verifiers import VerifierConfig
 

@@ -34,7 +34,7 @@ from scalerl_processes.waiting import calling, cancel
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
 from scalerl_tasks.prompts import Prompt, render_prompt
-from scalerl_tasks.text import THOUGHT
+from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import NOT_APPLICABLE, REWARD, SCORE_RANGE, as_verdict
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from scalerl_tasks.answer_extraction import after_thought
+from scalerl_tasks.answers.extraction import after_thought
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.programs.suites import (
     Calls,
@@ -23,8 +23,8 @@ from scalerl_tasks.programs.suites import (
 )
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sandbox.confinement import Limits
+from scalerl_tasks.sandbox.remote import RESULT
 from scalerl_tasks.sandbox.sandbox import Process, ProgramError, Sandbox, ScriptResult, check_kernel
-from scalerl_tasks.sandbox.tester import RESULT
 from scalerl_tasks.sandbox.values import encode, plain, refuse
 from scalerl_tasks.verdict import Verdict
 

@@ -9,7 +9,7 @@
 
 ``kernel`` has the system calls, ``confinement`` the layers of a program's process, ``launcher`` the process that forks them,
 ``sandbox`` the caller's side, ``child`` what runs in the process, ``values`` the encoding of plain data between them, ``tester`` the
-process of tests that are code.
+process of tests that are code, with ``remote``, which stands for the program there, and ``pytest_module``, which stands for pytest.
 
 Rules: (1) A program's process never holds what its result is compared with: expected values stay with the caller, and tests
 that are code run in another confined process, which calls the program through the caller. (2) The launcher passes a socket on

@@ -13,7 +13,7 @@ import numpy as np
 
 from scalerl_api.source import PromptSpec
 from scalerl_api.spec import RunSpec
-from scalerl_tasks.text import ModelTokenizer
+from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer.publish.probe import ProbeSequence
 
 _TEXT: Final = """\

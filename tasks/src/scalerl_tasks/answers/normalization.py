@@ -9,146 +9,12 @@ All steps are linear in the text.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from scalerl_tasks.units import is_unit
+from scalerl_tasks.answers.spellings import CHARACTERS, FUNCTION_NAMES, SYNONYMS, WORD_SIGNS
+from scalerl_tasks.answers.units import is_unit
 
-_CHARACTERS = str.maketrans(
-    {
-        "\N{MINUS SIGN}": "-",
-        "\N{EN DASH}": "-",
-        "\N{EM DASH}": "-",
-        "\N{HYPHEN}": "-",
-        "\N{NON-BREAKING HYPHEN}": "-",
-        "\N{MULTIPLICATION SIGN}": r"\times ",
-        "\N{MIDDLE DOT}": r"\cdot ",
-        "\N{DOT OPERATOR}": r"\cdot ",
-        "\N{ASTERISK OPERATOR}": r"\cdot ",
-        "\N{DIVISION SIGN}": "/",
-        "\N{DIVISION SLASH}": "/",
-        "\N{FRACTION SLASH}": "/",
-        "\N{SQUARE ROOT}": r"\sqrt ",
-        "\N{CUBE ROOT}": r"\sqrt[3]",
-        "\N{INFINITY}": r"\infty ",
-        "\N{DEGREE SIGN}": r"\degree ",
-        "\N{LESS-THAN OR EQUAL TO}": r"\leq ",
-        "\N{GREATER-THAN OR EQUAL TO}": r"\geq ",
-        "\N{NOT EQUAL TO}": r"\neq ",
-        "\N{ALMOST EQUAL TO}": r"\approx ",
-        "\N{PLUS-MINUS SIGN}": r"\pm ",
-        "\N{ELEMENT OF}": r"\in ",
-        "\N{UNION}": r"\cup ",
-        "\N{INTERSECTION}": r"\cap ",
-        "\N{EMPTY SET}": r"\emptyset ",
-        "\N{N-ARY SUMMATION}": r"\sum ",
-        "\N{INTEGRAL}": r"\int ",
-        "\N{DOUBLE-STRUCK CAPITAL R}": r"\mathbb{R}",
-        "\N{DOUBLE-STRUCK CAPITAL Z}": r"\mathbb{Z}",
-        "\N{DOUBLE-STRUCK CAPITAL N}": r"\mathbb{N}",
-        "\N{LEFT FLOOR}": r"\lfloor ",
-        "\N{RIGHT FLOOR}": r"\rfloor ",
-        "\N{LEFT CEILING}": r"\lceil ",
-        "\N{RIGHT CEILING}": r"\rceil ",
-        "\N{RIGHTWARDS ARROW}": r"\to ",
-        "\N{LOGICAL AND}": r"\AND ",
-        "\N{LOGICAL OR}": r"\OR ",
-        "\N{PRIME}": "'",
-        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
-        "\N{FULLWIDTH DOLLAR SIGN}": "$",
-        "\N{MICRO SIGN}": "\N{GREEK SMALL LETTER MU}",
-        **dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{HAIR SPACE}", r"\,"),
-        **{character: f"^{{{digit}}}" for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-        **{character: f"_{{{digit}}}" for digit, character in enumerate("₀₁₂₃₄₅₆₇₈₉")},
-        **{
-            character: rf"\frac{{{top}}}{{{bottom}}}"
-            for character, top, bottom in (
-                ("½", 1, 2),
-                ("⅓", 1, 3),
-                ("⅔", 2, 3),
-                ("¼", 1, 4),
-                ("¾", 3, 4),
-                ("⅕", 1, 5),
-                ("⅖", 2, 5),
-                ("⅗", 3, 5),
-                ("⅘", 4, 5),
-                ("⅙", 1, 6),
-                ("⅚", 5, 6),
-                ("⅛", 1, 8),
-                ("⅜", 3, 8),
-                ("⅝", 5, 8),
-                ("⅞", 7, 8),
-            )
-        },
-        **{
-            character: rf"\{name} "
-            for character, name in zip(
-                "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
-                [
-                    "alpha",
-                    "beta",
-                    "gamma",
-                    "delta",
-                    "epsilon",
-                    "zeta",
-                    "eta",
-                    "theta",
-                    "iota",
-                    "kappa",
-                    "lambda",
-                    "mu",
-                    "nu",
-                    "xi",
-                    "pi",
-                    "rho",
-                    "sigma",
-                    "tau",
-                    "upsilon",
-                    "phi",
-                    "chi",
-                    "psi",
-                    "omega",
-                    "Gamma",
-                    "Delta",
-                    "Theta",
-                    "Lambda",
-                    "Xi",
-                    "Pi",
-                    "Sigma",
-                    "Phi",
-                    "Psi",
-                    "Omega",
-                ],
-                strict=True,
-            )
-        },
-    }
-)
 _PLAIN_NUMBER = re.compile(r"-?(?:[1-9][0-9]*|0)(?:\.[0-9]+)?")
-_FUNCTION_NAMES = [
-    "arcsinh",
-    "arccosh",
-    "arctanh",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "arccot",
-    "sinh",
-    "cosh",
-    "tanh",
-    "coth",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "ln",
-    "log",
-    "exp",
-    "gcd",
-    "lcm",
-    "max",
-    "min",
-]
 _TEXT_COMMAND = re.compile(
     r"\\(text|textrm|textnormal|textbf|textit|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?|rm|bf)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -184,77 +50,14 @@ _ORDINAL = re.compile(
 _RATIO_WORD = re.compile(r"(?<=[0-9])\s*(?:\\text\{to\}|(?<=\s)to(?=\s))\s*(?=[0-9])")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}")
 _PLAIN_FUNCTION = re.compile(
-    rf"(?<![\\A-Za-z])(?:(sqrt|{'|'.join(_FUNCTION_NAMES)})(?=\s*[\^_(]|\s*\\?[a-z0-9]|[0-9])(?![A-Za-z])|(pi|theta|alpha|beta|gamma"
+    rf"(?<![\\A-Za-z])(?:(sqrt|{'|'.join(FUNCTION_NAMES.split())})(?=\s*[\^_(]|\s*\\?[a-z0-9]|[0-9])(?![A-Za-z])|(pi|theta|alpha|beta|gamma"
     r"|lambda|infinity|infty|inf|oo)(?![A-Za-z]))"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
-_TEXT = re.compile(r"(\\text\{[^{}]*\})")
+_AROUND_TEXT = re.compile(r"(\\text\{[^{}]*\})")
 _MERGE = re.compile(r"\\text\{([^{}]*)\}\s*\\text\{([^{}]*)\}")
 _JOINT = re.compile(r",?\s*\\text\{\s*,?\s*(and|or)\s*,?\s*\}\s*,?")
 _BARE_JOINT = re.compile(r",?\s*(?<![A-Za-z\\])(and|or)(?![A-Za-z])\s*,?")
-_SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac "),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom "),
-        (r"\\(?:leqslant|leqq|le)(?![A-Za-z])|<=", r"\\leq "),
-        (r"\\(?:geqslant|geqq|ge)(?![A-Za-z])|>=", r"\\geq "),
-        (r"\\(?:ne|not\s*=)(?![A-Za-z])|!=", r"\\neq "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\(?:[lr]?vert|mid)(?![A-Za-z])", "|"),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\lbrack(?![A-Za-z])", "["),
-        (r"\\rbrack(?![A-Za-z])", "]"),
-        (r"\\(?:varnothing|empty)(?![A-Za-z])|\\O(?![A-Za-z])", r"\\emptyset "),
-        (r"\\(?:land|wedge)(?![A-Za-z])", r"\\AND "),
-        (r"\\(?:lor|vee)(?![A-Za-z])", r"\\OR "),
-        (r"\\(?:approxeq|simeq|doteq)(?![A-Za-z])", r"\\approx "),
-        (r"\\(?:rightarrow|longrightarrow)(?![A-Za-z])", r"\\to "),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![A-Za-z])|\\textdegree(?![A-Za-z])", r"\\degree "),
-        (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
-        (r"\\(?:cent|cents|textcent)(?![A-Za-z])|¢", r"\\text{cents}"),
-        (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
-        (r"\\(?:R|reals)(?![A-Za-z])", r"\\mathbb{R}"),
-        (r"\\[lc]dots(?![A-Za-z])|…|\.\.\.+", r"\\dots "),
-        (r"\\langle(?![A-Za-z])", "("),
-        (r"\\rangle(?![A-Za-z])", ")"),
-        (r"\\(?:smallsetminus|backslash)(?![A-Za-z])", r"\\setminus "),
-        (r"\\(?:euro|EUR|texteuro)(?![A-Za-z])(?:\{\})?", "€"),
-        (r"\\textdollar(?![A-Za-z])|\\\$", "\N{FULLWIDTH DOLLAR SIGN}"),
-        (r"\\?%", r"\\%"),
-        (r"\\ast(?![A-Za-z])|(?<!\*)\*(?!\*)", r"\\cdot "),
-        (r"\*\*", "^"),
-        (r"\\(?:bar|overline)\s*(?=[0-9])", r"\\overline "),
-        (r"\\(?:tg)(?![A-Za-z])", r"\\tan "),
-        (r"\\left\|", "|"),
-    )
-)
-_WORD_SIGNS = {
-    "percent": r"\%",
-    "percentage": r"\%",
-    "per cent": r"\%",
-    "pct": r"\%",
-    "degrees": r"\degree ",
-    "degree": r"\degree ",
-    "deg": r"\degree ",
-    "infinity": r"\infty ",
-    "euros": "€",
-    "euro": "€",
-    "eur": "€",
-    "dollars": "$",
-    "dollar": "$",
-    "usd": "$",
-    "us dollars": "$",
-    "pounds sterling": "£",
-    "gbp": "£",
-    "yen": "¥",
-    "rupees": "₹",
-    "rs": "₹",
-    "rs.": "₹",
-    "inr": "₹",
-}
 _ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1}
 _ARGUMENT_COMMAND = re.compile(r"\\(?:frac|binom|sqrt)(?![A-Za-z])")
 _ONE_ARGUMENT = re.compile(r"\s*(\\[A-Za-z]+|[0-9A-Za-z])")
@@ -263,6 +66,9 @@ _LEADING = re.compile(
     r"|exactly|therefore,?|thus,?|hence,?|so,?|it\s+is|a\s+total\s+of|total\s+of)(?![A-Za-z])\s*\}?\s*[:=]?\s*",
     re.IGNORECASE,
 )
+
+TEXT = re.compile(r"\\text\{([^{}]*)\}")
+"""Words, after :func:`normalize`."""
 
 
 def normalize(text: str) -> str:
@@ -275,7 +81,7 @@ def normalize(text: str) -> str:
     """
     if _PLAIN_NUMBER.fullmatch(text):
         return text  # most answers
-    s = text.translate(_CHARACTERS)
+    s = text.translate(CHARACTERS)
     s = _CERTAIN_COMMA.sub("", s)
     s = _DECIMAL_COMMA.sub(".", s)
     s = _THIN_THOUSANDS.sub("", s)
@@ -291,17 +97,10 @@ def normalize(text: str) -> str:
     s = _TEXT_COMMAND.sub(_as_text, s)
     s = _SIZING.sub("", s)
     s = _SPACING.sub(" ", s)
-    parts = _TEXT.split(s)
-    for at in range(0, len(parts), 2):
-        for pattern, replacement in _SYNONYMS:
-            parts[at] = pattern.sub(replacement, parts[at])
-    s = _without_dollars("".join(parts)).replace("\N{FULLWIDTH DOLLAR SIGN}", "$")
+    s = _without_dollars(_outside_text(s, _with_synonyms)).replace("\N{FULLWIDTH DOLLAR SIGN}", "$")
     s = _LEADING.sub("", s)
     s = _JOINT.sub(lambda match: rf" \{match[1].upper()} ", s)
-    parts = _TEXT.split(s)
-    for at in range(0, len(parts), 2):
-        parts[at] = _BARE_JOINT.sub(lambda match: rf" \{match[1].upper()} ", parts[at])
-    s = "".join(parts)
+    s = _outside_text(s, lambda part: _BARE_JOINT.sub(lambda match: rf" \{match[1].upper()} ", part))
     s = _RATIO_WORD.sub(" : ", s)
     s = _UNIT_FRACTION.sub(r"\\text{\1/\2}", s)
     s = _ORDINAL.sub("", s)
@@ -313,20 +112,36 @@ def normalize(text: str) -> str:
     s = _SCIENTIFIC.sub(r"\1\\cdot 10^{\2}", s)
     s = _COMBINATIONS.sub(r"\\binom{\1}{\2}", s)
     s = _CHOOSE.sub(r"\\binom{\1}{\2}", s)
-    parts = _TEXT.split(s)
-    for at in range(0, len(parts), 2):
-        part = _PLAIN_FUNCTION.sub(_as_command, parts[at])
-        part = _brackets_to_braces(part)
-        part = _braced_arguments(part)
-        parts[at] = _WORD.sub(_as_word, part)
-    s = "".join(parts)
+    s = _outside_text(s, _with_commands_and_words)
     while True:
         merged = _MERGE.sub(r"\\text{\1 \2}", s)
         if merged == s:
             break
         s = merged
-    s = _TEXT.sub(_signs, s)
+    s = TEXT.sub(_signs, s)
     return re.sub(r"\s+", " ", s).strip().rstrip(".,;: ").strip()
+
+
+def without_text(latex: str) -> str:
+    """The text with its words bare; the last one may lack its end."""
+    return re.sub(r"\\(?:text|mathrm)\s*\{", "", TEXT.sub(r"\1", latex))
+
+
+def _outside_text(s: str, change: Callable[[str], str]) -> str:
+    parts = _AROUND_TEXT.split(s)
+    parts[::2] = map(change, parts[::2])
+    return "".join(parts)
+
+
+def _with_synonyms(part: str) -> str:
+    for pattern, replacement in SYNONYMS:
+        part = pattern.sub(replacement, part)
+    return part
+
+
+def _with_commands_and_words(part: str) -> str:
+    part = _PLAIN_FUNCTION.sub(_as_command, part)
+    return _WORD.sub(_as_word, _braced_arguments(_brackets_to_braces(part)))
 
 
 def _without_dollars(s: str) -> str:
@@ -359,8 +174,8 @@ def _as_text(match: re.Match[str]) -> str:
 
 
 def _signs(match: re.Match[str]) -> str:
-    inside = match[0][6:-1].strip()
-    return _WORD_SIGNS.get(inside.lower().rstrip("."), match[0])
+    inside = match[1].strip()
+    return WORD_SIGNS.get(inside.lower().rstrip("."), match[0])
 
 
 def _as_command(match: re.Match[str]) -> str:
@@ -383,7 +198,7 @@ def _as_word(match: re.Match[str]) -> str:
         return rf"\text{{{word}}}"
     if len(word) == 3 and spaced and after_value and re.search("[aeiou]", word):
         return rf"\text{{{word}}}"
-    if word.lower() in _WORD_SIGNS or word in ("no", "No", "NO", "yes", "Yes", "YES", "odd", "DNE"):
+    if word.lower() in WORD_SIGNS or word in ("no", "No", "NO", "yes", "Yes", "YES", "odd", "DNE"):
         return rf"\text{{{word}}}"
     return word
 

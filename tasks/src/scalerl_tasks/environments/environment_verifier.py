@@ -17,7 +17,7 @@ from scalerl_tasks.environments.protocol import (
 from scalerl_tasks.environments.tools import Tools
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.python_verifier import PythonFunction, described, imported
+from scalerl_tasks.python_function import PythonFunction, described, imported
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, declared_parts
 
 

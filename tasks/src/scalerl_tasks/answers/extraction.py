@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from scalerl_tasks.text import THOUGHT, THOUGHT_END
+from scalerl_tasks.thoughts import THOUGHT, THOUGHT_END
 
 _ANSWER, _ANSWER_END = "<answer>", "</answer>"
 # Escaped characters are consumed, so that the braces of \{1, 2\} do not count.
