@@ -8,7 +8,7 @@ from typing import Any
 
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted, Try
+from scalerl_coordinator.accepted_group import Accepted, Try
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, summarize
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 

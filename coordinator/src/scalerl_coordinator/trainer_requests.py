@@ -14,13 +14,13 @@ from scalerl_api import wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.wire import NextAction
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
 from scalerl_coordinator.evaluation_schedule import EvaluationSchedule
 from scalerl_coordinator.membership import name_of
 from scalerl_coordinator.publish_permits import PublishPermits
 from scalerl_coordinator.shards import ShardPlan, plan_shard
 from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.step_figures import Row
 
 log = logging.getLogger(__name__)
 
