@@ -209,7 +209,7 @@ class World:
         return leases.leases
 
     def push(self, member_id: str, group: wire.Group) -> wire.PushResult:
-        return self.rollouts.push(member_id, group, msgspec.msgpack.encode(group), self.now)[0]
+        return self.rollouts.pushes.receive(member_id, group, msgspec.msgpack.encode(group), self.now)[0]
 
     def serve(self, member_id: str, version: int, groups: int = 100, **changes: Any) -> list[wire.Lease]:
         """Lease, and push it all."""
@@ -292,8 +292,8 @@ class World:
                 if member_id in self.core.membership.members:
                     self.beat(member_id, version)
             self.core.tick(self.now)
-            self.training.tick(self.now)
             self.rollouts.tick(self.now)
+            self.training.tick(self.now)
 
 
 class JournalWorld(World):

@@ -77,7 +77,7 @@ def test_next_lease_continues_with_reported_tokens(world, end):
     # It stays until the group is accepted: the next holder may be killed before its first report.
     assert not report(world, other, group(again, partial([6], 4), partial([], 1, finish_reason="stop")))
     world.now += 100
-    world.core.tick(world.now)
+    world.rollouts.tick(world.now)
     member = world.register("i", version=0)
     (third,) = world.lease(member, 0, 1)
     assert third.partial.completions[0] == partial([1, 2, 4, 5, 6])
@@ -360,5 +360,5 @@ def test_leases_beyond_answers_bound_start_again(world, monkeypatch):
     assert [lease.partial is None for lease in again] == [False, True]
     release(world, again[1])
     world.now += 5.0
-    world.core.tick(world.now)
+    world.rollouts.tick(world.now)
     assert world.lease(world.member, 0, 1)[0].partial is not None, "kept for the next answer"

@@ -24,6 +24,7 @@ from scalerl_coordinator.scheduling import (
     SchedulerInput,
     SchedulingPolicy,
 )
+from scalerl_coordinator.slot_attempts import SlotAttempts
 from scalerl_coordinator.state import OpenLease
 from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 
@@ -282,7 +283,9 @@ def test_place_opened_by_a_closed_one_is_assigned() -> None:
     helper = world.register("h", version=0)
     assert len(world.lease(helper, 0, 9)) == 4
     world.core.close_lease(late.lease_id, r.CloseReason.EXPIRED)
-    world.core.retry_slot(OpenLease(late.prompt, late.slot, -1, "g"), "slow", world.now, failed=True)
+    SlotAttempts(world.core).retry_slot(
+        OpenLease(late.prompt, late.slot, -1, "g"), "slow", world.now, failed=True
+    )
     world.ask(world.member, 0, 9)
     assert taken(world, world.member) == []
     assert world.push(world.member, make_group(late)) == "accepted"
