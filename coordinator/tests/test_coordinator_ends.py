@@ -8,6 +8,8 @@ from coordinator_world import World, make_settings, ready, train
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, Phase, PushResult, Split
+from scalerl_coordinator.core import TRAINER, WORK
+from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.run_status import build_status
 
 
@@ -203,3 +205,21 @@ def test_time_after_the_first_lease_is_no_waiting_time():
     status = build_status(world.core)
     assert status.waiting_seconds == waited
     assert status.wall_seconds >= 10.0
+
+
+def test_back_offs_that_end_before_usage_is_journaled_wake_the_polls():
+    world = ready(World(make_settings()))
+    (lease,) = world.lease(world.member, 0, 1)
+    key = slot_key(lease.prompt, lease.slot)
+    for _ in range(2):
+        world.core.book.add_retry(key, "slow", world.now)
+    world.core.membership.failed_publish("g", world.now)
+    world.now += 6.0
+    assert not world.core.book.waits(key, world.now)
+    world.core.flush_usage(world.now)
+    world.core.wake.clear()
+    world.pass_time(1.0, {world.member: 0})
+    assert world.core.wake == {WORK, TRAINER}
+    world.core.wake.clear()
+    world.pass_time(1.0, {world.member: 0})
+    assert not world.core.wake
