@@ -147,7 +147,7 @@ def test_max_seconds_ends_a_run_all_of_whose_groups_wait_for_the_teacher(crashes
     status = build_status(world.core)
     assert (status.phase, status.stop_reason) == (wire.Phase.FINISHED, "maxSeconds")
     assert (status.counts.leased, status.counts.given_up, status.counts.expired_leases) == (12, 0, 0)
-    offered = world.rollouts.offer(world.member, 1, world.now)
+    offered = world.generator_requests.offer(world.member, 1, world.now)
     assert offered is not None
     assert offered.stop
     # The teacher answers after all, to actors that have not read their stop.

@@ -25,19 +25,19 @@ def test_max_steps_finishes_after_last_evaluation():
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSteps")
     assert build_status(world.core).phase is Phase.FINISHING
-    assert world.rollouts.offer(world.member, 1, world.now).stop
+    assert world.generator_requests.offer(world.member, 1, world.now).stop
     world.checkpoint("t", [1])
     assert build_status(world.core).phase is Phase.FINISHED
 
 
 def test_next_reports_evaluated_versions(world):
-    assert [v for v in range(5) if world.training.evaluations.has_evaluation(v)] == [0, 2, 4]
+    assert [v for v in range(5) if world.trainer_requests.evaluations.has_evaluation(v)] == [0, 2, 4]
     ending = World(make_settings(max_steps=3))
-    assert [v for v in range(5) if ending.training.evaluations.has_evaluation(v)] == [0, 2, 3, 4]
+    assert [v for v in range(5) if ending.trainer_requests.evaluations.has_evaluation(v)] == [0, 2, 3, 4]
     world.core.stop("plateau", world.now)
-    assert world.training.evaluations.has_evaluation(3), "the last one, whichever it is"
+    assert world.trainer_requests.evaluations.has_evaluation(3), "the last one, whichever it is"
     world.core.stop(wire.INTERRUPTED, world.now)
-    assert not world.training.evaluations.has_evaluation(3)
+    assert not world.trainer_requests.evaluations.has_evaluation(3)
 
 
 def test_stop_survives_crash_and_can_be_cancelled(world):
@@ -101,7 +101,7 @@ def test_run_whose_last_version_reaches_no_generator_finishes(world, caplog, rea
 def test_interrupt_skips_evaluation(world):
     train(world)
     world.core.stop(wire.INTERRUPTED, world.now)
-    assert world.rollouts.offer(world.member, 8, world.now) is None
+    assert world.generator_requests.offer(world.member, 8, world.now) is None
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "interrupted")
     world.checkpoint("t", [1])
@@ -192,7 +192,7 @@ def test_time_of_mid_training_is_no_waiting_time():
     for seconds in (20.0, 40.0, 60.0):
         world.pass_time(20.0)
         message = wire.SupervisedReport(incarnation="t", steps=1, tokens=1, seconds=seconds)
-        world.training.supervised(message, world.now)
+        world.trainer_requests.supervised(message, world.now)
         status = build_status(world.core)
         assert (status.waiting_seconds, status.wall_seconds) == (0.0, seconds)
 

@@ -168,7 +168,7 @@ def test_failures_do_not_count_in_another_set():
         reason="no",
         cause=ReleaseCause.TOO_LONG,
     )
-    world.rollouts.release(request, world.now)
+    world.generator_requests.release(request, world.now)
     assert world.state.evaluations[0, 1].results[0].given_up
     assert world.state.evaluations[0, 0].results == {}
     check_consistency(world)
@@ -312,9 +312,9 @@ def test_other_sets_continue_with_newer_weights():
             completions=[tokens] * lease.completions,
         )
         reported = wire.Partials(member_id=world.member, groups=[begun])
-        world.rollouts.receive_partials(reported, world.now)
+        world.generator_requests.receive_partials(reported, world.now)
         released = wire.Release(member_id=world.member, lease_ids=[lease.lease_id], reason="drained")
-        world.rollouts.release(released, world.now)
+        world.generator_requests.release(released, world.now)
         slot = lease.slot
         world.now += 2  # the slot is not offered again at once
         offered = world.lease(world.member, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from scalerl_api.wire import PromptRef, trained_tokens
+from scalerl_coordinator import journal_records as r
 
 
 class Accepted(msgspec.Struct, array_like=True):
@@ -42,6 +45,10 @@ class Accepted(msgspec.Struct, array_like=True):
     episode_seconds: tuple[float, float] | None = None
     equal_turns: bool = False
 
+    @classmethod
+    def of_record(cls, record: r.GroupAccepted) -> Accepted:
+        return cls(**{name: getattr(record, name) for name in _OF_RECORD})
+
     @property
     def rollouts(self) -> int:
         return len(self.lengths)
@@ -73,6 +80,11 @@ class Accepted(msgspec.Struct, array_like=True):
     def trained_tokens(self) -> list[int]:
         """Number of tokens of each completion that contribute to the gradient unless the group is filtered."""
         return trained_tokens(self.lengths, self.masked_tokens, self.ungraded)
+
+
+_OF_RECORD: Final = tuple(
+    name for name in Accepted.__struct_fields__ if name in r.GroupAccepted.__struct_fields__
+)
 
 
 class Try(msgspec.Struct, array_like=True, frozen=True):
