@@ -41,54 +41,53 @@ class SlotAttempts:
         Args:
             failed: the holder is healthy and still could not serve the slot.
         """
+        core = self._core
         key = slot_key(lease.prompt, lease.slot)
-        member = self._core.membership.named(lease.holder)
+        member = core.membership.named(lease.holder)
         proven = member is not None and member.proven
         failed_by = lease.holder if failed else None
-        retries = self._core.book.add_retry(key, reason, now, failed_by=failed_by, proven=proven)
+        retries = core.book.add_retry(key, reason, now, failed_by=failed_by, proven=proven)
         failures = retries.proven_failures if proven else retries.failures
         exhausted = failures >= MAX_FAILURES and not (
             member is not None and self.others_should_try(key, member, lease.policy_version)
         )
         if exhausted and len(retries.proven) <= 1 and self._only_newer_weights_are_left(key, lease):
             text = "%s failed %d times with the generators that have version %d, last: %s; newer weights will complete the evaluation"
-            log.error(text, self._core.describe(key), retries.failures, lease.policy_version, reason)
-            self._core.commit(r.EvaluationReleased(lease.policy_version, lease.prompt.task))
+            log.error(text, core.describe(key), retries.failures, lease.policy_version, reason)
+            core.commit(r.EvaluationReleased(lease.policy_version, lease.prompt.task))
         elif len(retries.proven) > 1 or exhausted:
             self.give_up(
                 lease, r.GiveUpReason.FAILED, f"failed {retries.failures} times, last: {reason}", now
             )
         elif retries.attempts == REPORTED_ATTEMPTS:
-            log.error(
-                "%s failed %d times, last reason: %s", self._core.describe(key), retries.attempts, reason
-            )
+            log.error("%s failed %d times, last reason: %s", core.describe(key), retries.attempts, reason)
         if retries.attempts >= MAX_FINAL_ATTEMPTS:
-            self._core.wake.add(TRAINER)
+            core.wake.add(TRAINER)
 
     def give_up(self, lease: OpenLease, cause: r.GiveUpReason, reason: str, now: float) -> None:
         """Stop issuing the slot of a closed lease. The slot's step or evaluation proceeds without it."""
-        self._core.book.retries.pop(slot_key(lease.prompt, lease.slot), None)
+        core = self._core
+        core.book.retries.pop(slot_key(lease.prompt, lease.slot), None)
         held_out = lease.split is Split.HELD_OUT
         log.error(
             "gave up %s (prompt %d): %s",
-            *(self._core.describe(slot_key(lease.prompt, lease.slot)), lease.prompt.index, reason),
+            *(core.describe(slot_key(lease.prompt, lease.slot)), lease.prompt.index, reason),
         )
         if held_out:
-            self._core.flush_usage(
-                now
-            )  # this may complete the evaluation, whose point records the run's time
-        self._core.commit(
+            core.flush_usage(now)  # this may complete the evaluation, whose point records the run's time
+        core.commit(
             r.GivenUp(
                 *(lease.split, lease.slot, lease.policy_version if held_out else -1),
                 *(cause, reason[:500]),
-                *((lease.prompt.task, self._core.labels_of(lease.prompt)) if held_out else ()),
+                *((lease.prompt.task, core.labels_of(lease.prompt)) if held_out else ()),
             )
         )
 
     def may_issue(self, key: SlotKey, member: Member, now: float, version: int = -1) -> bool:
         """Whether ``key``, of the evaluation of ``version`` or of training, may be issued to ``member`` now. A slot that failed with a
         member goes to other members first."""
-        return not self._core.book.waits(key, now) and not self.others_should_try(key, member, version)
+        core = self._core
+        return not core.book.waits(key, now) and not self.others_should_try(key, member, version)
 
     def others_should_try(self, key: SlotKey, member: Member, version: int = -1) -> bool:
         """Whether the slot failed with ``member`` and another healthy member is the better next choice.
@@ -96,13 +95,14 @@ class SlotAttempts:
         That is a member with weights at least as new that has not failed with the slot, or that is proven while ``member``
         is not. ``version``: the version under evaluation, of a prompt of an evaluation.
         """
-        retries = self._core.book.retries.get(key)
+        core = self._core
+        retries = core.book.retries.get(key)
         if retries is None or member.name not in retries.failed_by:
             return False
-        evaluation = self._core.state.evaluations.get((version, key[0])) if key[1] is Split.HELD_OUT else None
+        evaluation = core.state.evaluations.get((version, key[0])) if key[1] is Split.HELD_OUT else None
         others = [
             other
-            for other in self._core.membership.members.values()
+            for other in core.membership.members.values()
             if other is not member
             and other.healthy
             and other.version >= member.version
@@ -115,15 +115,16 @@ class SlotAttempts:
 
     def _only_newer_weights_are_left(self, key: SlotKey, lease: OpenLease) -> bool:
         """Whether the prompt of a closed lease waits for its version, and members that have not failed with it have newer ones."""
-        evaluation = self._core.state.evaluations.get((lease.policy_version, key[0]))
-        if lease.split is Split.TRAIN or self._core.settings.evaluation_generators is None:
+        core = self._core
+        evaluation = core.state.evaluations.get((lease.policy_version, key[0]))
+        if lease.split is Split.TRAIN or core.settings.evaluation_generators is None:
             return False
-        failed_by = self._core.book.retries[key].failed_by
+        failed_by = core.book.retries[key].failed_by
         return (
             evaluation is not None
             and not self._evaluators.newer_may_complete(evaluation)
             and any(
                 m.healthy and m.version > lease.policy_version and m.name not in failed_by
-                for m in self._core.membership.members.values()
+                for m in core.membership.members.values()
             )
         )
