@@ -135,6 +135,7 @@ def test_max_seconds_ends_a_run_all_of_whose_groups_wait_for_the_teacher(crashes
         world.pass_time(1.0)
         assert world.lease(world.member, 0) == []
         if crashes and seconds == 150:
+            world.acknowledge()
             world.crash(0)
             world.member = world.register("g", held=held, version=0)
     assert limit == "maxSeconds"

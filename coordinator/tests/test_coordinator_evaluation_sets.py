@@ -337,10 +337,11 @@ class Hard:
 
 
 async def test_prompts_are_those_of_the_lease_s_set(local):
-    local.server._prompts[1, Split.HELD_OUT] = Hard()
+    endpoints = local.server._generator_endpoints
+    endpoints._prompts[Split.HELD_OUT].append(Hard())
     world = two_sets()
     leases = [lease for lease in world.lease(world.member, 0) if lease.split is Split.HELD_OUT]
-    ids, failed = local.server._prompt_ids(leases)
+    ids, failed = endpoints._prompt_ids(leases)
     assert ids == ["held-out/0", "held-out/1", "hard/0", "hard/1", "hard/2"]
     assert not failed
 
