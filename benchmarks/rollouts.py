@@ -22,7 +22,7 @@ from coordinator import english
 from scalerl_api.wire import GroupText, PromptRef, Split, TrainedSequence, VersionSpan
 from scalerl_cli.main import parser as command_line
 from scalerl_cli.rollout_search import select
-from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 from scalerl_coordinator.recorded_rows import RecordedGroup
 from scalerl_coordinator.rollout_record import RolloutRecord

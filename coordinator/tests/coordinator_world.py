@@ -113,8 +113,8 @@ class World:
             for task in self.settings.identity.set_tasks
         }
         self.core = Core.begin(self.settings, samplers, state, f"p{self.process}", self.now, labels)
-        self.rollouts = GeneratorRequests(self.core)
-        self.training = TrainerRequests(self.core)
+        self.generator_requests = GeneratorRequests(self.core)
+        self.trainer_requests = TrainerRequests(self.core)
         self.write()
 
     @property
@@ -175,14 +175,14 @@ class World:
         self.member_ids += 1
         member_id = f"{name}/{self.member_ids}"
         request = wire.Register(name=name, control_url="u", task_digest="train", held_leases=held or [])
-        self.rollouts.register(request, member_id, self.now)
+        self.generator_requests.register(request, member_id, self.now)
         if version is not None:
             self.beat(member_id, version)
         return member_id
 
     def beat(self, member_id: str, version: int, **changes: Any) -> None:
         values = {"healthy": True, "busy_seconds": 0.0, "generated_tokens": 0, **changes}
-        self.rollouts.heartbeat(
+        self.generator_requests.heartbeat(
             wire.Heartbeat(member_id=member_id, weight_version=version, **values), self.now
         )
 
@@ -190,7 +190,7 @@ class World:
         """A lease request that does not wait."""
         self.ask(member_id, version, groups)
         leases = self.take(member_id, groups)
-        self.rollouts.end_lease_request(member_id)
+        self.generator_requests.end_lease_request(member_id)
         return leases
 
     def ask(self, member_id: str, version: int, groups: int = 100) -> None:
@@ -198,18 +198,20 @@ class World:
         request = wire.LeaseRequest(
             member_id=member_id, weight_version=version, max_groups=groups, wait_seconds=0
         )
-        self.rollouts.receive_lease_request(request, self.now)
+        self.generator_requests.receive_lease_request(request, self.now)
 
     def take(self, member_id: str, groups: int = 100) -> list[wire.Lease]:
         """Answer it if there is something."""
-        leases = self.rollouts.offer(member_id, groups, self.now)
+        leases = self.generator_requests.offer(member_id, groups, self.now)
         if leases is None:
             return []
         self.core.book.mark_sent((lease.lease_id for lease in leases.leases), self.now)
         return leases.leases
 
     def push(self, member_id: str, group: wire.Group) -> wire.PushResult:
-        return self.rollouts.push(member_id, group, msgspec.msgpack.encode(group), self.now)[0]
+        return self.generator_requests.pushes.receive(
+            member_id, group, msgspec.msgpack.encode(group), self.now
+        )[0]
 
     def serve(self, member_id: str, version: int, groups: int = 100, **changes: Any) -> list[wire.Lease]:
         """Lease, and push it all."""
@@ -220,11 +222,11 @@ class World:
 
     def hello(self, incarnation: str, version: int = 0, snapshot: bytes | None = None) -> wire.TrainerWelcome:
         request = wire.TrainerHello(incarnation=incarnation, version=version, world_size=1, snapshot=snapshot)
-        return self.training.hello(request, self.now)
+        return self.trainer_requests.hello(request, self.now)
 
     def next(self, incarnation: str) -> wire.Next | None:
         request = wire.NextRequest(incarnation=incarnation, version=self.state.version, wait_seconds=0)
-        return self.training.next(request, self.now)
+        return self.trainer_requests.next(request, self.now)
 
     def report(
         self, incarnation: str, step: int, skipped: str = "", **stats: float
@@ -237,11 +239,11 @@ class World:
             trained_tokens=0 if skipped else 10,
             skipped=skipped,
         )
-        return self.training.step(request, self.now)
+        return self.trainer_requests.step(request, self.now)
 
     def begin_publish(self, incarnation: str) -> wire.PublishPermit | None:
         request = wire.PublishBegin(incarnation=incarnation, version=self.state.version, wait_seconds=0)
-        return self.training.publish_begin(request, self.now)
+        return self.trainer_requests.publish_begin(request, self.now)
 
     def commit_publish(
         self,
@@ -263,7 +265,7 @@ class World:
             problem=problem,
             kept=kept or [],
         )
-        self.training.publish_commit(request, self.now)
+        self.trainer_requests.publish_commit(request, self.now)
 
     def publish(self, incarnation: str, **stats: float) -> list[str]:
         """Begin and commit to everyone permitted."""
@@ -275,14 +277,14 @@ class World:
 
     def checkpoint(self, incarnation: str, kept: list[int]) -> bytes:
         begin = wire.CheckpointBegin(incarnation=incarnation, step=self.state.version)
-        snapshot = self.training.checkpoint_begin(begin, self.now).snapshot
+        snapshot = self.trainer_requests.checkpoint_begin(begin, self.now).snapshot
         commit = wire.CheckpointCommit(incarnation=incarnation, step=self.state.version, kept_steps=kept)
-        self.training.checkpoint_commit(commit, self.now)
+        self.trainer_requests.checkpoint_commit(commit, self.now)
         return snapshot
 
     def plan(self, incarnation: str, step: int, rank: int = 0, world_size: int = 1) -> Any:
         request = wire.ShardRequest(incarnation=incarnation, step=step, rank=rank, world_size=world_size)
-        return self.training.plan_shard(request)
+        return self.trainer_requests.plan_shard(request)
 
     def pass_time(self, seconds: float, beats: dict[str, int] | None = None) -> None:
         """Let time pass in ticks of a second; members in ``beats`` (id → version) send heartbeats."""
@@ -292,8 +294,8 @@ class World:
                 if member_id in self.core.membership.members:
                     self.beat(member_id, version)
             self.core.tick(self.now)
-            self.training.tick(self.now)
-            self.rollouts.tick(self.now)
+            self.generator_requests.tick(self.now)
+            self.trainer_requests.tick(self.now)
 
 
 class JournalWorld(World):

@@ -12,11 +12,13 @@ from coordinator_world import World, make_settings, ready
 
 from scalerl_api import wire
 from scalerl_api.load import parse_run
+from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import NextAction, PushResult, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.shards import fill_shard
+from scalerl_operator.policy.budget import limit_reached
 
 TEACHER = struct.pack("<4f", -1.0, -2.0, 0.0, -4.0)
 
@@ -108,6 +110,53 @@ def test_run_ends_while_no_teacher_answers(world: World) -> None:
     status = build_status(world.core)
     assert status.stop_reason == "the budget is used up"
     assert status.phase in (wire.Phase.FINISHING, wire.Phase.FINISHED)
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_max_seconds_ends_a_run_all_of_whose_groups_wait_for_the_teacher(crashes: bool) -> None:
+    """For many times a lease's deadline: the run's time counts, and no slot is given up for the teacher."""
+    world = ready(World(make_settings(teacher=True, lease_seconds=20.0)))
+    budget = BudgetSpec(max_seconds=300)
+    waiting = world.lease(world.member, 0)
+    held = [lease.lease_id for lease in waiting]
+    seconds = 0
+    while not (limit := limit_reached(budget, build_status(world.core))):
+        seconds += 1
+        assert seconds <= 300
+        assert world.next("t") is None
+        world.beat(
+            world.member,
+            0,
+            teacher_problem="http://teacher:8000: refused",
+            held_leases=held,
+            generated_leases=held,
+            progress=dict.fromkeys(held, seconds),
+        )
+        world.pass_time(1.0)
+        assert world.lease(world.member, 0) == []
+        if crashes and seconds == 150:
+            world.acknowledge()
+            world.crash(0)
+            world.member = world.register("g", held=held, version=0)
+    assert limit == "maxSeconds"
+    assert seconds >= 290
+    world.core.stop(limit, world.now)
+    finish = world.next("t")
+    assert finish is not None
+    assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSeconds")
+    world.checkpoint("t", [0])
+    status = build_status(world.core)
+    assert (status.phase, status.stop_reason) == (wire.Phase.FINISHED, "maxSeconds")
+    assert (status.counts.leased, status.counts.given_up, status.counts.expired_leases) == (12, 0, 0)
+    offered = world.generator_requests.offer(world.member, 1, world.now)
+    assert offered is not None
+    assert offered.stop
+    # The teacher answers after all, to actors that have not read their stop.
+    assert {world.push(world.member, taught(lease)) for lease in waiting} == {PushResult.ACCEPTED}
+    world.pass_time(60.0, {world.member: 0})
+    assert build_status(world.core).wall_seconds == status.wall_seconds
+    world.acknowledge()
+    assert world.replay() == world.state
 
 
 def test_stop_evaluates_the_last_version_without_a_teacher(world: World) -> None:

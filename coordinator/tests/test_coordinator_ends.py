@@ -8,6 +8,8 @@ from coordinator_world import World, make_settings, ready, train
 
 from scalerl_api import wire
 from scalerl_api.wire import NextAction, Phase, PushResult, Split
+from scalerl_coordinator.core import TRAINER, WORK
+from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.run_status import build_status
 
 
@@ -23,19 +25,19 @@ def test_max_steps_finishes_after_last_evaluation():
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "maxSteps")
     assert build_status(world.core).phase is Phase.FINISHING
-    assert world.rollouts.offer(world.member, 1, world.now).stop
+    assert world.generator_requests.offer(world.member, 1, world.now).stop
     world.checkpoint("t", [1])
     assert build_status(world.core).phase is Phase.FINISHED
 
 
 def test_next_reports_evaluated_versions(world):
-    assert [v for v in range(5) if world.training.evaluations.has_evaluation(v)] == [0, 2, 4]
+    assert [v for v in range(5) if world.trainer_requests.evaluations.has_evaluation(v)] == [0, 2, 4]
     ending = World(make_settings(max_steps=3))
-    assert [v for v in range(5) if ending.training.evaluations.has_evaluation(v)] == [0, 2, 3, 4]
+    assert [v for v in range(5) if ending.trainer_requests.evaluations.has_evaluation(v)] == [0, 2, 3, 4]
     world.core.stop("plateau", world.now)
-    assert world.training.evaluations.has_evaluation(3), "the last one, whichever it is"
+    assert world.trainer_requests.evaluations.has_evaluation(3), "the last one, whichever it is"
     world.core.stop(wire.INTERRUPTED, world.now)
-    assert not world.training.evaluations.has_evaluation(3)
+    assert not world.trainer_requests.evaluations.has_evaluation(3)
 
 
 def test_stop_survives_crash_and_can_be_cancelled(world):
@@ -99,7 +101,7 @@ def test_run_whose_last_version_reaches_no_generator_finishes(world, caplog, rea
 def test_interrupt_skips_evaluation(world):
     train(world)
     world.core.stop(wire.INTERRUPTED, world.now)
-    assert world.rollouts.offer(world.member, 8, world.now) is None
+    assert world.generator_requests.offer(world.member, 8, world.now) is None
     finish = world.next("t")
     assert (finish.action, finish.reason) == (NextAction.FINISH, "interrupted")
     world.checkpoint("t", [1])
@@ -190,7 +192,7 @@ def test_time_of_mid_training_is_no_waiting_time():
     for seconds in (20.0, 40.0, 60.0):
         world.pass_time(20.0)
         message = wire.SupervisedReport(incarnation="t", steps=1, tokens=1, seconds=seconds)
-        world.training.supervised(message, world.now)
+        world.trainer_requests.supervised(message, world.now)
         status = build_status(world.core)
         assert (status.waiting_seconds, status.wall_seconds) == (0.0, seconds)
 
@@ -203,3 +205,21 @@ def test_time_after_the_first_lease_is_no_waiting_time():
     status = build_status(world.core)
     assert status.waiting_seconds == waited
     assert status.wall_seconds >= 10.0
+
+
+def test_back_offs_that_end_before_usage_is_journaled_wake_the_polls():
+    world = ready(World(make_settings()))
+    (lease,) = world.lease(world.member, 0, 1)
+    key = slot_key(lease.prompt, lease.slot)
+    for _ in range(2):
+        world.core.book.add_retry(key, "slow", world.now)
+    world.core.membership.failed_publish("g", world.now)
+    world.now += 6.0
+    assert not world.core.book.waits(key, world.now)
+    world.core.flush_usage(world.now)
+    world.core.wake.clear()
+    world.pass_time(1.0, {world.member: 0})
+    assert world.core.wake == {WORK, TRAINER}
+    world.core.wake.clear()
+    world.pass_time(1.0, {world.member: 0})
+    assert not world.core.wake

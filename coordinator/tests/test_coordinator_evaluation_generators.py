@@ -154,7 +154,7 @@ def test_generator_with_a_prompt_keeps_the_version_though_another_one_has_its_pl
 def fail(world: World, member: str, leases: list[Lease]) -> None:
     ids = [lease.lease_id for lease in leases]
     request = wire.Release(member_id=member, lease_ids=ids, reason="no", cause=ReleaseCause.FAILED)
-    world.rollouts.release(request, world.now)
+    world.generator_requests.release(request, world.now)
 
 
 def test_generator_with_the_version_serves_what_the_kept_one_fails() -> None:

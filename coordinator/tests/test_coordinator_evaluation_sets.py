@@ -168,7 +168,7 @@ def test_failures_do_not_count_in_another_set():
         reason="no",
         cause=ReleaseCause.TOO_LONG,
     )
-    world.rollouts.release(request, world.now)
+    world.generator_requests.release(request, world.now)
     assert world.state.evaluations[0, 1].results[0].given_up
     assert world.state.evaluations[0, 0].results == {}
     check_consistency(world)
@@ -312,9 +312,9 @@ def test_other_sets_continue_with_newer_weights():
             completions=[tokens] * lease.completions,
         )
         reported = wire.Partials(member_id=world.member, groups=[begun])
-        world.rollouts.receive_partials(reported, world.now)
+        world.generator_requests.receive_partials(reported, world.now)
         released = wire.Release(member_id=world.member, lease_ids=[lease.lease_id], reason="drained")
-        world.rollouts.release(released, world.now)
+        world.generator_requests.release(released, world.now)
         slot = lease.slot
         world.now += 2  # the slot is not offered again at once
         offered = world.lease(world.member, 1)
@@ -337,10 +337,11 @@ class Hard:
 
 
 async def test_prompts_are_those_of_the_lease_s_set(local):
-    local.server._prompts[1, Split.HELD_OUT] = Hard()
+    endpoints = local.server._generator_endpoints
+    endpoints._prompts[Split.HELD_OUT].append(Hard())
     world = two_sets()
     leases = [lease for lease in world.lease(world.member, 0) if lease.split is Split.HELD_OUT]
-    ids, failed = local.server._prompt_ids(leases)
+    ids, failed = endpoints._prompt_ids(leases)
     assert ids == ["held-out/0", "held-out/1", "hard/0", "hard/1", "hard/2"]
     assert not failed
 

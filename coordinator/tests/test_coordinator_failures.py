@@ -16,8 +16,7 @@ from coordinator_disks import FullDisk, ReadOnlyDisk
 from scalerl_api import endpoints, wire
 from scalerl_api.coordinator_spec import LEASE_SECONDS
 from scalerl_coordinator import core as core_module
-from scalerl_coordinator import journaled_core
-from scalerl_coordinator import server as server_module
+from scalerl_coordinator import generator_endpoints, journaled_core
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.journal_records import AnyRecord
 from scalerl_coordinator.prompt_sequence import SeededEpochs
@@ -194,7 +193,7 @@ async def test_heartbeat_keeps_leases_of_unsent_answer(local, visitor):
 
 
 async def test_push_accepts_longest_group(local, visitor, serving_on, tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "PUSH_BODY_BYTES", 1)
+    monkeypatch.setattr(generator_endpoints, "PUSH_BODY_BYTES", 1)
     async with serving_on(tmp_path / "small") as small, aiohttp.ClientSession() as session:
         client = Client(session, small.url)
         member = await join(client)

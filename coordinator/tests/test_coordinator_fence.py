@@ -120,7 +120,7 @@ class Coordinator:
             assert journal._writer is not None
             journal._writer.cancel()
             journal._thread.shutdown()
-            os.close(journal._fd)
+            journal._files.close()
         else:
             await journal.close()
 

@@ -43,7 +43,7 @@ def test_lease_requires_weights_and_bounds_staleness():
 
 def test_lease_lost_is_reissued_first_with_its_prompt(world):
     first = world.lease(world.member, 0, 4)
-    world.rollouts.release(
+    world.generator_requests.release(
         wire.Release(member_id=world.member, lease_ids=[first[2].lease_id, first[1].lease_id], reason="full"),
         world.now,
     )
@@ -237,7 +237,7 @@ def test_retries_back_off_and_show_in_status(world):
 
 def release(world: World, member: str, lease: wire.Lease, cause: wire.ReleaseCause) -> None:
     message = wire.Release(member_id=member, lease_ids=[lease.lease_id], reason="why", cause=cause)
-    world.rollouts.release(message, world.now)
+    world.generator_requests.release(message, world.now)
 
 
 def proven(world: World, name: str) -> str:
@@ -429,7 +429,7 @@ def test_held_out_too_long_prompt_scores_0():
 def test_register_refuses_another_task(world):
     request = wire.Register(name="x", control_url="u", task_digest="other")
     with pytest.raises(Refusal, match="same version of the task library"):
-        world.rollouts.register(request, "x/1", world.now)
+        world.generator_requests.register(request, "x/1", world.now)
 
 
 def test_register_refuses_other_code_of_the_verifier():
@@ -438,9 +438,9 @@ def test_register_refuses_other_code_of_the_verifier():
     for grading in (["b", ""], ["", ""], []):
         request = wire.Register(name="x", control_url="u", task_digest="train", grading=grading)
         with pytest.raises(Refusal, match=r"other code of the verifier"):
-            world.rollouts.register(request, "x/1", world.now)
+            world.generator_requests.register(request, "x/1", world.now)
     request = wire.Register(name="x", control_url="u", task_digest="train", grading=["a", ""])
-    assert world.rollouts.register(request, "x/1", world.now).member_id
+    assert world.generator_requests.register(request, "x/1", world.now).member_id
 
 
 def test_code_of_the_verifier_is_part_of_what_a_point_measures():

@@ -221,7 +221,7 @@ class Coordinator(RuleBasedStateMachine):
             ]
             REACHED["requests passed over"] += bool(open_requests)
         for member_id, _ in self.members.values():
-            self.world.rollouts.end_lease_request(member_id)
+            self.world.generator_requests.end_lease_request(member_id)
         for name in open_requests:
             assert not self._lease(name, lambda i, v: self.world.lease(i, v, 1))
 
@@ -292,7 +292,7 @@ class Coordinator(RuleBasedStateMachine):
         )
         reply = self._as_member(
             name,
-            lambda i, _: self.world.rollouts.receive_partials(
+            lambda i, _: self.world.generator_requests.receive_partials(
                 wire.Partials(member_id=i, groups=[group]), self.world.now
             ),
         )
@@ -366,7 +366,7 @@ class Coordinator(RuleBasedStateMachine):
         request = lambda i: wire.Release(  # noqa: E731
             member_id=i, lease_ids=[lease.lease_id], reason="no", cause=cause
         )
-        self._as_member(name, lambda i, _: self.world.rollouts.release(request(i), self.world.now))
+        self._as_member(name, lambda i, _: self.world.generator_requests.release(request(i), self.world.now))
 
     @rule(seconds=st.sampled_from([1, 5, 20, 120]), alive=st.sets(st.sampled_from(NAMES)))
     def pass_time(self, seconds: int, alive: set[str]) -> None:
@@ -398,10 +398,10 @@ class Coordinator(RuleBasedStateMachine):
             self.unpublished = True
         elif following.action is NextAction.TRAIN:
             step = following.step
-            if step > world.state.published and world.training.permits.publishes(step):
+            if step > world.state.published and world.trainer_requests.permits.publishes(step):
                 REACHED["steps trained while an evaluation holds a publish"] += self.unpublished
                 assert not any(
-                    world.training.evaluations.due(step, t) for t in world.settings.identity.set_tasks
+                    world.trainer_requests.evaluations.due(step, t) for t in world.settings.identity.set_tasks
                 )
             plan = world.plan(self.incarnation, step)
             assert [g.slot for g in plan.groups] == list(world.state.slots_of(step))
@@ -428,7 +428,7 @@ class Coordinator(RuleBasedStateMachine):
             assert world.report(self.incarnation, step, skipped, loss=1.0) is not None
             assert world.report(self.incarnation, step, skipped, loss=1.0) is None  # its answer was lost
             self.unpublished = world.state.version > world.state.published
-            self.unpublished &= world.training.permits.publishes(world.state.version)
+            self.unpublished &= world.trainer_requests.permits.publishes(world.state.version)
         elif following.action is NextAction.FINISH:
             assert self.max_steps == world.state.version
         world.acknowledge()

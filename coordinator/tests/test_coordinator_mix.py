@@ -65,7 +65,7 @@ def walk(name: str, crashes: frozenset[int] = frozenset()) -> dict[int, wire.Pro
         if number in crashes:
             world.crash(0)
             world.member = world.register("g", version=world.state.version)
-            world.training.hello(
+            world.trainer_requests.hello(
                 wire.TrainerHello(incarnation="t", version=world.state.version, world_size=1, snapshot=None),
                 world.now,
             )

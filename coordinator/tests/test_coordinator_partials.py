@@ -45,14 +45,14 @@ def group(lease: wire.Lease, *completions: wire.Partial) -> wire.PartialGroup:
 
 
 def report(world: World, member: str, *groups: wire.PartialGroup) -> list[str]:
-    return world.rollouts.receive_partials(
+    return world.generator_requests.receive_partials(
         wire.Partials(member_id=member, groups=list(groups)), world.now
     ).missing
 
 
 def release(world: World, lease: wire.Lease, cause: ReleaseCause = ReleaseCause.UNSERVED) -> None:
     request = wire.Release(member_id=world.member, lease_ids=[lease.lease_id], reason="drained", cause=cause)
-    world.rollouts.release(request, world.now)
+    world.generator_requests.release(request, world.now)
 
 
 def expire(world: World, lease: wire.Lease) -> None:
@@ -77,12 +77,12 @@ def test_next_lease_continues_with_reported_tokens(world, end):
     # It stays until the group is accepted: the next holder may be killed before its first report.
     assert not report(world, other, group(again, partial([6], 4), partial([], 1, finish_reason="stop")))
     world.now += 100
-    world.core.tick(world.now)
+    world.generator_requests.tick(world.now)
     member = world.register("i", version=0)
     (third,) = world.lease(member, 0, 1)
     assert third.partial.completions[0] == partial([1, 2, 4, 5, 6])
     assert world.push(member, make_group(third)) is PushResult.ACCEPTED
-    assert world.rollouts._partials.nbytes == 0
+    assert world.generator_requests._partials.nbytes == 0
     assert world.state.counts.acknowledged == 2
 
 
@@ -97,7 +97,7 @@ def test_report_after_expiry_counts_until_slot_is_leased_again(world):
     report(world, world.member, group(lease, partial([7])))
     report(world, world.member, group(again, partial([8])))  # another member's lease
     release_other = wire.Release(member_id=other, lease_ids=[again.lease_id], reason="")
-    world.rollouts.release(release_other, world.now)
+    world.generator_requests.release(release_other, world.now)
     assert world.lease(world.member, 0, 1)[0].partial.completions[0] == partial([1])
 
 
@@ -140,13 +140,13 @@ def test_completions_of_slots_that_are_not_issued_again_are_dropped(world):
     kept, given_up = world.lease(world.member, 0, 2)
     for lease in (kept, given_up):
         assert not report(world, world.member, group(lease, partial([1])))
-    both = world.rollouts.partial_bytes
+    both = world.generator_requests.partial_bytes
     release(world, given_up, ReleaseCause.TOO_LONG)
     report(world, world.member)
-    assert world.rollouts.partial_bytes == both / 2
+    assert world.generator_requests.partial_bytes == both / 2
     release(world, kept)
     report(world, world.member)
-    assert world.rollouts.partial_bytes == both / 2
+    assert world.generator_requests.partial_bytes == both / 2
 
 
 def test_completions_of_an_evaluation_are_kept_until_its_end():
@@ -160,14 +160,14 @@ def test_completions_of_an_evaluation_are_kept_until_its_end():
     assert not report(world, world.member, group(lease, partial([1])))
     release(world, lease)
     report(world, world.member)
-    assert world.rollouts.partial_bytes > 0
+    assert world.generator_requests.partial_bytes > 0
     assert world.push(world.member, make_group(other)) is PushResult.ACCEPTED
     (again,) = world.lease(world.member, 0, 1)
     assert again.partial.completions[0] == partial([1])
     release(world, again, ReleaseCause.TOO_LONG)
     assert not world.state.evaluations
     report(world, world.member)
-    assert world.rollouts.partial_bytes == 0
+    assert world.generator_requests.partial_bytes == 0
 
 
 def test_failed_lease_drops_completions(world):
@@ -183,13 +183,13 @@ def test_completions_without_new_token_are_dropped(world):
     report(world, world.member, group(lease, partial([1])))
     given = []
     for tokens in ([], [2], [], []):
-        world.rollouts._core.book.retries.clear()
+        world.generator_requests._core.book.retries.clear()
         release(world, lease)
         (lease,) = world.lease(world.member, 0, 1)
         given.append(lease.partial is not None)
         if tokens:
             report(world, world.member, group(lease, partial(tokens, 1)))
-    world.rollouts._core.book.retries.clear()
+    world.generator_requests._core.book.retries.clear()
     release(world, lease)
     given.append(world.lease(world.member, 0, 1)[0].partial is not None)
     assert given == [True, True, True, True, False]
@@ -268,7 +268,7 @@ def test_evaluation_continues_with_its_version_only():
     assert again.partial.completions[0] == partial([1, 2])
     key = partial_key(first.prompt, first.slot, 1)
     assert key != partial_key(first.prompt, first.slot, 0)
-    assert world.rollouts._partials.take(key, again, range(1), 100) is None
+    assert world.generator_requests._partials.take(key, again, range(1), 100) is None
 
 
 def lease(number: int = 0, **changes: Any) -> wire.Lease:
@@ -360,5 +360,5 @@ def test_leases_beyond_answers_bound_start_again(world, monkeypatch):
     assert [lease.partial is None for lease in again] == [False, True]
     release(world, again[1])
     world.now += 5.0
-    world.core.tick(world.now)
+    world.generator_requests.tick(world.now)
     assert world.lease(world.member, 0, 1)[0].partial is not None, "kept for the next answer"

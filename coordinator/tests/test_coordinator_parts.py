@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.task_figures import TASK_FIGURES
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted, RolloutCounts, figures, sum_step
+from scalerl_coordinator.accepted_group import Accepted
+from scalerl_coordinator.accounting import RolloutCounts
 from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
@@ -32,6 +33,7 @@ from scalerl_coordinator.slots import (
     staleness,
     step_of,
 )
+from scalerl_coordinator.step_figures import figures, sum_step
 
 # --- slots ---------------------------------------------------------------------------------------
 

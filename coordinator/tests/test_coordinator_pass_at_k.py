@@ -82,7 +82,7 @@ def test_points_have_it() -> None:
     first, second, third = world.lease(member, 0, 3)
     world.push(member, make_group(first, scores=[1.0, 0.0, 0.0, 0.0]))
     world.push(member, make_group(second, scores=[0.9, 0.0, 0.9, 0.0]))
-    world.rollouts.give_up_prompts({third.lease_id: "too long"}, world.now)
+    world.generator_requests.give_up_prompts({third.lease_id: "too long"}, world.now)
     (point,) = world.state.points
     assert [(at.k, at.mean) for at in point.pass_at] == [
         (2, pytest.approx(0.5 / 3)),

@@ -22,7 +22,7 @@ from coordinator_client import Client, make_group
 from scalerl_api import wire
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import rollout_record
-from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.journal_records import StoredGroup, decode_stored
 from scalerl_coordinator.recorded_rows import RecordedGroup, schema

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scalerl_api.recipe import ONE_OF, RecipeSpec
 from scalerl_api.wire import NextAction, Split
-from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import RECENT_STEPS, KnownHistory, PromptHistory, Tried, tried
 from scalerl_coordinator.prompt_sequence import Sampler, SamplerInput, SeededEpochs

@@ -24,6 +24,7 @@ from scalerl_coordinator.scheduling import (
     SchedulerInput,
     SchedulingPolicy,
 )
+from scalerl_coordinator.slot_attempts import SlotAttempts
 from scalerl_coordinator.state import OpenLease
 from scalerl_coordinator.training_leases import PATIENCE_SECONDS
 
@@ -146,14 +147,14 @@ def test_busier_generator_is_skipped_for_a_second() -> None:
     world.ask(world.member, 0, 9)
     assert taken(world, world.member) == []
     world.core.wake.clear()
-    world.rollouts.tick(world.now)
+    world.generator_requests.tick(world.now)
     assert not world.core.wake
     world.now += PATIENCE_SECONDS
-    world.rollouts.tick(world.now)
+    world.generator_requests.tick(world.now)
     assert world.core.wake == {"work"}
     world.core.wake.clear()
     world.now += 0.25
-    world.rollouts.tick(world.now)
+    world.generator_requests.tick(world.now)
     assert not world.core.wake, "once: it may not be eligible any more"
     assert len(taken(world, world.member)) == 1
 
@@ -176,7 +177,7 @@ def test_skipped_generator_is_woken_when_the_other_stops() -> None:
     world.ask(world.member, 0, 9)
     assert taken(world, world.member) == []
     world.core.wake.clear()
-    world.rollouts.end_lease_request(other)
+    world.generator_requests.end_lease_request(other)
     assert world.core.wake == {"work"}
     assert len(taken(world, world.member)) == 1
 
@@ -219,7 +220,7 @@ def test_failed_slot_goes_to_another_generator() -> None:
 
 def release(world: World, member_id: str, lease: wire.Lease) -> None:
     """It failed with the member."""
-    world.rollouts.release(
+    world.generator_requests.release(
         wire.Release(
             member_id=member_id,
             lease_ids=[lease.lease_id],
@@ -282,7 +283,9 @@ def test_place_opened_by_a_closed_one_is_assigned() -> None:
     helper = world.register("h", version=0)
     assert len(world.lease(helper, 0, 9)) == 4
     world.core.close_lease(late.lease_id, r.CloseReason.EXPIRED)
-    world.core.retry_slot(OpenLease(late.prompt, late.slot, -1, "g"), "slow", world.now, failed=True)
+    SlotAttempts(world.core).retry_slot(
+        OpenLease(late.prompt, late.slot, -1, "g"), "slow", world.now, failed=True
+    )
     world.ask(world.member, 0, 9)
     assert taken(world, world.member) == []
     assert world.push(world.member, make_group(late)) == "accepted"

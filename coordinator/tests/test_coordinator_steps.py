@@ -224,7 +224,7 @@ def test_supervised_tokens_count_once_and_seconds_each_time():
 
     def report(incarnation, steps, tokens, seconds):
         message = wire.SupervisedReport(incarnation=incarnation, steps=steps, tokens=tokens, seconds=seconds)
-        return world.training.supervised(message, world.now).stop_reason
+        return world.trainer_requests.supervised(message, world.now).stop_reason
 
     world.hello("a")
     assert report("a", 10, 100, 3.0) == ""

@@ -227,7 +227,7 @@ def test_checkpoint_begin_reports_best_version(world, points, best):
         for version, reward, mixed in points
     ]
     begin = wire.CheckpointBegin(incarnation="t", step=1)
-    assert world.training.checkpoint_begin(begin, world.now).best_version == best
+    assert world.trainer_requests.checkpoint_begin(begin, world.now).best_version == best
 
 
 def test_snapshot_round_trips_state(world):

@@ -11,7 +11,8 @@ from coordinator_world import World, check_consistency, make_settings, ready
 
 from scalerl_api import wire
 from scalerl_api.wire import PushResult, Split
-from scalerl_coordinator.accounting import Accepted, sum_step
+from scalerl_coordinator.accepted_group import Accepted
+from scalerl_coordinator.step_figures import sum_step
 
 
 def push(world: World, lease: wire.Lease, process: list[float], **changes: object) -> PushResult:

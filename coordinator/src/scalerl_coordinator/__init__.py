@@ -1,35 +1,39 @@
 """Assigns prompts to generators, forms training batches, and journals the run's state.
 
-The way of a rollout, from prompt to trained batch::
+The way of a rollout, from prompt to trained batch, by file; ``http`` checks each request before it gets here::
 
-    actor                    coordinator                                                           trainer
-      │ POST lease             Server._lease() ▶ GeneratorRequests.receive_lease_request(), .offer()
-      ├───────────────────────▶  slots.lease_limit() bounds staleness; TrainingLeases.choose() picks slots
-      │◀── Leases ─────────────  Core.commit(LeasesIssued); LeaseBook.add() starts the deadline
-      │ heartbeats               GeneratorRequests.heartbeat() ▶ LeaseBook.extend()
-      │                          Core.tick() ▶ Core.close_lease(), Core.retry_slot() after a deadline
-      │ POST groups            Server._push() ▶ GeneratorRequests.push()
-      ├───────────────────────▶  group_checks.summarize_group() ▶ Core.commit(GroupAccepted, blob)
-      │                            blob = ``Group`` as received, read again as ``StoredGroup``
-      │                          generator_transitions.group_accepted() ▶ CoordinatorState.fill_slot()
-      │                            closes a full step: rewards.zero_variance()
-      │◀── PushReply ──────────  Server._store_responses() ▶ ResponseStore.put(), beside the journal (generator.speculation)
-      │                                                                                           POST next │
-      │                        Server._next() ▶ TrainerRequests.next() ─────────────────────── Next: TRAIN ▶│
-      │                        Server._shard() ▶ TrainerRequests.plan_shard(): shards.balance()             │
-      │                          StepGroups.of_plan() ▶ fill_shard() ──────────────────────────────▶ Shard ▶│
-      │                        Server._step() ▶ TrainerRequests.step() ▶ Core.commit(StepTrained) ◀─ report │
-      │                          RunFiles.write_rows() appends to metrics.jsonl
-      │                        Server._next(), of members with older weights ─────────────── Next: PUBLISH ▶│
-      │                          PublishPermits.to_update() ▶ Server._publish_begin() ────── PublishPermit ▶│
-      │◀═══ weights, which this process does not see ═══════════════════════════════════════════════════════│
-      │                        Server._publish_commit() ▶ TrainerRequests.publish_commit()        ◀─ report │
-      │                          Membership.set_version() raises ``lease_limit``; Core.commit(Published)
+    lease      generator_endpoints    GeneratorEndpoints._lease(): an actor polls
+               generator_requests     GeneratorRequests.offer()
+               training_leases        TrainingLeases.choose(): new slots get prompts (samplers), open ones are assigned (scheduling)
+               slots                  lease_limit() bounds staleness
+               leases                 LeaseBook.add() starts the deadline
+    heartbeat  generator_requests     GeneratorRequests.heartbeat() extends deadlines, .tick() closes leases after theirs
+               slot_attempts          SlotAttempts.retry_slot(): who tries the slot next
+    push       generator_endpoints    GeneratorEndpoints._push(): a group, decoded and as received
+               pushed_groups          PushedGroups.receive()
+               group_checks           summarize_group() ▶ rewards.rewards()
+               response_store         ResponseStore.put(), beside the journal (generator.speculation)
+    commit     core                   Core.commit(), of LeasesIssued, GroupAccepted, StepTrained, … (journal_records)
+               transitions            apply(), live and in replay
+               generator_transitions  issued(), group_accepted()
+               state                  CoordinatorState.fill_slot() closes a full step, and filters zero variance
+               journaled_core         JournaledCore.decided() answers once the records are on disk
+               journal                Journal.durable(): one sync for many records
+               segment_files          SegmentFiles.append()
+    shard      trainer_endpoints      TrainerEndpoints._next(): TRAIN, then ._shard() for each rank
+               trainer_requests       TrainerRequests.next()
+               shards                 plan_shard() ▶ balance(); StepGroups.of_plan() reads the groups ▶ fill_shard()
+    step       trainer_endpoints      TrainerEndpoints._step(): the trainer's report
+               trainer_requests       TrainerRequests.step()
+               trainer_transitions    step_trained() ▶ step_figures.figures(), accounting.extend()
+               files                  RunFiles.write_rows() appends to metrics.jsonl
+    publish    trainer_endpoints      TrainerEndpoints._publish_begin(), then ._publish_commit()
+               publish_permits        PublishPermits.to_update(): which members get the version
+               trainer_requests       TrainerRequests.publish_commit() ▶ Membership.set_version(), which raises the lease limit
 
-Every :meth:`Core.commit` calls ``transitions.apply()`` on the :class:`CoordinatorState`, which finds the function of the
-record's type in ``generator_transitions`` or ``trainer_transitions``, and queues the record;
-``JournaledCore.decided()`` answers after ``Journal.durable()``. A restart replays the journal: ``load_state()``.
+``*_endpoints`` are asynchronous and do I/O; ``*_requests`` and what they call decide, without I/O and with the time as an
+argument. A restart replays the journal: ``state_loading``, ``recovery``. Members' heartbeats (``membership``) and leases'
+deadlines (``leases``) are not journaled: a restart may lose them.
 
-Members' heartbeats (``membership``) and leases' deadlines (``leases``) are not journaled: a restart may lose them.
-No torch, no model, no tokenizer, no work per token in Python, no client of this server.
+No torch, no model, no tokenizer, no work per token in Python, no client of this server. Weights do not pass this process.
 """

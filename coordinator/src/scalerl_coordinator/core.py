@@ -5,8 +5,8 @@ Every call takes the logical time as an argument. It reads the state, decides, a
 and answers only once it is on disk, so no answer depends on a change that a crash can undo. If a write to disk fails,
 :meth:`Core.rebase` returns the state to what the journal holds.
 
-Requests of generators are in :class:`~.generator_requests.GeneratorRequests`, those of the trainer in
-:class:`~.trainer_requests.TrainerRequests`.
+Requests of generators are in :class:`~.generator_requests.GeneratorRequests` and :class:`~.pushed_groups.PushedGroups`, those
+of the trainer in :class:`~.trainer_requests.TrainerRequests`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ from fractions import Fraction
 from scalerl_api.compute import REFERENCE_COST, TOKEN_COST
 from scalerl_api.wire import INTERRUPTED, CheckpointFailed, EvaluationPoint, PromptRef, Split, Uploads
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.evaluation import Evaluation
 from scalerl_coordinator.leases import (
-    MAX_FAILURES,
-    MAX_FINAL_ATTEMPTS,
-    REPORTED_ATTEMPTS,
     LeaseBook,
     SlotKey,
     slot_key,
 )
-from scalerl_coordinator.membership import Member, Membership, name_of
+from scalerl_coordinator.membership import Member, Membership
 from scalerl_coordinator.samplers import TaskSamplers
 from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.state import CoordinatorState, OpenLease
+from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.transitions import apply
 from scalerl_coordinator.weighted_mean import MEAN_TASK, weighted_mean
 
@@ -224,56 +220,6 @@ class Core:
         self.commit(r.LeaseClosed(lease_id, reason, rollouts))
         self.book.remove(lease_id)
 
-    def retry_slot(self, lease: OpenLease, reason: str, now: float, *, failed: bool) -> None:
-        """Count a failed attempt for a lease that was closed without a group.
-
-        The slot is given up once two proven members (those that served other slots) failed with it, or after
-        ``MAX_FAILURES`` failures if no other member should try it. If those that hold the version under evaluation are exhausted, and
-        others have newer weights, the evaluation is released to them instead.
-
-        Args:
-            failed: the holder is healthy and still could not serve the slot.
-        """
-        key = slot_key(lease.prompt, lease.slot)
-        member = self.membership.named(lease.holder)
-        proven = member is not None and member.proven
-        failed_by = lease.holder if failed else None
-        retries = self.book.add_retry(key, reason, now, failed_by=failed_by, proven=proven)
-        failures = retries.proven_failures if proven else retries.failures
-        exhausted = failures >= MAX_FAILURES and not (
-            member is not None and self.others_should_try(key, member, lease.policy_version)
-        )
-        if exhausted and len(retries.proven) <= 1 and self._only_newer_weights_are_left(key, lease):
-            text = "%s failed %d times with the generators that have version %d, last: %s; newer weights will complete the evaluation"
-            log.error(text, self.describe(key), retries.failures, lease.policy_version, reason)
-            self.commit(r.EvaluationReleased(lease.policy_version, lease.prompt.task))
-        elif len(retries.proven) > 1 or exhausted:
-            self.give_up(
-                lease, r.GiveUpReason.FAILED, f"failed {retries.failures} times, last: {reason}", now
-            )
-        elif retries.attempts == REPORTED_ATTEMPTS:
-            log.error("%s failed %d times, last reason: %s", self.describe(key), retries.attempts, reason)
-        if retries.attempts >= MAX_FINAL_ATTEMPTS:
-            self.wake.add(TRAINER)
-
-    def give_up(self, lease: OpenLease, cause: r.GiveUpReason, reason: str, now: float) -> None:
-        """Stop issuing the slot of a closed lease. The slot's step or evaluation proceeds without it."""
-        self.book.retries.pop(slot_key(lease.prompt, lease.slot), None)
-        held_out = lease.split is Split.HELD_OUT
-        log.error(
-            "gave up %s (prompt %d): %s",
-            *(self.describe(slot_key(lease.prompt, lease.slot)), lease.prompt.index, reason),
-        )
-        if held_out:
-            self.flush_usage(now)  # this may complete the evaluation, whose point records the run's time
-        self.commit(
-            r.GivenUp(
-                *(lease.split, lease.slot, lease.policy_version if held_out else -1),
-                *(cause, reason[:500]),
-                *((lease.prompt.task, self.labels_of(lease.prompt)) if held_out else ()),
-            )
-        )
-
     def reassign_leases(self, holder: str) -> None:
         """Close all leases of a member that will not deliver them, so that their slots are issued to others."""
         for lease_id in sorted(self.book.of(holder), key=self._lease_order):
@@ -286,21 +232,8 @@ class Core:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Handle timeouts: lost members, expired leases, ended back-offs. Call it a few times a second."""
-        before = self.meter.last
+        """Count the time, and journal the usage at its interval. Call it a few times a second."""
         self._measure(now)
-        for name in self.membership.lost(now):
-            self.reassign_leases(name)
-            self.wake.add(TRAINER)
-        for lease_id in self.book.expired(now):
-            lease = self.state.leases[lease_id]
-            self.close_lease(lease_id, r.CloseReason.TIMED_OUT)
-            seconds = self.settings.lease_seconds
-            self.retry_slot(lease, f"{lease.holder} made no progress for {seconds:g} s", now, failed=True)
-        if self.book.wait_over(before, now):
-            self.wake.add(WORK)
-        if self.membership.backoff_over(before, now):
-            self.wake.add(TRAINER)
         if self.meter.wall >= _USAGE_SECONDS or self.meter.waiting >= _WAITING_SECONDS:
             self.flush_usage(now)
 
@@ -334,88 +267,6 @@ class Core:
                 )
             )
             self.meter = _Meter(now)
-
-    def may_issue(self, key: SlotKey, member: Member, now: float, version: int = -1) -> bool:
-        """Whether ``key``, of the evaluation of ``version`` or of training, may be issued to ``member`` now. A slot that failed with a
-        member goes to other members first."""
-        return not self.book.waits(key, now) and not self.others_should_try(key, member, version)
-
-    def others_should_try(self, key: SlotKey, member: Member, version: int = -1) -> bool:
-        """Whether the slot failed with ``member`` and another healthy member is the better next choice.
-
-        That is a member with weights at least as new that has not failed with the slot, or that is proven while ``member``
-        is not. ``version``: the version under evaluation, of a prompt of an evaluation.
-        """
-        retries = self.book.retries.get(key)
-        if retries is None or member.name not in retries.failed_by:
-            return False
-        evaluation = self.state.evaluations.get((version, key[0])) if key[1] is Split.HELD_OUT else None
-        others = [
-            other
-            for other in self.membership.members.values()
-            if other is not member
-            and other.healthy
-            and other.version >= member.version
-            and (other.name not in retries.failed_by or (other.proven and not member.proven))
-        ]
-        if not others or evaluation is None or self.newer_may_complete(evaluation):
-            return bool(others)
-        chosen = self.evaluators(version)
-        return any(m.version == version and self.may_evaluate(key, m, chosen) for m in others)
-
-    def _only_newer_weights_are_left(self, key: SlotKey, lease: OpenLease) -> bool:
-        """Whether the prompt of a closed lease waits for its version, and members that have not failed with it have newer ones."""
-        evaluation = self.state.evaluations.get((lease.policy_version, key[0]))
-        if lease.split is Split.TRAIN or self.settings.evaluation_generators is None:
-            return False
-        failed_by = self.book.retries[key].failed_by
-        return (
-            evaluation is not None
-            and not self.newer_may_complete(evaluation)
-            and any(
-                m.healthy and m.version > lease.policy_version and m.name not in failed_by
-                for m in self.membership.members.values()
-            )
-        )
-
-    def newer_may_complete(self, evaluation: Evaluation) -> bool:
-        """Whether members with newer weights may serve an evaluation: the forecast does not follow its set, or it is released."""
-        return evaluation.released or not self.settings.follows(evaluation.task)
-
-    def may_evaluate(self, key: SlotKey, member: Member, chosen: set[str]) -> bool:
-        """Whether a member with the version under evaluation, of which ``chosen`` are the :meth:`evaluators`, may serve a prompt: one of
-        those, or any other once the prompt failed with all of those."""
-        if member.member_id in chosen:
-            return True
-        retries = self.book.retries.get(key)
-        return (
-            retries is not None
-            and member.healthy
-            and bool(chosen)
-            and retries.failed_by.issuperset(map(name_of, chosen))
-        )
-
-    def evaluators(self, version: int) -> set[str]:
-        """Ids of the members that generate an evaluation of ``version`` on a set that the forecast follows: ``evaluation.generators`` of
-        those that hold it, or all of them without that field, and at the end of the run, for its last version.
-
-        Members that have prompts of it come first, then the order is by name: a coordinator that restarts chooses the same.
-        """
-        holders = [m for m in self.membership.members.values() if m.healthy and m.version == version]
-        count = self.settings.evaluation_generators
-        if count is not None and not (self.end_reason and version == self.state.version):
-            holders = sorted(holders, key=lambda m: (not self.evaluates(m), m.name))[:count]
-        return {m.member_id for m in holders}
-
-    def evaluates(self, member: Member) -> bool:
-        """Whether a member has leases of an evaluation of its version on a set that the forecast follows."""
-        leases = (self.state.leases[lease_id] for lease_id in self.book.of(member.name))
-        return any(
-            lease.split is Split.HELD_OUT
-            and lease.policy_version == member.version
-            and self.settings.follows(lease.prompt.task)
-            for lease in leases
-        )
 
     # --- queries --------------------------------------------------------------------------------
 

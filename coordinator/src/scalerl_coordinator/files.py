@@ -18,9 +18,9 @@ from scalerl_api.exports import EXPORTS_FILE, Exports, read_exports
 from scalerl_api.health import LAST, LONG, rows_of
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import EvaluationPoint
-from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.decisions import DecisionLog
 from scalerl_coordinator.disk import replace
+from scalerl_coordinator.step_figures import Row
 
 
 class RunFiles:

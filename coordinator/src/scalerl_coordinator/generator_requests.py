@@ -1,26 +1,24 @@
-"""Requests of the generators: membership, leases, pushed groups."""
+"""Requests of the generators but pushes (:mod:`.pushed_groups`): membership, leases, unfinished completions."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
-from dataclasses import dataclass
 
 import msgspec
 
 from scalerl_api import wire
-from scalerl_api.wire import PromptRef, PushResult, ReleaseCause, Split
+from scalerl_api.wire import PromptRef, ReleaseCause, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation import Evaluation
-from scalerl_coordinator.group_checks import GroupSummary, InvalidGroup, check_partials, summarize_group
-from scalerl_coordinator.learning import bounded
-from scalerl_coordinator.leases import slot_key
+from scalerl_coordinator.evaluators import Evaluators
+from scalerl_coordinator.group_checks import InvalidGroup, check_partials
 from scalerl_coordinator.membership import Member, UnknownMember
 from scalerl_coordinator.partials import MAX_ANSWER_BYTES, PartialKey, PartialStore, partial_key
-from scalerl_coordinator.rewards import rewards, turn_returns, zero_variance
-from scalerl_coordinator.slots import staleness
+from scalerl_coordinator.pushed_groups import PushedGroups
+from scalerl_coordinator.slot_attempts import SlotAttempts
 from scalerl_coordinator.training_leases import TrainingLeases
 
 log = logging.getLogger(__name__)
@@ -31,27 +29,6 @@ _MAX_LEASES = 4096
 OTHER_SETS_EVERY = 8
 """Every eighth lease goes first to an evaluation set that the forecast does not follow. Such an evaluation therefore completes
 even if training could use all generators, and takes at most an eighth of the leases from it."""
-NEWER_SHARE = 10
-"""Evaluations of such a set do not hold a publish, so newer weights may sample part of them. Their point counts as mixed only
-if a token's version is newer by more than ``everySteps`` / ``NEWER_SHARE``; within that, the curve hardly rises."""
-
-Answer = tuple[PushResult, str | None]
-"""Result for one pushed group, with the reason of a rejection."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What a pushed group must match: its lease, open or expired."""
-
-    prompt: PromptRef
-    slot: int
-    policy_version: int
-    expired: bool
-    """Whether the lease expired; the slot is not issued again yet."""
-
-    @property
-    def split(self) -> Split:
-        return self.prompt.split
 
 
 class GeneratorRequests:
@@ -59,10 +36,11 @@ class GeneratorRequests:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._grading_error_logged = False
-        self._unusable_logged = False
         self._partials = PartialStore()
-        self._leases = TrainingLeases(core)
+        self._attempts, self._evaluators = SlotAttempts(core), Evaluators(core)
+        self._training_leases = TrainingLeases(core, self._attempts)
+        self.pushes = PushedGroups(core, self._attempts, self._partials, self._training_leases.observe_group)
+        self._ticked_at = 0.0
 
     # --- membership -----------------------------------------------------------------------------
 
@@ -147,15 +125,30 @@ class GeneratorRequests:
         member = core.membership.get(request.member_id, now)
         if core.report_version(member, request.weight_version, now):
             core.wake.add(TRAINER)
-        self._leases.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
+        self._training_leases.begin_request(request.member_id, min(request.max_groups, _MAX_LEASES))
 
     def end_lease_request(self, member_id: str) -> None:
         """Record that the member's lease request was answered or its client disconnected."""
-        self._leases.end_request(member_id)
+        self._training_leases.end_request(member_id)
 
     def tick(self, now: float) -> None:
-        """Update the assignment of training leases. Call it a few times a second."""
-        self._leases.tick(now)
+        """Handle timeouts (lost members, expired leases, ended back-offs), and update the assignment of training leases.
+
+        Call it a few times a second.
+        """
+        core, before = self._core, self._ticked_at
+        self._ticked_at = now
+        for name in core.membership.lost(now):
+            core.reassign_leases(name)
+            core.wake.add(TRAINER)
+        for lease_id in core.book.expired(now):
+            lease = core.state.leases[lease_id]
+            core.close_lease(lease_id, r.CloseReason.TIMED_OUT)
+            reason = f"{lease.holder} made no progress for {core.settings.lease_seconds:g} s"
+            self._attempts.retry_slot(lease, reason, now, failed=True)
+        if core.book.wait_over(before, now):
+            core.wake.add(WORK)
+        self._training_leases.tick(now)
 
     def offer(self, member_id: str, max_groups: int, now: float) -> wire.Leases | None:
         """Issue leases to a member that polls; None while there are none for it.
@@ -183,12 +176,12 @@ class GeneratorRequests:
             first = core.state.next_lease + len(issues)
             reserved = sum(n % OTHER_SETS_EVERY == 0 for n in range(first, first + wanted - len(issues)))
             issues, others = issues + others[:reserved], others[reserved:]
-            slots = self._leases.choose(member, wanted - len(issues), now)
+            slots = self._training_leases.choose(member, wanted - len(issues), now)
             issues += [(core.state.prompts[slot], slot, member.version) for slot in slots]
         issues += others[: wanted - len(issues)]
         if not issues:
             return None
-        self._leases.end_request(member_id)
+        self._training_leases.end_request(member_id)
         numbered = [
             r.Issue(core.state.next_lease + n, prompt, slot, version)
             for n, (prompt, slot, version) in enumerate(issues)
@@ -235,14 +228,14 @@ class GeneratorRequests:
             if core.settings.follows(task) is not followed:
                 continue
             # Those that the forecast follows are of one version, unless they are released.
-            chosen = None if core.newer_may_complete(evaluation) else core.evaluators(version)
+            chosen = None if self._evaluators.newer_may_complete(evaluation) else self._evaluators.of(version)
             if member.version == version or (chosen is None and member.version > version):
                 keys = ((task, Split.HELD_OUT, p) for p in evaluation.todo)
                 ready = (
                     key[2]
                     for key in keys
-                    if chosen is None or core.may_evaluate(key, member, chosen)
-                    if core.may_issue(key, member, now, version)
+                    if chosen is None or self._evaluators.may_evaluate(key, member, chosen)
+                    if self._attempts.may_issue(key, member, now, version)
                 )
                 positions = itertools.islice(ready, wanted - len(issues))
                 issues += [(PromptRef(task, evaluation.split, at), at, version) for at in positions]
@@ -335,9 +328,9 @@ class GeneratorRequests:
                 self._partials.drop(partial_key(lease.prompt, lease.slot, lease.policy_version))
             reason = f"released by {member.name}: {request.reason}"
             if request.cause is ReleaseCause.TOO_LONG:
-                core.give_up(lease, r.GiveUpReason.TOO_LONG, reason, now)
+                self._attempts.give_up(lease, r.GiveUpReason.TOO_LONG, reason, now)
             else:
-                core.retry_slot(lease, reason, now, failed=failed)
+                self._attempts.retry_slot(lease, reason, now, failed=failed)
 
     def give_up_prompts(self, failed: dict[str, str], now: float) -> None:
         """Give up leases whose prompts cannot be generated; ``failed`` maps lease ids to reasons."""
@@ -345,200 +338,4 @@ class GeneratorRequests:
             lease = self._core.state.leases.get(lease_id)
             if lease is not None:
                 self._core.close_lease(lease_id, r.CloseReason.RELEASED)
-                self._core.give_up(lease, r.GiveUpReason.FAILED, reason, now)
-
-    # --- pushes ---------------------------------------------------------------------------------
-
-    def push(self, member_id: str, group: wire.Group, payload: bytes, now: float) -> Answer:
-        """Accept or reject one group; ``payload`` is its encoding as received, for the journal. Raises UnknownMember."""
-        member = self._core.membership.get(member_id, now)
-        expected = self._expected(group)
-        if isinstance(expected, tuple):
-            return expected
-        try:
-            summary = self._check(group, expected)
-        except InvalidGroup as problem:
-            return self._reject(group, expected, PushResult.INVALID, f"{member.name}: {problem}", now)
-        member.proven = True
-        self._partials.drop(partial_key(expected.prompt, expected.slot, expected.policy_version))
-        self._log_grading_error(member, group, summary)
-        if group.unusable_tokens and not self._unusable_logged:
-            self._unusable_logged = True
-            log.warning(
-                "%s gave no finite log-probability for %d of the %d tokens of a group, which are not trained on; later ones are only "
-                "counted, in metrics.jsonl",
-                *(member.name, group.unusable_tokens, sum(summary.lengths)),
-            )
-        if expected.split is Split.HELD_OUT:
-            self._accept_evaluation(group, expected, summary, now)
-            return PushResult.ACCEPTED, None
-        settings = self._core.settings
-        identity = settings.identity
-        age = staleness(self._core.state.step_of(expected.slot), summary.oldest_version)
-        if age > identity.max_staleness_steps:
-            reason = f"{member.name}: a token is {age} steps old at its step, {identity.max_staleness_steps} allowed"
-            return self._reject(group, expected, PushResult.STALE, reason, now)
-        verdicts = group.verdicts
-        limit = identity.max_tokens(expected.prompt.task)
-        group_rewards = rewards(verdicts, summary.lengths, settings.length, limit)
-        turns = [completion.turns for completion in group.completions]
-        has_returns = identity.credit != "Episode"
-        group_returns, undiscounted = (
-            [turn_returns(*of, discount) for of in zip(group_rewards, turns, strict=True) if has_returns]
-            for discount in (settings.discount, 1.0)
-        )
-        self._leases.observe_group(group.generation_seconds, summary.lengths)
-        graded = [i for i in range(len(turns)) if i not in summary.ungraded]
-        is_equal = zero_variance(
-            [group_rewards[i] for i in graded],
-            [undiscounted[i] for i in graded if has_returns],
-            identity.credit,
-        )
-        next_prompt = self._refill(expected.slot, len(graded), is_equal)
-        self._core.commit(
-            r.GroupAccepted(
-                lease_id=group.lease_id,
-                slot=expected.slot,
-                prompt_tokens=len(group.prompt_token_ids) // 4,
-                lengths=summary.lengths,
-                scores=verdicts.scores,
-                truncated=summary.truncated,
-                oldest_version=summary.oldest_version,
-                version_tokens=summary.version_tokens,
-                grading_errors=len(summary.ungraded),
-                ungraded=summary.ungraded,
-                masked_tokens=summary.masked_tokens,
-                rewards=group_rewards,
-                parts=verdicts.parts,
-                next_prompt=next_prompt,
-                unusable_tokens=max(0, min(group.unusable_tokens, sum(summary.lengths))),
-                sample=group.sample and bounded(group.sample),
-                looped=-1 if group.looped is None else max(0, min(group.looped, len(summary.lengths))),
-                unanswered=summary.unanswered,
-                distinct=len({completion.token_ids for completion in group.completions}),
-                turns=[len(of) + 1 for of in turns] if any(turns) else [],
-                returns=group_returns,
-                message_tokens=sum(turn.end - turn.start for of in turns for turn in of),
-                episode_seconds=group.episode_seconds,
-                equal_turns=has_returns and is_equal,
-            ),
-            payload if next_prompt is None else b"",
-        )
-        self._core.book.remove(group.lease_id)
-        self._core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)
-        return PushResult.ACCEPTED, None
-
-    def _refill(self, slot: int, graded: int, is_equal: bool) -> PromptRef | None:
-        """The next prompt of the slot if the zero-variance filter will drop its group; None if the group stays."""
-        core, identity = self._core, self._core.settings.identity
-        tries = len(core.state.tries.get(slot, ())) + 1
-        # With fewer than two verdicts the verifier failed: another prompt would cost a group and teach no more.
-        is_dropped = identity.zero_variance_filter and graded > 1 and is_equal
-        if tries >= identity.max_tries or not is_dropped:
-            return None
-        task = core.state.prompts[slot].task
-        history = core.state.histories[task].as_of(core.state.step_of(slot) - identity.max_staleness_steps)
-        return PromptRef(task, Split.TRAIN, core.samplers[task].refill(slot, tries, history))
-
-    def _expected(self, group: wire.Group) -> _Expected | Answer:
-        """What the group must match, or the answer if it is no longer needed (a duplicate, or late)."""
-        state = self._core.state
-        lease = state.leases.get(group.lease_id)
-        if lease is not None:
-            return _Expected(lease.prompt, lease.slot, lease.policy_version, False)
-        if group.split is Split.HELD_OUT:
-            for evaluation in state.evaluations.values():
-                result = evaluation.results.get(group.slot)
-                if result is not None and result.lease_id == group.lease_id:
-                    return PushResult.DUPLICATE, None
-            return PushResult.LATE, "the lease had expired, or the evaluation is over"
-        accepted = [one.group for one in state.tries.get(group.slot, ())]
-        if group.slot in state.groups:
-            accepted.append(state.groups[group.slot])
-        if any(before.lease_id == group.lease_id for before in accepted):
-            self._core.commit(r.Dropped(late=0, duplicate=len(group.completions)))
-            return PushResult.DUPLICATE, None
-        if state.expired_lease_of.get(group.slot) == group.lease_id:
-            return _Expected(state.prompts[group.slot], group.slot, -1, True)
-        self._core.commit(r.Dropped(late=len(group.completions), duplicate=0))
-        return PushResult.LATE, "the lease had expired and the slot was reassigned"
-
-    def _check(self, group: wire.Group, expected: _Expected) -> GroupSummary:
-        """Check a group against its lease and summarize it. Raises InvalidGroup."""
-        core, identity = self._core, self._core.settings.identity
-        for name in ("prompt", "slot"):
-            if getattr(group, name) != getattr(expected, name):
-                raise InvalidGroup(f"{name} is {getattr(group, name)}, leased {getattr(expected, name)}")
-        prompt_id = core.book.prompt_id(group.lease_id)
-        if prompt_id is not None and group.prompt_id != prompt_id:
-            raise InvalidGroup(f"prompt_id is {group.prompt_id!r}, leased {prompt_id!r}")
-        held_out = expected.split is Split.HELD_OUT
-        return summarize_group(
-            group,
-            identity.completions(expected.prompt),
-            identity.max_tokens(expected.prompt.task),
-            core.state.newest,
-            teacher=core.settings.teacher and not held_out,
-        )
-
-    def _reject(
-        self, group: wire.Group, expected: _Expected, result: PushResult, reason: str, now: float
-    ) -> Answer:
-        core = self._core
-        rollouts = len(group.completions)
-        log.warning(
-            "lease %s, %s slot %d, prompt %d (%s): %s: %s",
-            *(
-                group.lease_id,
-                expected.split,
-                expected.slot,
-                expected.prompt.index,
-                group.prompt_id,
-                result,
-                reason,
-            ),
-        )
-        if expected.expired:
-            core.commit(r.Dropped(late=rollouts, duplicate=0))
-            return PushResult.LATE, reason
-        lease = core.state.leases[group.lease_id]
-        self._partials.drop(partial_key(lease.prompt, lease.slot, lease.policy_version))
-        core.close_lease(group.lease_id, r.CloseReason(result.value), rollouts)
-        core.retry_slot(lease, reason, now, failed=result is PushResult.INVALID)
-        return result, reason
-
-    def _log_grading_error(self, member: Member, group: wire.Group, summary: GroupSummary) -> None:
-        """Log the process's first grading error; later ones are only counted."""
-        if summary.ungraded and not self._grading_error_logged:
-            self._grading_error_logged = True
-            first = summary.ungraded[0]
-            log.error(
-                "%s, %s slot %d, prompt %s: the verifier failed on %d of %d completions, first on completions[%d]: %s; later "
-                "grading errors are only counted, in the status and in metrics.jsonl",
-                *(member.name, group.split, group.slot, group.prompt_id),
-                *(len(summary.ungraded), len(group.completions), first, group.verdicts.errors[first]),
-            )
-
-    def _accept_evaluation(
-        self, group: wire.Group, expected: _Expected, summary: GroupSummary, now: float
-    ) -> None:
-        core = self._core
-        evaluation = core.state.evaluations[expected.policy_version, expected.prompt.task]
-        version, task = evaluation.version, evaluation.task
-        newer_allowed = 0 if core.settings.follows(task) else core.settings.every_steps(task) // NEWER_SHARE
-        if len(evaluation.results) + 1 == evaluation.prompts:
-            core.flush_usage(now)  # this completes the evaluation, whose point records the run's time
-        core.commit(
-            r.EvaluationAccepted(
-                lease_id=group.lease_id,
-                scores=group.verdicts.scores,
-                tokens=sum(summary.lengths),
-                truncated=summary.truncated,
-                mixed=summary.oldest_version < version or summary.newest_version > version + newer_allowed,
-                grading_errors=len(summary.ungraded),
-                parts=group.verdicts.parts,
-                labels=core.labels_of(expected.prompt),
-            )
-        )
-        core.book.remove(group.lease_id)
-        core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)
+                self._attempts.give_up(lease, r.GiveUpReason.FAILED, reason, now)

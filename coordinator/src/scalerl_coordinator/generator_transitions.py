@@ -8,7 +8,7 @@ from typing import Any
 
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted, Try
+from scalerl_coordinator.accepted_group import Accepted, Try
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, summarize
 from scalerl_coordinator.state import CoordinatorState, OpenLease
 
@@ -61,29 +61,7 @@ def group_accepted(state: CoordinatorState, record: r.GroupAccepted) -> None:
     if state.leases.pop(record.lease_id, None) is None:
         del state.expired_lease_of[record.slot]
         _remove(state.open_slots, record.slot)
-    group = Accepted(
-        lease_id=record.lease_id,
-        prompt_tokens=record.prompt_tokens,
-        lengths=record.lengths,
-        scores=record.scores,
-        truncated=record.truncated,
-        oldest_version=record.oldest_version,
-        version_tokens=record.version_tokens,
-        grading_errors=record.grading_errors,
-        ungraded=record.ungraded,
-        masked_tokens=record.masked_tokens,
-        rewards=record.rewards,
-        parts=record.parts,
-        unusable_tokens=record.unusable_tokens,
-        looped=record.looped,
-        unanswered=record.unanswered,
-        distinct=record.distinct,
-        turns=record.turns,
-        returns=record.returns,
-        message_tokens=record.message_tokens,
-        episode_seconds=record.episode_seconds,
-        equal_turns=record.equal_turns,
-    )
+    group = Accepted.of_record(record)
     if record.sample is not None:
         state.samples.setdefault(state.step_of(record.slot), record.sample)
     counts = state.counts

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from scalerl_coordinator.journal import JournalFailed, JournalRefused
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
 
+SMALL_BODY_BYTES = 2**20
 _IN_FLIGHT_BYTES = 2**29
 """Limit of the request bodies in memory; above it, clients get 503 and retry."""
 _BODY_SECONDS = 30.0
@@ -55,6 +57,18 @@ class ErrorResponse(Exception):
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
+class Post:
+    """An endpoint that takes a struct."""
+
+    path: str
+    kind: type[Any]
+    """The struct in the request's body."""
+    handler: Handler
+    limit: int = SMALL_BODY_BYTES
+    """Most bytes of a body."""
+
+
 class RequestGuard:
     """Converts handlers of structs to aiohttp handlers that check each request. One per server."""
 
@@ -63,23 +77,20 @@ class RequestGuard:
         self._metrics = metrics
         self._in_flight_bytes = 0
 
-    def endpoint(self, path: str, kind: type[Any], limit: int, handler: Handler) -> WebHandler:
-        """An aiohttp handler that decodes a body of at most ``limit`` bytes as ``kind``, and encodes ``handler``'s reply.
-
-        A reply of type bytes is sent as it is.
-        """
-        decode = msgspec.msgpack.Decoder(kind).decode
+    def endpoint(self, post: Post) -> WebHandler:
+        """An aiohttp handler that decodes the body and encodes the reply. A reply of type bytes is sent as it is."""
+        decode = msgspec.msgpack.Decoder(post.kind).decode
 
         async def answer(request: web.Request) -> web.Response:
-            body = await self._body(request, limit)
+            body = await self._body(request, post.limit)
             try:
                 self._metrics.received_bytes.inc(len(body))
-                reply = await handler(decode(body))
+                reply = await post.handler(decode(body))
             finally:
                 self._in_flight_bytes -= len(body)
             return respond(reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply))
 
-        return self.guarded(path, answer)
+        return self.guarded(post.path, answer)
 
     def guarded(self, path: str, answer: Callable[[web.Request], Awaitable[web.Response]]) -> WebHandler:
         """An aiohttp handler that checks token and wire version, calls ``answer``, and converts its errors."""

@@ -10,7 +10,7 @@ again: the kernel may have dropped its dirty pages. Any other failure ends the w
 
 On a cluster, nothing is acknowledged once another coordinator has taken the journal over (:mod:`.fence`).
 
-:mod:`.recovery` reads a journal, at start and for a roll-back.
+:mod:`.segment_files` has the files; :mod:`.recovery` reads them, at start and for a roll-back.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from pathlib import Path
 import msgspec
 
 from scalerl_coordinator import frames
-from scalerl_coordinator.disk import Disk, sync_directory
+from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.fence import Fence
 from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.recovery import BlobIndex, Layout, Location, Recovery, Snapshot
+from scalerl_coordinator.segment_files import SegmentFiles
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
-_HEADROOM_BYTES = 2**20
-"""After a failed write, this many bytes must be writable before the journal accepts records again."""
 _RETRY_SECONDS = 1.0
 _CHECK_SECONDS = 2.0
 """Between two checks of the fence while there is nothing to write: a coordinator that was replaced does not answer for longer."""
@@ -64,8 +63,6 @@ class _Batch:
 
     segment: int
     parts: list[Buffer] = field(default_factory=list)
-    size: int = 0
-    """Bytes in ``parts``."""
     end: int = 0
     """End of the batch in its segment, in bytes."""
     position: int = 0
@@ -109,20 +106,17 @@ class Journal:
         self.counters = JournalCounters()
         self.on_refusal: Callable[[], None] = lambda: None
         self.on_failure: Callable[[BaseException], object] = lambda error: None
-        self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         self._fence = fence
         self._lock = _lock(directory) if fence is None else -1
         self._layout = Layout(directory)
         self.blobs = BlobIndex(self._layout)
+        # Only the worker thread uses it while the writer runs.
+        self._files = SegmentFiles(self._layout, disk or Disk(), fence)
         self._recovery: Recovery | None = None
         self._segment = 1
-        self._fd = -1
         self._written = 0  # bytes appended to the current segment
         self._acknowledged = 0  # bytes of it that are on disk
-        # Only the worker thread changes these while the writer runs:
-        self._open_number = 0  # the segment open for writing
-        self._synced = 0  # bytes synced there
         self._position = 0  # number of records appended
         self._durable = 0  # number of records on disk, or rolled back
         self._pending: deque[_Batch] = deque()
@@ -142,8 +136,7 @@ class Journal:
         Raises:
             CorruptJournal, OSError: see :class:`~.recovery.Recovery`.
         """
-        until = (self._open_number, self._synced) if self._fd >= 0 else None
-        self._recovery = Recovery(self._layout, self.blobs, until)
+        self._recovery = Recovery(self._layout, self.blobs, self._files.synced_end)
         return self._recovery
 
     async def start(self) -> None:
@@ -154,6 +147,7 @@ class Journal:
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, self._open_tail)
+            self._continue_open_segment()
         except OSError as error:
             self._start_refusing(error)
         self._writer = loop.create_task(self._commit_forever(), name="journal")
@@ -167,8 +161,7 @@ class Journal:
             # Ignores its exception, which ``on_failure`` has reported.
             await asyncio.gather(self._writer, return_exceptions=True)
         self._thread.shutdown(wait=True)
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._files.close()
         if self._fence is None:
             os.close(self._lock)
         else:
@@ -211,7 +204,6 @@ class Journal:
         if key is not None:
             self.blobs.put(key, Location(self._segment, self._written, length))
         batch.parts.extend(frames.encode_frame(header, blob, self._acknowledged))
-        batch.size += length
         self._written += length
         self._position += 1
         batch.end, batch.position = self._written, self._position
@@ -274,7 +266,7 @@ class Journal:
                     await asyncio.wait_for(self._wake.wait(), None if self._fence is None else _CHECK_SECONDS)
                 except TimeoutError:
                     with contextlib.suppress(OSError):
-                        await loop.run_in_executor(self._thread, self._check)
+                        await loop.run_in_executor(self._thread, self._files.check)
                 continue
             batch = self._pending.popleft()
             try:
@@ -309,85 +301,24 @@ class Journal:
         """Worker thread: write one batch completely, or raise OSError."""
         if batch.parts:
             started = time.perf_counter()
-            self._disk.write_all(self._fd, b"".join(batch.parts))
-            self._disk.sync(self._fd)
-            self._check()
-            self._synced += batch.size
+            written = self._files.append(batch.parts)
             self.counters.syncs += 1
             self.counters.sync_seconds += time.perf_counter() - started
-            self.counters.bytes_written += batch.size
+            self.counters.bytes_written += written
         if batch.rotation is not None:
-            self._check()
-            self._rotate_files(*batch.rotation)
-
-    def _check(self) -> None:
-        """Worker thread: raises :class:`.Replaced`, which ends the writer, if another coordinator has taken the journal over."""
-        if self._fence is not None:
-            self._fence.check()
-
-    def _rotate_files(self, snapshot: bytes, segments_with_blobs: frozenset[int]) -> None:
-        """Worker thread: create the next segment, write its snapshot, and delete the files that both replace."""
-        number = self._open_number + 1
-        self._create_segment(number)
-        self.counters.rotations += 1
-        try:
-            self._write_snapshot(number, snapshot)
-        except OSError as error:
-            log.warning("cannot write snapshot %d (%s); keeping the older segments", number, error.strerror)
-            return
-        for kind in ("snapshot", "segment"):
-            for old in self._layout.numbered(kind):
-                if old < number and (kind == "snapshot" or old not in segments_with_blobs):
-                    self._layout.path(kind, old).unlink(missing_ok=True)
-
-    def _write_snapshot(self, number: int, payload: bytes) -> None:
-        path = self._layout.path("snapshot", number)
-        staging = path.with_suffix(".tmp")
-        try:
-            self._disk.write_synced(staging, frames.encode_snapshot(payload), 0o600)
-            staging.rename(path)
-            sync_directory(self.directory)
-        except OSError:
-            staging.unlink(missing_ok=True)
-            raise
+            self._files.rotate(*batch.rotation)
+            self.counters.rotations += 1
 
     def _open_tail(self) -> None:
         """Worker thread, at the start: continue the last segment, or create the first."""
-        self._check()
-        for path in self.directory.glob("*.tmp"):
-            path.unlink()
         if self._recovery is None:
             raise AssertionError("call recover() before start()")
-        self._segment, end = self._recovery.tail
-        if end == 0:
-            self._create_segment(self._segment)
-        else:
-            path = self._layout.path("segment", self._segment)
-            if self._fd < 0:  # else an earlier attempt failed after this
-                self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            self._open_number, self._synced = self._segment, end
-            self._truncate_tail()
-            self._disk.sync(self._fd)
+        self._files.open_tail(*self._recovery.tail)
         self._recovery = None
-        self._written = self._acknowledged = self._synced
 
-    def _create_segment(self, number: int) -> None:
-        """Worker thread: create a segment with only its header, sync it, and make it the open one."""
-        path = self._layout.path("segment", number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            header = frames.segment_header(number)
-            if self._disk.write(fd, header) != len(header):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._disk.sync(fd)
-            sync_directory(self.directory)
-        except OSError:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._open_number, self._synced = fd, number, len(header)
+    def _continue_open_segment(self) -> None:
+        self._segment = self._files.number
+        self._written = self._acknowledged = self._files.synced
 
     # --- failed writes --------------------------------------------------------------------------
 
@@ -401,7 +332,7 @@ class Journal:
         if self._closing:
             return
         self.on_refusal()
-        await self._until_writable(self._reopen)
+        await self._until_writable(self._files.reopen)
 
     def _start_refusing(self, error: OSError) -> None:
         log.error("the journal cannot be written: %s; refusing requests until it can", error.strerror)
@@ -418,26 +349,10 @@ class Journal:
                 log.debug("the journal cannot be written yet: %s", problem.strerror)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            self._segment, self._error = self._open_number, None
-            self._written = self._acknowledged = self._synced
+            self._error = None
+            self._continue_open_segment()
             log.info("the journal can be written again, in segment %d", self._segment)
             return
-
-    def _reopen(self) -> None:
-        """Worker thread: truncate the partial tail, and open a new segment if there is space. Raises OSError; may be retried."""
-        self._check()
-        self._truncate_tail()
-        # Without this sync, the new segment could reach the disk before the truncation does.
-        self._disk.sync(self._fd)
-        probe = self.directory / "room.tmp"
-        try:
-            self._disk.write_synced(probe, bytes(_HEADROOM_BYTES), 0o600)
-        finally:
-            probe.unlink(missing_ok=True)
-        self._create_segment(self._open_number + 1)
-
-    def _truncate_tail(self) -> None:
-        self._disk.truncate(self._fd, self._synced)
 
 
 def _lock(directory: Path) -> int:

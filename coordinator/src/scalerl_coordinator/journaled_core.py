@@ -55,9 +55,14 @@ class JournaledCore:
             self.failure.set_exception(problem)
         return ErrorResponse(500, "failed", f"the coordinator cannot continue and exits: {problem}")
 
+    @property
+    def refusing(self) -> bool:
+        """Whether the journal cannot be written at present, so that no decision is made."""
+        return self._journal.refusing is not None
+
     def now(self) -> float:
         # Deadlines do not advance while the disk cannot be written, because no request is served then.
-        return self._clock.read(time.monotonic(), awake=self._journal.refusing is None)
+        return self._clock.read(time.monotonic(), awake=not self.refusing)
 
     def flush(self) -> None:
         """Queue the outbox for the journal, and wake the long polls."""

@@ -18,7 +18,7 @@ REPORTED_ATTEMPTS = 5
 MAX_FINAL_ATTEMPTS = 10
 """The final evaluation stops waiting for a prompt after this many failed attempts."""
 MAX_FAILURES = 5
-"""A slot is given up after this many failures (see :meth:`.core.Core.retry_slot`)."""
+"""A slot is given up after this many failures (see :meth:`.slot_attempts.SlotAttempts.retry_slot`)."""
 
 SlotKey = tuple[int, Split, int]
 """Task, split, and the training slot or the position in the evaluation set."""

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.accepted_group import Accepted
 
 RECENT_STEPS = 64
 """Steps whose groups are kept individually: 64 of ScaleRL's steps have 3,072 groups, about 100 kB in a snapshot."""

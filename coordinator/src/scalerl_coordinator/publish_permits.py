@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.evaluation import Evaluation
+from scalerl_coordinator.evaluators import Evaluators
 from scalerl_coordinator.membership import Member
 from scalerl_coordinator.slots import scheme
 
@@ -37,13 +38,15 @@ class _Block:
         return self.waited_before + (0.0 if self.since is None else now - self.since)
 
 
-@dataclass(slots=True)
 class PublishPermits:
     """Decides on a :class:`~.core.Core` which members get the trainer's weights."""
 
-    core: Core
-    _blocks: dict[int, _Block] = field(default_factory=dict)
-    """Evaluations that block a publish, by evaluated version."""
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._evaluators = Evaluators(core)
+        self._blocks: dict[int, _Block] = {}
+        """Evaluations that block a publish, by evaluated version."""
+        self._ticked_at = 0.0
 
     def publishes(self, version: int) -> bool:
         """Whether the trainer publishes ``version`` right after the step that produced it."""
@@ -113,10 +116,11 @@ class PublishPermits:
     def _keepers(self, versions: set[int]) -> set[str]:
         """Ids of the members that keep one of ``versions``, which are evaluated: those that generate the evaluation, and those that
         have a prompt of it from when they did."""
-        core = self.core
-        chosen = set[str]().union(*map(core.evaluators, versions))
-        holders = (m for m in core.membership.members.values() if m.version in versions)
-        return chosen | {m.member_id for m in holders if m.member_id not in chosen and core.evaluates(m)}
+        chosen = set[str]().union(*map(self._evaluators.of, versions))
+        holders = (m for m in self.core.membership.members.values() if m.version in versions)
+        return chosen | {
+            m.member_id for m in holders if m.member_id not in chosen and self._evaluators.evaluates(m)
+        }
 
     def _blocks_publish(self, evaluation: Evaluation) -> bool:
         """Whether the forecast follows its evaluation set and it is not released (it has not waited too long)."""
@@ -166,7 +170,8 @@ class PublishPermits:
         self._blocks.clear()
 
     def tick(self, now: float) -> bool:
-        """End blocks that are over; returns whether one may time out."""
+        """End blocks that are over; returns whether one may time out, or a member's back-off has ended since the last tick."""
+        before, self._ticked_at = self._ticked_at, now
         if self._blocks:
             self._end_blocks(now)
-        return bool(self._blocks)
+        return bool(self._blocks) or self.core.membership.backoff_over(before, now)

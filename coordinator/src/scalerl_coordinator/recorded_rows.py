@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from scalerl_api.wire import MASKED, PromptRef, Split, TrainedSequence
-from scalerl_coordinator.accounting import Accepted
+from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 
 if TYPE_CHECKING:

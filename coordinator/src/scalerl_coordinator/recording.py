@@ -47,6 +47,10 @@ class Recording:
             )
             self._record.keep(replace(one, excluded="refilled"))
 
+    def truncate(self) -> None:
+        """Delete the steps that the trainer, which has returned to a checkpoint, trains again."""
+        self._record.truncate(self._core.state.version)
+
     async def add_step(self, step: int, sequences: Sequence[wire.TrainedSequence] = ()) -> None:
         """Record the groups of a step that was trained or skipped."""
         state, groups = self._core.state, self._groups.cached(step)

@@ -20,12 +20,14 @@ import msgspec
 from scalerl_api.wire import EvaluationPoint, PromptRef, Sample, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
-from scalerl_coordinator.accounting import Accepted, Lineage, MismatchSums, RolloutCounts, Row, Try, Usage
+from scalerl_coordinator.accepted_group import Accepted, Try
+from scalerl_coordinator.accounting import Lineage, MismatchSums, RolloutCounts, Usage
 from scalerl_coordinator.evaluation import Evaluation, EvaluationKey
 from scalerl_coordinator.prompt_history import PromptHistory
 from scalerl_coordinator.rewards import zero_variance
 from scalerl_coordinator.settings import Identity
 from scalerl_coordinator.slots import BatchSize
+from scalerl_coordinator.step_figures import Row
 
 FORMAT: Final = 4
 """Format of a snapshot."""

@@ -1,4 +1,4 @@
-"""Requests of the trainer: hello, the next action, the shards of a step, publishing, checkpoints."""
+"""Requests of the trainer: the next action, the shards of a step, publishing, checkpoints; its hello is in :mod:`.trainer_hello`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import hashlib
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import msgspec
 
 from scalerl_api import wire
-from scalerl_api.attempts import Attempt
 from scalerl_api.wire import NextAction
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Row
-from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal, check_identity
+from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.evaluation_schedule import EvaluationSchedule
 from scalerl_coordinator.membership import name_of
 from scalerl_coordinator.publish_permits import PublishPermits
 from scalerl_coordinator.shards import ShardPlan, plan_shard
-from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.step_figures import Row
+from scalerl_coordinator.trainer_hello import accept_trainer
 
 log = logging.getLogger(__name__)
 
@@ -49,95 +47,18 @@ class TrainerRequests:
         """Accept a trainer; it supersedes the previous one.
 
         Raises:
-            Refusal: ``bad-request``, ``superseded``, ``bad-snapshot``, ``identity``, ``no-state``, ``checkpoints-lost`` or
-                ``unknown-version``.
+            Refusal: see :func:`.trainer_hello.accept_trainer`.
         """
-        core, state = self.core, self.core.state
-        if not request.incarnation:
-            raise Refusal("bad-request", "incarnation is empty")
-        attempt, latest = Attempt.parse(request.incarnation), Attempt.parse(state.incarnation)
-        if attempt is not None and latest is not None and attempt < latest:
-            raise Refusal(
-                "superseded", f"attempt {latest} of the trainer has sent hello; attempt {attempt} must exit"
-            )
-        if state.awaits_trainer and request.snapshot is not None:
-            self._restore(request.snapshot, request.version)
-        elif state.awaits_trainer and core.steps_lost:
-            raise Refusal(
-                "checkpoints-lost",
-                "the run has trained steps, but neither its volume nor checkpoint.to has a checkpoint: restore one of them, or "
-                "create another run",
-            )
-        if not all(state.closed(step) for step in range(state.version, request.version)):
-            raise Refusal(
-                "no-state",
-                f"the trainer's checkpoint has version {request.version}, but the journal has {state.version} steps. "
-                f"Only an empty coordinator can be restored from a checkpoint: empty its directory, or start a new run",
-            )
-        if request.version < 0:
-            raise Refusal("bad-request", f"version is {request.version}, must be at least 0")
-        if request.version < state.first_kept_step:
-            self._refuse_forgotten(request.version)
-        if request.version < state.version:
-            log.warning(
-                "the trainer returns from version %d to %d; the steps between them are trained again, on the same rollouts",
-                *(state.version, request.version),
-            )
-        core.flush_usage(now)
-        core.commit(r.TrainerJoined(request.incarnation, request.version))
-        core.failed_checkpoint = None
-        log.info("trainer of %d ranks at version %d", request.world_size, request.version)
+        accept_trainer(self.core, request, now)
         self.permits.reset()
         self._permitted = -1
         self.evaluations.stalled_since = None
+        state = self.core.state
         return wire.TrainerWelcome(
             next_step=state.version,
             published_version=state.published,
             consecutive_skipped_steps=state.lineage.consecutive_skipped_steps,
         )
-
-    def _refuse_forgotten(self, version: int) -> NoReturn:
-        state = self.core.state
-        if version == 0:
-            raise Refusal(
-                "checkpoints-lost",
-                f"the trainer has no checkpoint, but a checkpoint of version {state.checkpoint} was committed and the "
-                f"batches before version {state.first_kept_step} are deleted: starting from version 0 would lose "
-                f"{state.counts.acknowledged} acknowledged rollouts and {len(state.points)} evaluation points. Restore a "
-                f"checkpoint, or start a new run in an empty directory",
-            )
-        raise Refusal(
-            "unknown-version",
-            f"version {version} is older than the oldest kept checkpoint ({state.first_kept_step}); "
-            f"start from a kept checkpoint",
-        )
-
-    def _restore(self, snapshot: bytes, version: int) -> None:
-        try:
-            restored = CoordinatorState.decode(snapshot)
-        except msgspec.DecodeError as error:
-            raise Refusal(
-                "bad-snapshot", f"the checkpoint's coordinator snapshot cannot be decoded: {error}"
-            ) from error
-        check_identity(restored, self.core.settings)
-        if restored.version != version:
-            raise Refusal(
-                "bad-snapshot",
-                f"the snapshot has version {restored.version}, but its checkpoint has {version}",
-            )
-        forked = self.core.settings.forked_step
-        # A checkpoint of the fork's own has the step in its snapshot.
-        of_source = version == forked and restored.forked_step != forked
-        if of_source:
-            log.info("forked: continuing from the other run's checkpoint of version %d", version)
-        else:
-            log.warning(
-                "no journal: restoring the state from the trainer's checkpoint of version %d", version
-            )
-        self.core.commit(r.Restored(snapshot, forked if of_source else -1))
-        self.core.updated_since_restore = set()
-        for member in self.core.membership.members.values():
-            self.core.mark_lost(member.version)
 
     def check(self, incarnation: str) -> None:
         """Check that ``incarnation`` is the current trainer.

@@ -14,9 +14,11 @@ import msgspec
 from scalerl_api.task_figures import task_key
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.accounting import Accepted, Row, Usage, add_mismatches, extend, figures, sum_step
+from scalerl_coordinator.accepted_group import Accepted
+from scalerl_coordinator.accounting import Usage, add_mismatches, extend
 from scalerl_coordinator.prompt_history import tried
 from scalerl_coordinator.state import CoordinatorState
+from scalerl_coordinator.step_figures import Row, figures, sum_step
 
 
 def trainer_joined(state: CoordinatorState, record: r.TrainerJoined) -> None:

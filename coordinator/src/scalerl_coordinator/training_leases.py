@@ -38,6 +38,7 @@ from scalerl_coordinator.scheduling import (
     SchedulingPolicy,
     expected_load,
 )
+from scalerl_coordinator.slot_attempts import SlotAttempts
 from scalerl_coordinator.slots import lease_limit, on_policy_slots, scheme
 
 PATIENCE_SECONDS = 1.0
@@ -76,8 +77,8 @@ class _Assignment:
 class TrainingLeases:
     """Chooses the training slots of each lease request."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, attempts: SlotAttempts) -> None:
+        self._core, self._attempts = core, attempts
         self._policy: SchedulingPolicy = policy_of(core.settings.schedule)
         self._uses_lengths = not isinstance(self._policy, LeastLoaded)
         self._requests: dict[str, _Request] = {}
@@ -210,7 +211,7 @@ class TrainingLeases:
             slot
             for slot in slots
             if slot not in self._waiting(state.step_of(slot), member.version)
-            and core.may_issue(slot_key(state.prompts[slot], slot), member, now)
+            and self._attempts.may_issue(slot_key(state.prompts[slot], slot), member, now)
         )
         return list(itertools.islice(ready, max_slots))
 

@@ -5,11 +5,11 @@ A forecast, from the request on the wire to the answer::
     operator           sidecar
       │ POST forecast    app.Sidecar._forecast() ▶ _authorise() ▶ _read() ▶ _compute() in one thread
       ├───────────────▶  answers.forecast_steps(): _last_segment() ▶ Curve.segments()
-      │                    each new earlier run: fitting.summarize_run() ▶ earlier_runs.summarize(), cached
+      │                    each new earlier run: fitting.summarize_run() ▶ run_summary.summarize(), cached
       │                  fitting.fit()
       │                    trend.trend(): level and gain of the last doubling, without a shape
       │                    earlier_runs_prior(): gains, shape, noise and late rises of the earlier runs
-      │                    sufficient_statistics() ▶ grid_posterior() for each of the families ▶ sampling.sample()
+      │                    weighted_points() ▶ sufficient_statistics() ▶ grid_posterior() for each of the families ▶ sampling.sample()
       │                    least_squares_fit(): the point estimate
       │                    sample_forecast_pool(): sigmoid, power law, trend, earlier runs; departures, late rises
       │                  collapse.detect_collapse(): a run that fell gets no forecast
@@ -50,7 +50,7 @@ from .decision_quantities import (
     p_reward_above,
     samples_for,
 )
-from .earlier_runs import EarlierRun, EarlierUse, SummarizedRun
+from .earlier_runs import EarlierUse
 from .errors import (
     ComputeSpanError,
     ConstantRewardError,
@@ -69,11 +69,13 @@ from .errors import (
     UnsortedComputeError,
 )
 from .families import Family
-from .fitting import Edge, Estimate, Fit, draws, fit, forecast_pool, summarize_run
+from .fitting import Estimate, Fit, draws, fit, forecast_pool, summarize_run
 from .forecasting import Forecast, forecast
 from .hindcast import Hindcast, hindcasts
 from .least_squares import LeastSquaresFit
 from .pooling import ForecastPool
+from .prior_bounds import Edge
+from .run_summary import EarlierRun, SummarizedRun
 from .sampling import Draws
 from .settings import BY_RISES, FitSettings, LateRises
 

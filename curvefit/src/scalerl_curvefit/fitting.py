@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .collapse import detect_collapse
 from .curve import Curve, FloatArray
-from .earlier_runs import (
-    EarlierRun,
-    EarlierRunsPrior,
-    EarlierUse,
-    RunSummary,
-    SummarizedRun,
-    earlier_runs_prior,
-    summarize,
-)
+from .earlier_runs import EarlierRunsPrior, EarlierUse, earlier_runs_prior
 from .errors import ComputeSpanError, ConstantRewardError, CurveError, RequestError, TooFewPointsError
 from .least_squares import LeastSquaresFit, least_squares_fit
 from .outliers import outlier_weights
 from .pooling import ForecastPool, sample_forecast_pool
-from .posterior import COARSE_GRID, FINE_GRID, Nodes, Prior, grid_posterior, make_prior
+from .posterior import COARSE_GRID, FINE_GRID, Nodes, grid_posterior
 from .predictive_check import PredictiveCheck, predictive_check
+from .prior_bounds import Edge, edges_of_prior
+from .run_summary import EarlierRun, RunSummary, SummarizedRun, summarize
 from .sampling import Draws, interval, sample
 from .settings import DEFAULTS, FitSettings
-from .sufficient_statistics import SufficientStatistics, sufficient_statistics
 from .trend import Trend, trend
+from .weighted_points import OUTLIER, WeightedPoints, weighted_points
 
 MIN_POINTS: Final = 4
 """Fewest points that can be fitted: a curve has four parameters."""
@@ -44,14 +36,8 @@ MAX_A_WIDTH, with a probability above MAX_P_BEFORE_CMID that Cmid still lies ahe
 DRAWS: Final = 2000
 SMALLEST: Final = 1e-6
 """Change of one of several equal rewards, so that they can be fitted."""
-OUTLIER: Final = 0.1
-"""An evaluation of a smaller weight is an outlier."""
 MIN_SPAN: Final = 1.05
 """Smallest ratio of the compute of the last point to that of the first."""
-MIN_TRUST: Final = 1e-6
-"""Smallest weight of a point: the likelihood needs a precision above 0."""
-EDGE_MASS: Final = 0.05
-"""A bound of the prior is reported from this posterior mass next to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +64,6 @@ class Estimate:
     def width(self) -> float:
         """Width of the 90 % interval."""
         return self.high - self.low
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """A prior bound with posterior mass next to it: the bound, not the data, sets the interval.
-
-    Attributes:
-        parameter: A, B, Cmid, rho or A - R0 (at least 0, since a curve does not fall).
-        side: "low" or "high".
-        bound: value of the bound.
-        mass: posterior probability next to the bound.
-    """
-
-    parameter: str
-    side: str
-    bound: float
-    mass: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +164,7 @@ def fit(
     known = [summarize_run(run, settings) if isinstance(run, EarlierRun) else run for run in earlier]
     summaries = [(run.name, _summary_for(run, curve)) for run in known]
     prior = earlier_runs_prior(summaries, curve, local, settings) if earlier else None
-    points = _prepare(curve, settings, prior, trust)
+    points = weighted_points(curve, settings, prior, trust)
     sums = points.sufficient_statistics(settings)
     nodes = tuple(
         grid_posterior(sums, points.prior, family, COARSE_GRID if i else FINE_GRID)
@@ -209,7 +178,7 @@ def fit(
     drawn = sample(nodes[:1], np.ones(1), DRAWS, random)
     cmids = drawn.Cmid
     a, b, cmid, r0, sigma = Estimate.each(drawn.A, drawn.B, cmids, drawn.R0, drawn.sigma)
-    before = _share(cmids > curve.now)
+    before = float(np.mean(cmids > curve.now))
     used = len(curve) - at
     point = _point(main, points)
     checked = _checked(point, points, trust)
@@ -226,7 +195,7 @@ def fit(
         point=point,
         identifiable=not warnings,
         warnings=warnings,
-        edges=_edges(drawn, points.prior, settings),
+        edges=edges_of_prior(drawn, points.prior, settings),
         p_before_cmid=before,
         points_used=used,
         burn_in_points=points.burnt,
@@ -329,26 +298,6 @@ def content_seed(curve: Curve, settings: FitSettings | None = None, earlier: Seq
     return int.from_bytes(digest.digest(), "big")
 
 
-@dataclass(frozen=True, slots=True)
-class _Points:
-    """The points at compute > 0, and the prior, for the posterior; arrays are (n,).
-
-    Attributes:
-        precision: relative weight 1/sd of each point.
-        burnt: number of first points with less weight.
-    """
-
-    compute: FloatArray
-    ln_compute: FloatArray
-    reward: FloatArray
-    precision: FloatArray
-    burnt: int
-    prior: Prior
-
-    def sufficient_statistics(self, settings: FitSettings) -> SufficientStatistics:
-        return sufficient_statistics(self.ln_compute, self.reward, self.precision, np.array(settings.rho))
-
-
 def _require_points(curve: Curve) -> None:
     reward = curve.reward[curve.first_trained :]
     n = reward.size
@@ -370,38 +319,7 @@ def _require_points(curve: Curve) -> None:
         )
 
 
-def _prepare(
-    curve: Curve, settings: FitSettings, earlier: EarlierRunsPrior | None, trust: FloatArray
-) -> _Points:
-    first = curve.first_trained
-    compute, reward = curve.compute[first:], curve.reward[first:]
-    n = compute.size
-    burnt = min(math.ceil(settings.burn_in_fraction * n), max(n - settings.burn_in_keeps, 0))
-    noise_n, noise_dof = _noise(curve, reward, settings)
-    noise_sd = float(np.sqrt(np.mean(noise_n**2)))
-    precision = noise_sd / noise_n
-    if earlier is not None and earlier.noise is not None:
-        theirs, dof = earlier.noise
-        noise_sd = math.sqrt((noise_dof * noise_sd**2 + dof * theirs**2) / (noise_dof + dof))
-        noise_dof += dof
-    precision[:burnt] /= settings.burn_in_sd_factor
-    precision *= np.sqrt(np.maximum(trust, MIN_TRUST))
-    begin = curve.reward[0] if first else reward[np.argmax(trust >= OUTLIER)]
-    prior = make_prior(settings, float(compute[0]), float(compute[-1]), float(begin), noise_sd, noise_dof)
-    return _Points(compute, np.log(compute), reward, precision, burnt, prior)
-
-
-def _noise(curve: Curve, reward: FloatArray, settings: FitSettings) -> tuple[FloatArray, float]:
-    """Prior noise sd of each point (n,), from the binomial sd if samples are known, and its weight in pseudo-points."""
-    if curve.samples is None:
-        return np.full(reward.size, settings.noise_guess), settings.guess_dof
-    # One rate for all points: at a rate of 0 or 1 the binomial sd is 0, but an evaluation is not free of noise.
-    rate = float(np.clip(np.mean(reward), 0.02, 0.98))
-    binomial_n = np.sqrt(rate * (1.0 - rate) / curve.samples[-reward.size :])
-    return np.hypot(settings.noise_share * binomial_n, settings.noise_floor), settings.noise_dof
-
-
-def _point(nodes: Nodes, points: _Points) -> LeastSquaresFit:
+def _point(nodes: Nodes, points: WeightedPoints) -> LeastSquaresFit:
     best = int(np.argmax(nodes.weight_js.max(axis=0)))
     start = (float(nodes.ln_cmid_s[best]), float(nodes.ln_b_s[best]))
     low, high = np.array([points.prior.ln_cmid, points.prior.ln_b]).T
@@ -430,33 +348,8 @@ def _warnings(points: int, a: Estimate, before: float, checked: PredictiveCheck)
     return tuple(warnings)
 
 
-def _checked(point: LeastSquaresFit, points: _Points, trust: FloatArray) -> PredictiveCheck:
+def _checked(point: LeastSquaresFit, points: WeightedPoints, trust: FloatArray) -> PredictiveCheck:
     """The check of the points with full weight."""
     kept = trust >= OUTLIER
     kept[: points.burnt] = False
     return predictive_check(points.reward[kept] - point.reward(points.compute[kept]))
-
-
-def _edges(drawn: Draws, prior: Prior, settings: FitSettings) -> tuple[Edge, ...]:
-    ln_cmid, ln_b = drawn.ln_cmid, drawn.ln_b
-    margin_cmid = 0.03 * (prior.ln_cmid[1] - prior.ln_cmid[0])
-    margin_b = 0.03 * (prior.ln_b[1] - prior.ln_b[0])
-    candidates = [
-        ("A", "high", prior.a_highest, prior.a_highest - drawn.A < 0.005),
-        ("A", "low", prior.a_lowest, drawn.A - prior.a_lowest < 0.005),
-        ("Cmid", "high", float(np.exp(prior.ln_cmid[1])), ln_cmid > prior.ln_cmid[1] - margin_cmid),
-        ("Cmid", "low", float(np.exp(prior.ln_cmid[0])), ln_cmid < prior.ln_cmid[0] + margin_cmid),
-        ("B", "high", float(np.exp(prior.ln_b[1])), ln_b > prior.ln_b[1] - margin_b),
-        ("B", "low", float(np.exp(prior.ln_b[0])), ln_b < prior.ln_b[0] + margin_b),
-        # A falling curve is outside the model: R0 is cut off at A, and B and Cmid then mean nothing.
-        ("A - R0", "low", 0.0, drawn.A - drawn.R0 < 0.002),
-    ]
-    edges = [Edge(name, side, bound, _share(hit)) for name, side, bound, hit in candidates]
-    if len(settings.rho) > 1:
-        top = max(settings.rho)
-        edges.append(Edge("rho", "high", top, _share(drawn.rho == top) - 0.5))
-    return tuple(edge for edge in edges if edge.mass > EDGE_MASS)
-
-
-def _share(hit: NDArray[np.bool_]) -> float:
-    return float(np.count_nonzero(hit)) / hit.size

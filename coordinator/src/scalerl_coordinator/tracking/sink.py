@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
-from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.disk import Disk
+from scalerl_coordinator.step_figures import Row
 
 Steps = Sequence[tuple[int, Row]]
 """Training steps: the step and its row."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from scalerl_api.curve import curve_figures
-from scalerl_coordinator.accounting import Row
 from scalerl_coordinator.rollout_record import RecordPart, replaced_by
+from scalerl_coordinator.step_figures import Row
 from scalerl_coordinator.tracking.sink import HELD_OUT
 
 

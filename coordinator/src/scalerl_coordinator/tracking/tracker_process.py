@@ -25,7 +25,7 @@ from scalerl_api.process import ProcessEnvironment
 from scalerl_api.registry import Kind, make
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import Tracker
-from scalerl_coordinator.accounting import Row
+from scalerl_coordinator.step_figures import Row
 from scalerl_coordinator.tracking.sink import Sink
 from scalerl_coordinator.tracking.tail import CurveTail, MetricsTail, sample_of_evaluation
 

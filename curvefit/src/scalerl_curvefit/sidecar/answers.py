@@ -27,11 +27,12 @@ from ..decision_quantities import (
     p_reward_above,
     samples_for,
 )
-from ..earlier_runs import EarlierRun, EarlierRunsPrior, EarlierUse, SummarizedRun
+from ..earlier_runs import EarlierRunsPrior, EarlierUse
 from ..errors import ConstantRewardError, CurveError, RequestError
 from ..fitting import Estimate, Fit, fit, summarize_run, with_changed_last_reward
 from ..forecasting import forecast
 from ..plateau import MIN_EVALUATIONS, detect_plateau, late_rise_sizes, p_late_rise
+from ..run_summary import EarlierRun, SummarizedRun
 from ..settings import BY_RISES, FitSettings, LateRises
 
 
