@@ -26,8 +26,8 @@ import numpy as np
 from support.length_model import HEAD_SIZE, LAYERS, make_length_model
 from support.vllm_process import VllmProcess
 
-from scalerl_generator.concurrency import Concurrency
-from scalerl_generator.leasing import Occupancy, groups_wanted
+from scalerl_generator.rollouts.concurrency import Concurrency
+from scalerl_generator.rollouts.leasing import Occupancy, groups_wanted
 from scalerl_generator.vllm_client import VllmClient
 
 MOST, COMPLETIONS = 256, 8

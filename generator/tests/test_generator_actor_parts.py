@@ -23,16 +23,17 @@ from hypothesis import strategies as st
 from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Group, PromptRef, Sample, Split, Verdicts
-from scalerl_generator import leasing, rollouts, server_state
+from scalerl_generator import server_state
 from scalerl_generator.actor import _graders, raise_open_files_limit
 from scalerl_generator.actor_api import actor_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
-from scalerl_generator.delivery import Delivery
-from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import PromptCodec, PromptTooLong
 from scalerl_generator.registration import Registration
-from scalerl_generator.rollouts import group_verdicts, sample_of, version_spans
+from scalerl_generator.rollouts import generation, leasing
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.generation import group_verdicts, sample_of, version_spans
+from scalerl_generator.rollouts.leasing import Occupancy, groups_wanted
+from scalerl_generator.rollouts.prompt_codec import PromptCodec, PromptTooLong
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks import Graded, GradingError, Verdict
@@ -41,7 +42,7 @@ from scalerl_tasks.sources import open_tasks
 
 
 def test_docstrings() -> None:
-    for module in (server_state, leasing, rollouts):
+    for module in (server_state, leasing, generation):
         assert doctest.testmod(module).failed == 0
 
 

@@ -27,10 +27,10 @@ from vllm_with_updates import (
 )
 
 from scalerl_api.weight_layout import lay_out
-from scalerl_generator.merged_adapters import merged_weights
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import UpdateFailed
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.merged_lora import merged_weights
+from scalerl_generator.weights.server_weights import ServerWeights
 
 RANK, SCALE = 2, 2.0
 PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_generator.concurrency import Concurrency
+from scalerl_generator.rollouts.concurrency import Concurrency
 from scalerl_generator.vllm_replies import BadReply, CachePressure, read_cache_pressure
 
 CONTEXT, CACHE = 1000, 8000

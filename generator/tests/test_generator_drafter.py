@@ -11,8 +11,8 @@ import pytest
 from drafter_walk import walk
 from numpy.typing import NDArray
 
-from scalerl_generator.draft_threshold import Control, DraftThreshold
-from scalerl_generator.drafter import PAGE, Drafter
+from scalerl_generator.drafts.draft_threshold import Control, DraftThreshold
+from scalerl_generator.drafts.drafter import PAGE, Drafter
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles
 

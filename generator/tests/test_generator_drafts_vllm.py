@@ -22,7 +22,7 @@ from vllm_with_updates import (
 )
 
 from scalerl_api.wire import prompt_digest
-from scalerl_generator.draft_protocol import PastResponses
+from scalerl_generator.drafts.draft_protocol import PastResponses
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import Sampled, read_completions
 

@@ -25,7 +25,7 @@ from scalerl_generator.vllm_replies import (
     UpdateFailed,
     VllmError,
 )
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.server_weights import ServerWeights
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[dict[str, Handler]], Awaitable[VllmClient]]

@@ -176,7 +176,7 @@ def test_main_exits_with_bad_input_code() -> None:
 
 SPAWNS = """
 import multiprocessing, os, time
-from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
+from scalerl_generator.server.vllm_lifetime import kill_spawned_with_parent
 
 def engine():
     kill_spawned_with_parent()

@@ -42,13 +42,13 @@ from vllm_with_updates import (
 
 from scalerl_api.weight_layout import lay_out
 from scalerl_api.wire import MASKED, GroupJoin, Lease, PromptRef, Split
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.rollouts import sample_plain, version_spans
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
+from scalerl_generator.rollouts.generation import sample_plain, version_spans
+from scalerl_generator.rollouts.interruption import Interruption, ThoughtInterrupter
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import (
@@ -61,7 +61,7 @@ from scalerl_generator.vllm_replies import (
     UpdateFailed,
     VllmError,
 )
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.server_weights import ServerWeights
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -60,28 +60,34 @@ from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
-from scalerl_generator.delivery import Delivery
-from scalerl_generator.episodes import EpisodeSampler, episode_sampler
-from scalerl_generator.interruption import (
+from scalerl_generator.drafts.past_responses import PastResponseFeed
+from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
+from scalerl_generator.rollouts.concurrency import Concurrency
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.episodes import EpisodeSampler, episode_sampler
+from scalerl_generator.rollouts.generation import (
+    PromptMismatch,
+    RolloutGenerator,
+    Strategy,
+    TaskRuntime,
+    sample_plain,
+)
+from scalerl_generator.rollouts.interruption import (
     Interruption,
     ThoughtInterrupter,
 )
-from scalerl_generator.kept_completions import KeptCompletions
-from scalerl_generator.leasing import MIN_OCCUPANCY, Leasing
-from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_reports import PartialReports
-from scalerl_generator.past_responses import PastResponseFeed
-from scalerl_generator.prompt_codec import PromptCodec
-from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
-from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Strategy, TaskRuntime, sample_plain
+from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.rollouts.leasing import MIN_OCCUPANCY, Leasing
+from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
-from scalerl_generator.weight_control import WeightControl
+from scalerl_generator.weights.weight_control import WeightControl
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import GradingError, TaskError
 from scalerl_tasks.grading.combined import GroupGrader

@@ -1,5 +1,5 @@
 """Client of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out. What a weight update calls is in
-:class:`.vllm_weights.ServerWeights`.
+:class:`.server_weights.ServerWeights`.
 
 :mod:`.vllm_replies` lists the errors, which are subclasses of :class:`~scalerl_generator.vllm_replies.VllmError`.
 Every call has a timeout. A client belongs to one event loop.
@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
 from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
-from scalerl_generator.adapter_versions import AdapterVersion, AdapterVersions
-from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
+from scalerl_generator.drafts.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
 from scalerl_generator.vllm_replies import (
     CachePressure,
     Part,
@@ -43,6 +42,7 @@ from scalerl_generator.vllm_replies import (
     read_report,
     read_weight_version,
 )
+from scalerl_generator.weights.lora_versions import AdapterVersion, AdapterVersions
 
 CONTROL_SECONDS = 30.0
 """Timeout of a request that changes or reads the server, and generates nothing."""
@@ -118,7 +118,7 @@ class VllmClient:
         token: the server's token (``SCALERL_VLLM_TOKEN``).
         connect_seconds: timeout of a connection.
         own_adapters: whether each request samples with the adapters that are the newest when it is sent, until it ends
-            (:mod:`.adapter_versions`). The server needs ``--lora-versions``.
+            (:mod:`.lora_versions`). The server needs ``--lora-versions``.
         routed_experts: whether the server reports the experts of tokens (``--routed-experts``).
 
     Use as an async context manager, or call :meth:`close`.

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_generator.draft_protocol import DraftReport, DraftTally
+from scalerl_generator.drafts.draft_protocol import DraftReport, DraftTally
 
 UNVERSIONED = -1
 """Version of the weights that a server starts with, before the first update."""

@@ -38,10 +38,10 @@ from scalerl_api.lora import LORA_RANKS
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COMPILE_CACHE, DIR, NAME, TOKEN_FILE
 from scalerl_api.registry import Kind, PluginError, entry_point
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
-from scalerl_generator import compile_cache, vllm_failures
-from scalerl_generator.draft_protocol import DRAFTER, MEMORY_TOKENS
-from scalerl_generator.sampling_seed import start_seed, vllm_seed
-from scalerl_generator.vllm_lifetime import kill_forks_with_parent
+from scalerl_generator.drafts.draft_protocol import DRAFTER, MEMORY_TOKENS
+from scalerl_generator.server import compile_cache, vllm_failures
+from scalerl_generator.server.sampling_seed import start_seed, vllm_seed
+from scalerl_generator.server.vllm_lifetime import kill_forks_with_parent
 
 TOKEN_VARIABLE = "SCALERL_VLLM_TOKEN"
 """Environment variable with the bearer token of all requests but liveness and metrics; if unset, the token is read from
@@ -197,7 +197,7 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
     if options.max_draft_tokens:
         speculation = {
             "method": "custom_class",
-            "model": "scalerl_generator.vllm_drafts.HistoryProposer",
+            "model": "scalerl_generator.drafts.vllm_proposer.HistoryProposer",
             "num_speculative_tokens": options.max_draft_tokens,
         }
         argv += ["--speculative-config", json.dumps(speculation)]

@@ -1,7 +1,7 @@
 """The weight-transfer engine ``scalerl`` of a vLLM worker, over gloo or NCCL, or through files.
 
 vLLM loads this module in every process of the server through its ``vllm.general_plugins`` entry point
-(:func:`register`). :mod:`.vllm_weights` makes all requests of the protocol:
+(:func:`register`). :mod:`.server_weights` makes all requests of the protocol:
 
 1. ``init``: the worker joins a process group with a separate store, not the default group, so that a new group can replace
    it when the membership changes. The sender is rank 0. The group opens in a thread, because it waits for its slowest member,
@@ -52,23 +52,23 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec, WeightReceive
-from scalerl_generator import vllm_failures
-from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.draft_protocol import DraftTally, PastResponses
-from scalerl_generator.merged_adapters import merged_weights
-from scalerl_generator.sampling_seed import seed_generators
-from scalerl_generator.vllm_cpu_sampler import patch_cpu_sampler
-from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
+from scalerl_generator.drafts.draft_protocol import DraftTally, PastResponses
+from scalerl_generator.server import vllm_failures
+from scalerl_generator.server.sampling_seed import seed_generators
+from scalerl_generator.server.vllm_cpu_sampler import patch_cpu_sampler
+from scalerl_generator.server.vllm_lifetime import kill_spawned_with_parent
 from scalerl_generator.vllm_replies import FetchReport
-from scalerl_generator.weight_files import SharedBuckets, WeightFetcher
+from scalerl_generator.weights.checksum import checksum_u8
+from scalerl_generator.weights.merged_lora import merged_weights
+from scalerl_generator.weights.weight_files import SharedBuckets, WeightFetcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
 
-    from scalerl_generator.vllm_adapters import PublishedAdapters
-    from scalerl_generator.vllm_drafts import HistoryProposer
+    from scalerl_generator.drafts.vllm_proposer import HistoryProposer
+    from scalerl_generator.weights.vllm_lora import PublishedAdapters
 
 BACKEND = "scalerl"
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -83,7 +83,7 @@ def register() -> None:
     vllm_failures.watch()
     patch_cpu_sampler()
     if RUNTIME_LORA in os.environ:
-        from scalerl_generator.vllm_adapters import leave_out_embeddings
+        from scalerl_generator.weights.vllm_lora import leave_out_embeddings
 
         leave_out_embeddings()
     # Silence vLLM's dump of a failed step: it has the whole configuration and every token of every request.
@@ -303,7 +303,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._adapters: PublishedAdapters | None = None
         """Those beside base weights that stay as they are; None: updates replace the weights."""
         if vllm_config.lora_config is not None:
-            from scalerl_generator.vllm_adapters import PublishedAdapters
+            from scalerl_generator.weights.vllm_lora import PublishedAdapters
 
             self._adapters = PublishedAdapters(model, vllm_config.lora_config.lora_dtype)
         self.report = PublishReport()

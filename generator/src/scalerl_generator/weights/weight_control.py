@@ -29,7 +29,7 @@ from scalerl_generator.vllm_replies import (
     UpdateFailed,
     VllmError,
 )
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.server_weights import ServerWeights
 
 logger = logging.getLogger("scalerl.actor.control")
 

@@ -13,7 +13,6 @@ import time
 import msgspec
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
-from scalerl_generator.adapter_versions import PUBLISHED, AdapterVersions
 from scalerl_generator.vllm_client import CONTROL_SECONDS, VllmClient
 from scalerl_generator.vllm_replies import (
     FetchContinues,
@@ -26,6 +25,7 @@ from scalerl_generator.vllm_replies import (
     read_fetch,
     read_join_problem,
 )
+from scalerl_generator.weights.lora_versions import PUBLISHED, AdapterVersions
 
 _MARGIN_SECONDS = 15.0
 """The client's timeout is this much longer than the worker's, so that the worker's error arrives."""

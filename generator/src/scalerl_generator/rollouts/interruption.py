@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.wire import Lease
-from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
 from scalerl_generator.vllm_client import gather_all
 from scalerl_tasks.text import THOUGHT, ends_inside_thought
 

@@ -30,19 +30,19 @@ from scalerl_api.wire import (
     Verdicts,
     VersionSpan,
 )
-from scalerl_generator.completion_streams import CompletionStreams, ServerLost
-from scalerl_generator.draft_protocol import DraftTally
-from scalerl_generator.episodes import EpisodeSampler, Grading, ungraded
-from scalerl_generator.kept_completions import KeptCompletions
+from scalerl_generator.drafts.draft_protocol import DraftTally
+from scalerl_generator.drafts.past_responses import PastResponseFeed
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.partial_reports import PartialReports
-from scalerl_generator.past_responses import PastResponseFeed
-from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.repetition import ends_in_loop
+from scalerl_generator.rollouts.completion_streams import CompletionStreams, ServerLost
+from scalerl_generator.rollouts.episodes import EpisodeSampler, Grading, ungraded
+from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt, PromptCodec
+from scalerl_generator.rollouts.repetition import ends_in_loop
+from scalerl_generator.rollouts.teacher import Teacher
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import Teacher
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
 from scalerl_processes.waiting import cancel

@@ -27,9 +27,9 @@ from typing import Any
 
 from scalerl_api.wire import Lease, Split
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient, gather_all
 from scalerl_generator.vllm_replies import (

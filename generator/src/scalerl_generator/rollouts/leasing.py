@@ -32,16 +32,16 @@ from dataclasses import dataclass, field
 from scalerl_api.generator_spec import MAX_LEASED
 from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
-from scalerl_generator.completion_streams import ServerLost
-from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
-from scalerl_generator.delivery import Delivery
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.partial_reports import PartialReports
-from scalerl_generator.prompt_codec import PromptTooLong
 from scalerl_generator.registration import Registration
-from scalerl_generator.rollouts import Generated, PromptMismatch, RolloutGenerator
+from scalerl_generator.rollouts.completion_streams import ServerLost
+from scalerl_generator.rollouts.concurrency import Concurrency
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.generation import Generated, PromptMismatch, RolloutGenerator
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.prompt_codec import PromptTooLong
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_replies import VllmError
 from scalerl_processes.waiting import pause

@@ -40,7 +40,7 @@ class PublishedAdapters:
         """Hold the adapters, and drop those that are not ``needed``.
 
         Args:
-            adapters: as for :func:`.merged_adapters.merged_weights`.
+            adapters: as for :func:`.merged_lora.merged_weights`.
 
         Raises:
             RuntimeError: an adapter is of no layer of the model that can have one. What is held stays.
