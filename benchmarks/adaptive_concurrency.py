@@ -27,7 +27,7 @@ from support.length_model import HEAD_SIZE, LAYERS, make_length_model
 from support.vllm_process import VllmProcess
 
 from scalerl_generator.rollouts.concurrency import Concurrency
-from scalerl_generator.rollouts.leasing import Occupancy, groups_wanted
+from scalerl_generator.rollouts.occupancy import Occupancy, groups_wanted
 from scalerl_generator.vllm_client import VllmClient
 
 MOST, COMPLETIONS = 256, 8

@@ -20,8 +20,7 @@ from stand_in_vllm import COUNTED, ENDLESS, REFUSED, counted
 from scalerl_api.wire import MASKED, Lease, PromptRef, Split
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.rollouts.completion_streams import CompletionStreams, ServerLost
-from scalerl_generator.rollouts.generation import sample_plain
+from scalerl_generator.rollouts.completion_streams import CompletionStreams, ServerLost, sample_plain
 from scalerl_generator.rollouts.kept_completions import KeptCompletions
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt

@@ -44,8 +44,8 @@ from scalerl_api.weight_layout import lay_out
 from scalerl_api.wire import MASKED, GroupJoin, Lease, PromptRef, Split
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.rollouts.completion_streams import CompletionStreams
-from scalerl_generator.rollouts.generation import sample_plain, version_spans
+from scalerl_generator.rollouts.completion_streams import CompletionStreams, sample_plain
+from scalerl_generator.rollouts.group_packing import version_spans
 from scalerl_generator.rollouts.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
