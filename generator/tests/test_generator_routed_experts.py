@@ -18,9 +18,9 @@ from scalerl_api.wire import RoutedExperts, Split
 from scalerl_generator.rollouts.completion_streams import sample_plain
 from scalerl_generator.rollouts.group_packing import routed_experts
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.server.server_options import ServerOptions, vllm_arguments
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import BadReply, RoutedRows, read_completions
-from scalerl_generator.vllm_server import ServerOptions, vllm_arguments
 
 LAYERS = 3
 

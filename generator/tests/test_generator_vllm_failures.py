@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from vllm_with_updates import TOKEN, build_model
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE
+from scalerl_generator.server.require_token import TOKEN_VARIABLE
 from scalerl_generator.server.vllm_failures import Cause, LastFailure
-from scalerl_generator.vllm_server import TOKEN_VARIABLE
 
 
 def test_cause_is_one_line_without_the_configuration() -> None:
