@@ -58,10 +58,10 @@ from scalerl_generator.vllm_replies import (
     ServerDown,
     ServerRefused,
     Span,
-    UpdateFailed,
     VllmError,
 )
 from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import UpdateFailed
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -135,7 +135,7 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
             old, new = completion.weight_versions
             assert (old.version, new.version) == (UNVERSIONED, 1)
             assert 0 == old.start < old.end == new.start < new.end == completion.tokens
-        report = await client.publish_report()
+        report = await ServerWeights(client).publish_report()
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
         await client.call("POST", "/shutdown_weight_transfer_engine", {}, 30)

@@ -27,9 +27,9 @@ from scalerl_api.weight_layout import lay_out, trailer
 from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
 from scalerl_generator.server.require_token import TOKEN_VARIABLE
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import FetchReport
 from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import FetchReport
 from scalerl_trainer.publish.weight_folders import VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
