@@ -60,6 +60,7 @@ from scalerl_generator.vllm_replies import (
     Span,
     VllmError,
 )
+from scalerl_generator.weights.receiver_group import ReceiverGroup
 from scalerl_generator.weights.server_weights import ServerWeights
 from scalerl_generator.weights.update_reports import UpdateFailed
 from scalerl_trainer.publish.weight_writer import WeightWriter
@@ -517,12 +518,18 @@ def test_vllm_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> 
             raise RuntimeError("no GPUs found")
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
-    from scalerl_generator.vllm_worker import GroupInit, _ProcessGroup
-
-    monkeypatch.setattr(_ProcessGroup, "_device_of_thread", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(ReceiverGroup, "_device_of_thread", lambda _: contextlib.nullcontext())
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    init = GroupInit(1, "127.0.0.1", store.port, 1, 2, "nccl", timeout_seconds=120.0)
-    group = _ProcessGroup(init, 1, torch.device("cpu"))
+    init = GroupJoin(
+        epoch=1,
+        store_host="127.0.0.1",
+        store_port=store.port,
+        rank=1,
+        world_size=2,
+        backend="nccl",
+        timeout_seconds=120.0,
+    )
+    group = ReceiverGroup(init, 1, torch.device("cpu"))
     while (problem := group.problem()) is None:
         time.sleep(0.01)
     assert "no GPUs found" in problem

@@ -13,6 +13,8 @@ from scalerl_generator.server.server_options import PLUGIN, ServerOptions, Serve
 
 PREPARED = "SCALERL_VLLM_PREPARED"
 """Set in the environment of :func:`prepared_environment`."""
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Set for servers that hold several versions of adapters."""
 
 
 def prepared_environment(
@@ -44,7 +46,7 @@ def prepared_environment(
         "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }
     if options.lora_versions:
-        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        env[RUNTIME_LORA] = "1"
     if options.max_draft_tokens:
         env.setdefault("NUMBA_CACHE_DIR", str(cache / "numba"))  # compiling the drafter takes 10 s
     if cache_bytecode:
