@@ -77,10 +77,11 @@ def start_server(
     fp32_head: bool,
     options: Sequence[str] = (),
     build: Callable[..., None] = build_model,
+    port: int | None = None,
 ) -> Iterator[Server]:
     model = root / "model"
     build(model, tied=tied, dtype=getattr(torch, dtype))
-    port = free_port()
+    port = port or free_port()
     argv = ["--model", str(model), "--port", str(port), "--dtype", dtype, "--max-num-seqs", "64"]
     argv += ["--kv-cache-bytes", str(128 << 20)] + ([] if fp32_head else ["--no-fp32-head"])
     argv += options
