@@ -28,6 +28,7 @@ from scalerl_trainer.publish.weight_writer import WeightWriter
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPT = [5, 6, 7]
+EOS = {"eos_token", "eos_token_id"}
 MAX_STALENESS = 1
 SLOTS = MAX_STALENESS + 2
 TOLERANCE = 1e-5
@@ -37,8 +38,9 @@ TOLERANCE = 1e-5
 def build_endless(where: Path, **given: Any) -> None:
     """Without an end token: all completions have their full length."""
     build_model(where, **given)
-    config = where / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": None}))
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        fields = json.loads((where / name).read_text())
+        (where / name).write_text(json.dumps(fields | dict.fromkeys(fields.keys() & EOS)))
 
 
 def start(root: Path, port: int) -> Iterator[Server]:
