@@ -26,8 +26,8 @@ import numpy as np
 from support.length_model import HEAD_SIZE, LAYERS, make_length_model
 from support.vllm_process import VllmProcess
 
-from scalerl_generator.concurrency import Concurrency
-from scalerl_generator.leasing import Occupancy, groups_wanted
+from scalerl_generator.rollouts.concurrency import Concurrency, cache_pressure
+from scalerl_generator.rollouts.occupancy import Occupancy, groups_wanted
 from scalerl_generator.vllm_client import VllmClient
 
 MOST, COMPLETIONS = 256, 8
@@ -67,7 +67,7 @@ async def counters(server: VllmProcess) -> Counters:
 
 async def follow(concurrency: Concurrency, client: VllmClient) -> None:
     while True:
-        concurrency.follow(await client.cache_pressure())
+        concurrency.follow(await cache_pressure(client))
         await asyncio.sleep(MEASURE_SECONDS)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from scalerl_generator.drafter import Drafter
+from scalerl_generator.drafts.drafter import Drafter
 
 GROUP = 16
 PROMPT = 64

@@ -37,16 +37,17 @@ from support.vllm_process import free_port
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import Group, Lease, LeaseRequest, PromptRef, PushReply, PushResult, Split
 from scalerl_api.wire import Leases as LeasesReply
-from scalerl_generator.concurrency import Concurrency
-from scalerl_generator.delivery import Delivery
-from scalerl_generator.episodes import EpisodeSampler
-from scalerl_generator.kept_completions import KeptCompletions
-from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_reports import PartialReports
-from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor
-from scalerl_generator.rollouts import RolloutGenerator, TaskRuntime
+from scalerl_generator.rollouts.concurrency import Concurrency
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.episodes import EpisodeSampler
+from scalerl_generator.rollouts.generation import RolloutGenerator
+from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.rollouts.leasing import Leasing
+from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.task_runtimes import TaskRuntime
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled, Span

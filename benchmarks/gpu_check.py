@@ -394,7 +394,7 @@ def group_of(world: int, options: Options) -> dict[str, Any]:
 
 
 def receive(port: int, options: Options) -> None:
-    """The other end of ``group_of(2)``, as ``scalerl_generator.vllm_worker`` opens it."""
+    """The other end of ``group_of(2)``, as ``scalerl_generator.weights.receiver_group`` opens it."""
     from datetime import timedelta
 
     import torch

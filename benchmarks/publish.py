@@ -44,7 +44,7 @@ from scalerl_api.weight_layout import lay_out
 from scalerl_generator.actor_api import actor_app
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.weight_control import WeightControl
+from scalerl_generator.weights.weight_control import WeightControl
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings

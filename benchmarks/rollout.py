@@ -47,9 +47,9 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import prompt_digest
 from scalerl_cli.main import main as scalerl
-from scalerl_generator.draft_protocol import PastResponses
-from scalerl_generator.drafter import Drafter
-from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.drafts.draft_protocol import PastResponses
+from scalerl_generator.drafts.drafter import Drafter
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks.sources import open_tasks
 

@@ -5,7 +5,7 @@
 Both ways are the actor's own calls, interleaved, with five groups at a time and 64 sequences on the server. The model
 ends no completion before its limit, and is so small that overhead binds: on a large one a request costs the same and a
 token far more. ``group`` is one streamed answer a group, ``streams`` one a completion; the actor chooses by the
-completions' longest length (:mod:`scalerl_generator.completion_streams`). ``ratio`` is of tokens per second, ``cpu`` of
+completions' longest length (:mod:`scalerl_generator.rollouts.completion_streams`). ``ratio`` is of tokens per second, ``cpu`` of
 tokens per second of CPU in server and client together, which other work on the machine does not disturb. The recipe's
 completions are longer than the longest here, where the ratio is nearer to 1.
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_generator.drafter import Drafter
+from scalerl_generator.drafts.drafter import Drafter
 
 Int32s = NDArray[np.int32]
 MAX_DRAFT = 32
@@ -84,7 +84,7 @@ def replay(
 
 
 class Ours:
-    """:class:`scalerl_generator.drafter.Drafter` with a constant threshold."""
+    """:class:`scalerl_generator.drafts.drafter.Drafter` with a constant threshold."""
 
     def __init__(self, threshold: float, max_draft: int = MAX_DRAFT, memory_tokens: int = 4_000_000) -> None:
         self.drafter = Drafter(64, memory_tokens, max_draft)

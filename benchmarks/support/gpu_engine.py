@@ -145,7 +145,7 @@ def _estimate(shape: Shape, parameters: int, settings: EngineSettings, device: t
 
 def check_files(options: Options) -> dict[str, Any]:
     """Versions of weights on the device through files: a base, and a delta after an update, read bit by bit."""
-    from scalerl_generator.weight_files import WeightReader
+    from scalerl_generator.weights.weight_files import WeightReader
     from scalerl_trainer.publish.buckets import tensor_spec
     from scalerl_trainer.publish.weight_folders import VolumeFolder
     from scalerl_trainer.publish.weight_writer import WeightWriter

@@ -31,7 +31,7 @@ from scalerl_coordinator.scheduling.interface import SchedulingPolicy
 from scalerl_coordinator.tracking.sink import Sink
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
-from scalerl_generator.vllm_server import ServerProblem, parse, vllm_arguments
+from scalerl_generator.server.server_options import ServerProblem, parse, vllm_arguments
 from scalerl_operator.policy.runtime import StoredRuntime
 from scalerl_operator.role_containers import plan
 from scalerl_operator.workloads import Role, expand

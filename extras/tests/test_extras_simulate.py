@@ -37,7 +37,7 @@ from scalerl_extras.simulation.workload import (
     known,
     lower_bound,
 )
-from scalerl_generator.draft_threshold import DraftThreshold
+from scalerl_generator.drafts.draft_threshold import DraftThreshold
 
 SLOW = Cluster(2, 3, DecodeSpeed(1.0, 0.25), 5.0, 0.01, 2.0)
 POLICIES = (SlotOrder(), RoundRobin(), LeastLoaded(), ByLength(), HistoPipe())

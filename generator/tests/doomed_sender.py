@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from scalerl_api.weight_layout import lay_out, trailer
 from scalerl_api.wire import TensorSpec
-from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.weights.checksum import checksum_u8
 
 
 def main() -> None:

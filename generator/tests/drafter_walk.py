@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scalerl_generator.drafter import Drafter
+from scalerl_generator.drafts.drafter import Drafter
 
 
 def walk(seed: int, steps: int) -> None:

@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import load_file
 from vllm_with_updates import BUCKET_BYTES, Sender, TensorSource, receive
 
-from scalerl_generator.vllm_server import ServerOptions, prepared_environment
+from scalerl_generator.server.server_options import ServerOptions
+from scalerl_generator.server.start_environment import prepared_environment
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(3, tiny_models.VOCABULARY, 60)]
 

@@ -39,8 +39,8 @@ from scalerl_api.wire import (
     WeightReceive,
     WeightReceived,
 )
-from scalerl_generator.prompt_codec import PromptCodec
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
+from scalerl_generator.weights.server_weights import ServerWeights
 from scalerl_tasks.grading.grading_pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_task

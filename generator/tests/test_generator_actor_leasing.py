@@ -13,15 +13,15 @@ from actor_stand_ins import TOKEN, until
 from test_generator_actor_parts import empty_group
 
 from scalerl_api.wire import Group, Lease, PromptRef, Split
-from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient
-from scalerl_generator.delivery import Delivery
-from scalerl_generator.episodes import Grading
-from scalerl_generator.leasing import Leasing
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_reports import PartialReports
 from scalerl_generator.registration import Registration
-from scalerl_generator.rollouts import Generated, RolloutGenerator
+from scalerl_generator.rollouts.concurrency import Concurrency
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.episodes import Grading
+from scalerl_generator.rollouts.generation import Generated, RolloutGenerator
+from scalerl_generator.rollouts.leasing import Leasing
+from scalerl_generator.rollouts.partial_reports import PartialReports
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_replies import GenerationFailed
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import doctest
 import gzip
 import io
 import resource
@@ -23,27 +22,21 @@ from hypothesis import strategies as st
 from scalerl_api.load import load_run
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Group, PromptRef, Sample, Split, Verdicts
-from scalerl_generator import leasing, rollouts, server_state
-from scalerl_generator.actor import _graders, raise_open_files_limit
+from scalerl_generator.actor import raise_open_files_limit
 from scalerl_generator.actor_api import actor_runner
 from scalerl_generator.coordinator_client import CoordinatorClient
-from scalerl_generator.delivery import Delivery
-from scalerl_generator.leasing import Occupancy, groups_wanted
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import PromptCodec, PromptTooLong
 from scalerl_generator.registration import Registration
-from scalerl_generator.rollouts import group_verdicts, sample_of, version_spans
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.group_packing import group_verdicts, sample_of, version_spans
+from scalerl_generator.rollouts.occupancy import Occupancy, groups_wanted
+from scalerl_generator.rollouts.prompt_codec import PromptCodec, PromptTooLong
+from scalerl_generator.rollouts.task_runtimes import open_graders
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, Span
 from scalerl_tasks import Graded, GradingError, Verdict
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_tasks
-
-
-def test_docstrings() -> None:
-    for module in (server_state, leasing, rollouts):
-        assert doctest.testmod(module).failed == 0
-
 
 # --- how much work ----------------------------------------------------------------------------
 
@@ -293,8 +286,8 @@ async def test_actor_refuses_a_reward_that_is_edited_while_it_starts(tmp_path):
     spec = load_run(tmp_path / "run.yaml").spec
     tasks = open_tasks(spec)
     async with contextlib.AsyncExitStack() as stack:
-        (pool,) = await _graders(stack, spec, tasks)
+        (pool,) = await open_graders(stack, spec, tasks)
         assert (await pool.score_group(tasks.tasks[0].train[0], ["a"]))[0].score == 1.0
         reward.write_text("def score(completion): return 0.0\n")
         with pytest.raises(GradingError, match="was edited while the actor started"):
-            await _graders(stack, spec, tasks)
+            await open_graders(stack, spec, tasks)

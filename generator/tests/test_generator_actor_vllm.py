@@ -45,7 +45,7 @@ from scalerl_api.wire import (
     WeightReceive,
     WeightReceived,
 )
-from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_tasks.sources import open_task
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -27,10 +27,10 @@ from vllm_with_updates import (
 )
 
 from scalerl_api.weight_layout import lay_out
-from scalerl_generator.merged_adapters import merged_weights
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import UpdateFailed
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.merged_lora import merged_weights
+from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import UpdateFailed
 
 RANK, SCALE = 2, 2.0
 PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]
@@ -101,7 +101,7 @@ async def test_vllm_with_adapters_equals_merged_weights(server: tuple[Server, to
         assert not generating.done()
         with_adapters = await client.prompt_logprobs(PROBE)
         assert await weight_version(client) == "10"
-        report = await client.publish_report()
+        report = await ServerWeights(client).publish_report()
         assert (report.state, report.held, report.tensors) == ("whole", 10, len(given.tensors))
         policy = merged(one.model, given, dtype)
         await publish(client, sender, policy, 11)

@@ -14,7 +14,7 @@ from attack_list import PATHS, admitted
 
 from scalerl_api import endpoints
 from scalerl_generator.actor_api import actor_app, actor_runner
-from scalerl_generator.vllm_server import RequireToken
+from scalerl_generator.server.require_token import RequireToken
 
 OPEN_PATHS = ("/health", "/metrics")
 TOKEN = "the run's token"

@@ -14,7 +14,7 @@ from test_generator_episodes import PROMPT_IDS, ModelServer, sampler
 from test_generator_streams import Bench
 
 from scalerl_api.spec import PromptSpec
-from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_tasks import GradingPool, Prompt, VerifierConfig
 from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scalerl_api.weight_layout import CHECKSUM_VECTORS, vector_payload
-from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.weights.checksum import checksum_u8
 
 
 @pytest.mark.parametrize("name", CHECKSUM_VECTORS)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from scalerl_generator import compile_cache
-from scalerl_generator.compile_cache import discard, environment, key, restore, store
+from scalerl_generator.server import compile_cache
+from scalerl_generator.server.compile_cache import discard, environment, key, restore, store
 
 FILES = {"vllm/torch_compile_cache/a/rank_0_0/x.py": b"x = 1", "triton/k/kernel.cubin": bytes(5000)}
 
@@ -157,7 +157,7 @@ def test_folder_that_cannot_be_read_is_a_message(
 def test_process_ends_while_an_archive_is_written(archive: Path, tmp_path: Path) -> None:
     compiled(tmp_path / "a")
     program = (
-        "import os, sys, time; from pathlib import Path; from scalerl_generator import compile_cache as c; "
+        "import os, sys, time; from pathlib import Path; from scalerl_generator.server import compile_cache as c; "
         "os.fsync = lambda _: time.sleep(300); "
         "s = c.begin_store(Path(sys.argv[1]), Path(sys.argv[2])); s.join(0.2); assert s.is_alive()"
     )

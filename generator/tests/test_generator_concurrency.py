@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_generator.concurrency import Concurrency
-from scalerl_generator.vllm_replies import BadReply, CachePressure, read_cache_pressure
+from scalerl_generator.rollouts.concurrency import CachePressure, Concurrency, read_cache_pressure
+from scalerl_generator.vllm_replies import BadReply
 
 CONTEXT, CACHE = 1000, 8000
 """Tokens of the longest sequence, and of the cache."""

@@ -11,8 +11,9 @@ import pytest
 from drafter_walk import walk
 from numpy.typing import NDArray
 
-from scalerl_generator.draft_threshold import Control, DraftThreshold
-from scalerl_generator.drafter import PAGE, Drafter
+from scalerl_generator.drafts.compiled_drafts import PAGE
+from scalerl_generator.drafts.draft_threshold import Control, DraftThreshold
+from scalerl_generator.drafts.drafter import Drafter
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles
 

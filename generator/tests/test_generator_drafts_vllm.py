@@ -22,7 +22,8 @@ from vllm_with_updates import (
 )
 
 from scalerl_api.wire import prompt_digest
-from scalerl_generator.draft_protocol import PastResponses
+from scalerl_generator.drafts.draft_protocol import PastResponses
+from scalerl_generator.rollouts.concurrency import cache_pressure
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import Sampled, read_completions
 
@@ -172,13 +173,13 @@ async def test_vllm_samples_top_k_without_a_draft(server: Server) -> None:
 
 async def test_vllm_tells_how_full_its_cache_is(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
-        before = await client.cache_pressure()
+        before = await cache_pressure(client)
         running = asyncio.create_task(sample(client, requests=2, n=8, max_tokens=LONG))
         pressures = []
         while not running.done():
-            pressures.append(await client.cache_pressure())
+            pressures.append(await cache_pressure(client))
             await asyncio.sleep(0.02)
-        after = await client.cache_pressure()
+        after = await cache_pressure(client)
     assert max(one.running for one in pressures) == 16
     assert 0 < max(one.used for one in pressures) < 1
     assert after.ended - before.ended == 16

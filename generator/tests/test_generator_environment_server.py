@@ -18,8 +18,8 @@ from test_generator_episodes import MAX_TOKENS, PROMPT_IDS, Echo, ModelServer, c
 from test_generator_streams import Bench
 
 from scalerl_api.spec import PromptSpec
-from scalerl_generator.leasing import Occupancy
-from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.occupancy import Occupancy
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import Prompt
 from scalerl_tasks.environments.episodes import EnvironmentGrader

@@ -28,7 +28,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
-from scalerl_generator import partial_reports
+from scalerl_generator.rollouts import partial_reports
 from scalerl_tasks.environments import server as module
 
 MAX_TURNS, STEPS, LONGEST, MEAN = 8, 40, 1100, 30

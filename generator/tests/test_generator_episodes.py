@@ -35,14 +35,14 @@ from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, MessageSpan, Partial, PartialGroup, VersionSpan
 from scalerl_coordinator.group_checks import InvalidGroup, check_partials
 from scalerl_coordinator.partials import PartialStore
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.episodes import EpisodeSampler
-from scalerl_generator.kept_completions import KeptCompletions
-from scalerl_generator.leasing import Occupancy
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.partial_reports import UnusablePartials, _report, read_partials
-from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
-from scalerl_generator.rollouts import version_spans
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
+from scalerl_generator.rollouts.episodes import EpisodeSampler
+from scalerl_generator.rollouts.group_packing import version_spans
+from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.rollouts.occupancy import Occupancy
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import UnusablePartials, _report, read_partials
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_replies import Part
 from scalerl_tasks import Graded, Prompt, Verdict

@@ -19,12 +19,12 @@ from vllm_with_updates import TOKEN, Sender, Server, connect, new_weights, publi
 
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Lease, PromptRef, Split
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.episodes import EpisodeSampler
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
+from scalerl_generator.rollouts.episodes import EpisodeSampler
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_tasks import Graded, Prompt, Verdict

@@ -11,9 +11,10 @@ from hostile_server import MARK, REDIRECTS, Hostile
 
 from scalerl_api.http_client import open_session
 from scalerl_api.recipe import TeacherSpec
-from scalerl_generator import coordinator_client, teacher, vllm_client
+from scalerl_generator import coordinator_client, vllm_client
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorError
-from scalerl_generator.teacher import Teacher, _Models
+from scalerl_generator.rollouts import teacher
+from scalerl_generator.rollouts.teacher import Teacher, _Models
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
 

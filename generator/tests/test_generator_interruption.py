@@ -18,10 +18,10 @@ from test_generator_streams import LENGTH, PROMPT, Bench
 
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Lease, PromptRef, Split
-from scalerl_generator.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import PromptCodec
-from scalerl_generator.rollouts import version_spans
+from scalerl_generator.rollouts.group_packing import version_spans
+from scalerl_generator.rollouts.interruption import Interruption, ThoughtInterrupter
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_replies import Part
 

@@ -26,7 +26,7 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Ack, CheckpointBegin, CheckpointCommit, CheckpointSnapshot, Counts, StepReport
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
-from scalerl_generator import partial_reports
+from scalerl_generator.rollouts import partial_reports
 
 PROMPTS_PER_STEP, COMPLETIONS = 4, 4
 STEPS = {"fixed": 40, "refill": 20, "episodes": 12}

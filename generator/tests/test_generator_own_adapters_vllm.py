@@ -15,10 +15,11 @@ from test_generator_adapters_vllm import PROBE, SCALE, adapters, merged, publish
 from vllm_with_updates import TOKEN, Server, TensorSource, connect, receive, score, start_server
 
 from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS
-from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled, UpdateFailed
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled
+from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import UpdateFailed
 
 PROMPT = [5, 6, 7]
 TOLERANCE = 1e-5

@@ -20,10 +20,10 @@ from scalerl_api import endpoints
 from scalerl_api.load import load_run
 from scalerl_api.wire import MASKED, Lease, MessageSpan, Partial, PartialGroup, PromptRef, Split, VersionSpan
 from scalerl_coordinator.partials import PartialStore
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.partial_reports import UnusablePartials, _report, read_partials
-from scalerl_generator.prompt_codec import EncodedPrompt
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import UnusablePartials, _report, read_partials
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.vllm_replies import Part, Span
 from scalerl_tasks.sources import open_task
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from scalerl_api.wire import Lease, PastResponse, PromptRef, Split, prompt_digest
-from scalerl_generator import past_responses
 from scalerl_generator.coordinator_client import CoordinatorDown
-from scalerl_generator.draft_protocol import DraftReport, PastResponses
+from scalerl_generator.drafts import past_responses
+from scalerl_generator.drafts.draft_protocol import DraftReport, PastResponses
+from scalerl_generator.drafts.past_responses import PastResponseFeed
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.past_responses import PastResponseFeed
-from scalerl_generator.prompt_codec import EncodedPrompt
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_replies import Sampled, ServerDown, Span
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl_generator import vllm_rejection_sampler
-from scalerl_generator.vllm_cpu_sampler import patch_cpu_sampler
-from scalerl_generator.vllm_rejection_sampler import (
+from scalerl_generator.drafts import vllm_rejection_sampler
+from scalerl_generator.drafts.vllm_rejection_sampler import (
     logprobs_of_rows,
     max_drafted,
     patch_rejection_sampler,
     verify_most,
 )
+from scalerl_generator.server.vllm_cpu_sampler import patch_cpu_sampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_generator.repetition import MAX_PATTERN_TOKENS, MIN_LOOP_TOKENS, MIN_REPEATS, ends_in_loop
+from scalerl_generator.rollouts.repetition import (
+    MAX_PATTERN_TOKENS,
+    MIN_LOOP_TOKENS,
+    MIN_REPEATS,
+    ends_in_loop,
+)
 
 
 def slow(ids: list[int]) -> bool:

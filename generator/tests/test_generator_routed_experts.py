@@ -15,11 +15,12 @@ from stand_in_vllm import COUNTED, counted
 from test_generator_streams import LENGTH, PROMPT, Bench
 
 from scalerl_api.wire import RoutedExperts, Split
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.rollouts import routed_experts, sample_plain
+from scalerl_generator.rollouts.completion_streams import sample_plain
+from scalerl_generator.rollouts.group_packing import routed_experts
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.server.server_options import ServerOptions, vllm_arguments
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import BadReply, RoutedRows, read_completions
-from scalerl_generator.vllm_server import ServerOptions, vllm_arguments
 
 LAYERS = 3
 

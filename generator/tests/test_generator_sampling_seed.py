@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_generator.sampling_seed import seed_generators, start_seed, vllm_seed
+from scalerl_generator.server.sampling_seed import seed_generators, start_seed, vllm_seed
 
 
 class Buffer:

@@ -31,10 +31,10 @@ from scalerl_api.load import load_run
 from scalerl_api.recipe import TeacherSpec
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import Split
-from scalerl_generator import teacher as teacher_module
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts import teacher as teacher_module
+from scalerl_generator.rollouts.teacher import API_KEY, Teacher, Timings, UnfitTeacher
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import API_KEY, Teacher, Timings, UnfitTeacher
 from scalerl_generator.vllm_replies import GenerationFailed, Sampled, ServerRefused
 from scalerl_tasks.sources import open_task
 from scalerl_tasks.tokenizer import ModelTokenizer

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from scalerl_api.recipe import TeacherSpec
 from scalerl_api.spec import PromptSpec
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts.teacher import Teacher, UnfitTeacher
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import Teacher, UnfitTeacher
 from scalerl_generator.vllm_replies import Sampled, ServerRefused
 from scalerl_tasks.tokenizer import ModelTokenizer
 

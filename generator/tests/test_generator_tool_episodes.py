@@ -15,9 +15,9 @@ from test_generator_streams import Bench
 
 from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.spec import PromptSpec
-from scalerl_generator.episodes import EpisodeSampler
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.episodes import EpisodeSampler
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock
 from scalerl_tasks import Prompt, open_grading_pool
 from scalerl_tasks.environments.gate import EnvironmentGate

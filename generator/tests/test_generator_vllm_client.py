@@ -22,10 +22,10 @@ from scalerl_generator.vllm_replies import (
     ServerRefused,
     Span,
     StreamedAnswer,
-    UpdateFailed,
     VllmError,
 )
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import UpdateFailed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[[dict[str, Handler]], Awaitable[VllmClient]]
@@ -194,7 +194,7 @@ async def test_client_refuses_malformed_answers(serve: Serve) -> None:
     with pytest.raises(BadReply, match="<html>"):
         await client.prompt_logprobs([1, 2])
     with pytest.raises(BadReply, match="no worker"):
-        await client.publish_report()
+        await ServerWeights(client).publish_report()
     odd = choice(weight_versions=[{"version": "latest", "start": 0, "end": 2}])
     client = await serve({"/inference/v1/generate": answer(odd)})
     with pytest.raises(BadReply, match="'latest' is not a number"):

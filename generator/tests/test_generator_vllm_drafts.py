@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from scalerl_generator.draft_protocol import MEMORY_TOKENS, PastResponses, request_id
-from scalerl_generator.vllm_drafts import HistoryProposer
-from scalerl_generator.vllm_rejection_sampler import LOGITS_BYTES
+from scalerl_generator.drafts.draft_protocol import MEMORY_TOKENS, PastResponses, request_id
+from scalerl_generator.drafts.vllm_proposer import HistoryProposer
+from scalerl_generator.drafts.vllm_rejection_sampler import LOGITS_BYTES
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from vllm_with_updates import TOKEN, build_model
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE
-from scalerl_generator.vllm_failures import Cause, LastFailure
-from scalerl_generator.vllm_server import TOKEN_VARIABLE
+from scalerl_generator.server.require_token import TOKEN_VARIABLE
+from scalerl_generator.server.vllm_failures import Cause, LastFailure
 
 
 def test_cause_is_one_line_without_the_configuration() -> None:
@@ -110,7 +110,7 @@ def test_cause_of_an_engine_process_that_configures_its_logging_again() -> None:
     """As vLLM's does; the server's own exception only refers to it. In a process of its own, since it changes all logging."""
     code = """
         import logging, logging.config, os
-        from scalerl_generator import vllm_failures
+        from scalerl_generator.server import vllm_failures
         vllm_failures.watch()
         vllm_failures.watch()
         if os.fork() == 0:

@@ -26,18 +26,10 @@ from scalerl_api.vllm_options import (
     free_option,
 )
 from scalerl_generator import vllm_server
-from scalerl_generator.vllm_server import (
-    TOKEN_VARIABLE,
-    RequireToken,
-    ServerOptions,
-    ServerProblem,
-    main,
-    parse,
-    prepared_environment,
-    uncompiled_package,
-    vllm_arguments,
-    vllm_namespace,
-)
+from scalerl_generator.server.require_token import TOKEN_VARIABLE, RequireToken
+from scalerl_generator.server.server_options import ServerOptions, ServerProblem, parse, vllm_arguments
+from scalerl_generator.server.start_environment import prepared_environment, uncompiled_package
+from scalerl_generator.vllm_server import main, vllm_namespace
 
 OPTIONS = ServerOptions(model="/m", port=8000)
 
@@ -58,7 +50,7 @@ def test_vllm_arguments_set_training_requirements() -> None:
         assert value(argv, "--logprobs-mode") == "processed_logprobs"
         assert value(argv, "--generation-config") == "vllm"
         assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "scalerl"}
-        assert value(argv, "--middleware") == "scalerl_generator.vllm_server.RequireToken"
+        assert value(argv, "--middleware") == "scalerl_generator.server.require_token.RequireToken"
         assert value(argv, "--host") == "127.0.0.1"
         assert "--enable-scale-out" in argv
 
@@ -176,7 +168,7 @@ def test_main_exits_with_bad_input_code() -> None:
 
 SPAWNS = """
 import multiprocessing, os, time
-from scalerl_generator.vllm_lifetime import kill_spawned_with_parent
+from scalerl_generator.server.vllm_lifetime import kill_spawned_with_parent
 
 def engine():
     kill_spawned_with_parent()

@@ -42,13 +42,13 @@ from vllm_with_updates import (
 
 from scalerl_api.weight_layout import lay_out
 from scalerl_api.wire import MASKED, GroupJoin, Lease, PromptRef, Split
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.rollouts import sample_plain, version_spans
+from scalerl_generator.rollouts.completion_streams import CompletionStreams, sample_plain
+from scalerl_generator.rollouts.group_packing import version_spans
+from scalerl_generator.rollouts.interruption import Interruption, ThoughtInterrupter
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import (
@@ -58,10 +58,11 @@ from scalerl_generator.vllm_replies import (
     ServerDown,
     ServerRefused,
     Span,
-    UpdateFailed,
     VllmError,
 )
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.receiver_group import ReceiverGroup
+from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import UpdateFailed
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -135,7 +136,7 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
             old, new = completion.weight_versions
             assert (old.version, new.version) == (UNVERSIONED, 1)
             assert 0 == old.start < old.end == new.start < new.end == completion.tokens
-        report = await client.publish_report()
+        report = await ServerWeights(client).publish_report()
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
         await client.call("POST", "/shutdown_weight_transfer_engine", {}, 30)
@@ -517,12 +518,18 @@ def test_vllm_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> 
             raise RuntimeError("no GPUs found")
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
-    from scalerl_generator.vllm_worker import GroupInit, _ProcessGroup
-
-    monkeypatch.setattr(_ProcessGroup, "_device_of_thread", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(ReceiverGroup, "_device_of_thread", lambda _: contextlib.nullcontext())
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    init = GroupInit(1, "127.0.0.1", store.port, 1, 2, "nccl", timeout_seconds=120.0)
-    group = _ProcessGroup(init, 1, torch.device("cpu"))
+    init = GroupJoin(
+        epoch=1,
+        store_host="127.0.0.1",
+        store_port=store.port,
+        rank=1,
+        world_size=2,
+        backend="nccl",
+        timeout_seconds=120.0,
+    )
+    group = ReceiverGroup(init, 1, torch.device("cpu"))
     while (problem := group.problem()) is None:
         time.sleep(0.01)
     assert "no GPUs found" in problem

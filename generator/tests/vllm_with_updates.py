@@ -25,11 +25,11 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
 from scalerl_api.weight_layout import lay_out, trailer
 from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
-from scalerl_generator.checksum import checksum_u8
+from scalerl_generator.server.require_token import TOKEN_VARIABLE
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import FetchReport
-from scalerl_generator.vllm_server import TOKEN_VARIABLE
-from scalerl_generator.vllm_weights import ServerWeights
+from scalerl_generator.weights.checksum import checksum_u8
+from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import FetchReport
 from scalerl_trainer.publish.weight_folders import VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
@@ -77,10 +77,11 @@ def start_server(
     fp32_head: bool,
     options: Sequence[str] = (),
     build: Callable[..., None] = build_model,
+    port: int | None = None,
 ) -> Iterator[Server]:
     model = root / "model"
     build(model, tied=tied, dtype=getattr(torch, dtype))
-    port = free_port()
+    port = port or free_port()
     argv = ["--model", str(model), "--port", str(port), "--dtype", dtype, "--max-num-seqs", "64"]
     argv += ["--kv-cache-bytes", str(128 << 20)] + ([] if fp32_head else ["--no-fp32-head"])
     argv += options

@@ -24,7 +24,7 @@ LIBRARIES = {
 BOUNDED = {
     "api/src/scalerl_api/http_client.py",
     "generator/src/scalerl_generator/coordinator_client.py",
-    "generator/src/scalerl_generator/teacher.py",
+    "generator/src/scalerl_generator/rollouts/teacher.py",
     "generator/src/scalerl_generator/vllm_client.py",
     "operator/src/scalerl_operator/autoscaling/forecast_client.py",
     "operator/src/scalerl_operator/coordinator_client.py",

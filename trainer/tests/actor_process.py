@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from scalerl_api import endpoints, wire
 from scalerl_api.weight_layout import check_trailer, checksum, lay_out, tensor_bytes
-from scalerl_generator.weight_files import WeightReader
+from scalerl_generator.weights.weight_files import WeightReader
 
 
 class Refused(Exception):

@@ -20,7 +20,7 @@ import pytest
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import PromptSpec, RunSpec, ScratchModel
 from scalerl_api.wire import INTERRUPTED
-from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task, task_problems
 from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer import mid_training

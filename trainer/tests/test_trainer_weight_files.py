@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
-from scalerl_generator import weight_files as reading
-from scalerl_generator.weight_files import SharedBuckets, WeightReader, apply_changes
+from scalerl_generator.weights import weight_files as reading
+from scalerl_generator.weights.weight_files import SharedBuckets, WeightReader, apply_changes
 from scalerl_trainer.background import LimitedCalls
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.errors import AttemptSuperseded

@@ -24,8 +24,8 @@ from scalerl_api import object_store, wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.object_store import NewObject, ObjectStore, StoreError
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
-from scalerl_generator import weight_files
-from scalerl_generator.weight_files import StoreUnreachable, WeightFetcher, WeightReader
+from scalerl_generator.weights import weight_files
+from scalerl_generator.weights.weight_files import StoreUnreachable, WeightFetcher, WeightReader
 from scalerl_trainer.checkpoint import Disk
 from scalerl_trainer.checkpoint_copies import PrefixTaken, claim_prefix
 from scalerl_trainer.errors import AttemptSuperseded

@@ -1,54 +1,50 @@
 """Generates rollouts: the vLLM server of a run, its plug-ins, and the actor that drives it.
 
-From a lease to a pushed group (``actor.run_actor()`` starts the loops)::
+A rollout, from a lease to a pushed group. ``actor.run_actor()`` starts the loops; files without a folder are those of ``rollouts/``::
 
-    coordinator       actor                                                        vLLM server
-        │◀─ register ── Registration.run() ── heartbeats: Registration.progress()       │
-        │               ServerMonitor.run() ─────────────────────────────── GET health ▶│
-        │◀─ lease ───── Leasing.run(): groups_wanted() says how many                    │
-        │── Leases ───▶ RolloutGenerator.generate()                                     │
-        │                 PromptCodec.encode() ▶ ServerState.serving() ▶ sample_plain() │
-        │                 CompletionStreams.extend() ▶ VllmClient.stream() POST generate▶│
-        │                   PartialCompletion ◀─ token ids, log-probabilities, versions │
-        │               RolloutGenerator.grade(): PromptCodec.texts(), version_spans()  │
-        │◀─ groups ──── Delivery.put() ▶ Delivery.run()                                 │
+    coordinator       actor                                                                   vLLM server
+    1 │── leases ───▶ leasing            Leasing: occupancy and concurrency say how many           │
+    2 │               generation         RolloutGenerator.generate(): encoded by prompt_codec      │
+    3 │               completion_streams sample_plain(), CompletionStreams.extend()                │
+    4 │               ../vllm_client     VllmClient.stream() ───────────────── POST generate ─────▶│
+      │               ../vllm_replies    Part, Sampled ◀── token ids, log-probabilities, versions ─│
+      │               partial_completion PartialCompletion: the tokens so far                      │
+    5 │               generation         RolloutGenerator.grade(), in the form of group_packing    │
+    6 │◀─ groups ──── delivery           Delivery.run()                                            │
 
-From a past response to a draft, with ``generator.speculation``::
+Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` and ``kept_completions``
+have what lost leases and servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments. ``../registration`` has
+the heartbeats, and watches the server, whose state ``../server_state`` keeps.
 
-    coordinator       actor                                                        vLLM worker
-        │◀─ responses ─ PastResponseFeed.prepare(): what the server does not remember     │
-        │── groups ───▶   VllmClient.remember() ────────────────────────────────────────▶│ HistoryProposer.remember()
-        │                                                                               │   Drafter.remember()
-        │               a step of the server: HistoryProposer.propose() ▶ DraftThreshold.value() ▶ Drafter.propose()
-        │◀─ groups ──── PastResponseFeed.sampled(): drafted and accepted tokens ◀────────│ take_tally()
+A weight update (one at a time); files without a folder are those of ``weights/``::
 
-A weight update (one at a time)::
+    trainer           actor                                                                   vLLM worker
+    1 │── join ─────▶ weight_control     WeightControl.join()                                      │
+      │               server_weights     ServerWeights.init_group() ──────────▶ receiver_group     ReceiverGroup
+    2 │── receive ──▶ weight_control     WeightControl.receive(): ServerState.begin_update()       │
+      │               server_weights     ServerWeights.receive(): pause() ────▶ vllm_weight_engine start_weight_update()
+    3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
+    4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
+      │                                  of adapters, merged or beside them:    merged_lora, vllm_lora
+    5 │◀─ received ── server_weights     resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
+    6 │── probe ────▶ weight_control     WeightControl.probe() ▶ VllmClient.prompt_logprobs() ────▶│
 
-    trainer           actor                                                        vLLM worker
-        │── join ─────▶ WeightControl.join() ▶ ServerWeights.init_group() ─────────────▶│ init_transfer_engine()
-        │── receive ──▶ WeightControl.receive(): ServerState.begin_update()             │
-        │                 ServerWeights.receive(): pause(), update_weights() ──────────▶│ start_weight_update()
-        │════ buckets over the process group ══════════════════════════════════════════▶│ receive_weights()
-        │                   resume() ◀──────────────────────────────────────────────────│ finish_weight_update()
-        │◀─ received ── ServerState.complete_update(), or fail_update()                 │
-        │── probe ────▶ WeightControl.probe() ▶ VllmClient.prompt_logprobs() ──────────▶│
+``../actor_api`` checks the token of these requests. ``lora_versions`` has which adapters a request samples with.
 
-``actor_api`` checks the token of these requests and calls ``WeightControl``, which decides; ``ServerWeights`` calls the server.
+From a past response to a draft, with ``generator.speculation``; files are those of ``drafts/``::
 
-Modules by the process that runs them::
+    coordinator       actor                                                                   vLLM worker
+    1 │── responses ▶ past_responses     PastResponseFeed.prepare() ──────────▶ vllm_proposer      HistoryProposer.remember()
+    2 │                                  a step of the server:                  vllm_proposer      HistoryProposer.propose()
+      │                                                                         draft_threshold    DraftThreshold.value()
+      │                                                                         drafter            Drafter.propose()
+    3 │◀─ groups ──── past_responses     PastResponseFeed.sampled() ◀────────── vllm_proposer      take_tally()
 
-    actor         ``actor`` starts the loops; ``registration``, ``server_state``, ``metrics``, ``coordinator_client``
-                  ``leasing`` leases, ``concurrency`` limits sequences, ``delivery`` pushes
-                  ``rollouts`` generates a group: ``completion_streams`` and ``partial_completion`` sample it, ``interruption``
-                  and ``episodes`` in other ways; ``prompt_codec``, ``repetition``, ``teacher``
-                  ``partial_reports``, ``kept_completions``: what lost leases and servers left unfinished
-                  ``actor_api``, ``weight_control``, ``vllm_weights``: weight updates
-                  ``past_responses`` for drafts
-                  ``vllm_client``, ``vllm_replies``, ``adapter_versions``: requests to the server, and its replies
-    vLLM server   ``vllm_server`` starts it; ``compile_cache``, ``vllm_failures``, ``vllm_lifetime``
-    vLLM worker   ``vllm_worker`` receives weights: ``checksum``, ``weight_files``, ``merged_adapters``, ``vllm_adapters``
-                  ``vllm_drafts`` drafts: ``drafter``, ``draft_threshold``, ``vllm_rejection_sampler``, ``vllm_cpu_sampler``
-    several       ``draft_protocol`` of actor and worker, ``sampling_seed`` of server and worker
+Processes::
+
+    actor         ``actor``
+    vLLM server   ``vllm_server`` starts it; ``server/`` has its options, environment, cache and failures
+    vLLM worker   ``vllm_worker`` is the plug-in, and what the actor calls
 
 vLLM is pinned; only modules named ``vllm_*`` depend on its internals. This package does not choose prompts (the
 coordinator does), does not implement verifiers (``scalerl_tasks`` does), and does not import ``scalerl_trainer``.

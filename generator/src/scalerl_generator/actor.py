@@ -43,51 +43,40 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
 from aiohttp import web
-from numpy.typing import NDArray
 
 from scalerl_api.http_client import open_session
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
-from scalerl_api.spec import ProblemSpec, PromptSpec, RunSpec
+from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
-from scalerl_generator.completion_streams import CompletionStreams
-from scalerl_generator.concurrency import Concurrency
 from scalerl_generator.coordinator_client import CoordinatorClient, Refused
-from scalerl_generator.delivery import Delivery
-from scalerl_generator.episodes import EpisodeSampler, episode_sampler
-from scalerl_generator.interruption import (
-    Interruption,
-    ThoughtInterrupter,
-)
-from scalerl_generator.kept_completions import KeptCompletions
-from scalerl_generator.leasing import MIN_OCCUPANCY, Leasing
+from scalerl_generator.drafts.past_responses import PastResponseFeed
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_reports import PartialReports
-from scalerl_generator.past_responses import PastResponseFeed
-from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
-from scalerl_generator.rollouts import PromptMismatch, RolloutGenerator, Strategy, TaskRuntime, sample_plain
+from scalerl_generator.rollouts.concurrency import Concurrency
+from scalerl_generator.rollouts.delivery import Delivery
+from scalerl_generator.rollouts.generation import PromptMismatch, RolloutGenerator
+from scalerl_generator.rollouts.interruption import choose_strategy
+from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.rollouts.leasing import Leasing
+from scalerl_generator.rollouts.occupancy import MIN_OCCUPANCY
+from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.task_runtimes import TaskRuntime, open_graders, open_inputs, task_runtimes
+from scalerl_generator.rollouts.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import API_KEY, Teacher, UnfitTeacher
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import VllmError
-from scalerl_generator.weight_control import WeightControl
-from scalerl_tasks.environments.tool_calls import tools_of
+from scalerl_generator.weights.weight_control import WeightControl
 from scalerl_tasks.errors import GradingError, TaskError
-from scalerl_tasks.grading.combined import GroupGrader
-from scalerl_tasks.interruption import check_interruption
-from scalerl_tasks.scoring import grading_digest, open_grading_pool, verifier_config
-from scalerl_tasks.sources import RunTasks, open_tasks
 
 logger = logging.getLogger("scalerl.actor")
 
@@ -167,8 +156,7 @@ async def run_actor(
         teacher = None
         if distillation is not None:
             teacher = Teacher(session, distillation.teacher, os.environ.get(API_KEY, ""), metrics)
-        graders: list[GroupGrader] = []
-        episodes: list[EpisodeSampler | None] = []
+        runtimes: dict[tuple[int, Split], TaskRuntime] = {}
         registration = Registration(
             coordinator,
             state,
@@ -177,9 +165,9 @@ async def run_actor(
             name=environment.name,
             control_url=arguments.advertise,
             teacher_problem=lambda: "" if teacher is None else teacher.problem,
-            reward_problem=lambda: next(filter(None, (one.problem for one in graders)), ""),
+            reward_problem=lambda: next(filter(None, (one.grader.problem for one in runtimes.values())), ""),
             environment_problem=lambda: next(
-                (one.grader.problem for one in episodes if one and one.grader.problem), ""
+                filter(None, (one.episodes.grader.problem for one in runtimes.values() if one.episodes)), ""
             ),
         )
         control = WeightControl(server, state, busy, metrics)
@@ -187,29 +175,18 @@ async def run_actor(
         monitor = ServerMonitor(server, state, metrics)
         watching = _owned(stack, monitor.run())
 
-        opening = _owned(stack, _open_inputs(environment, spec))
+        opening = _owned(stack, open_inputs(spec, environment.paths))
         await _until(stop, watching, opening)
         if not opening.done():
             _raise_failure(watching)
             return
         tasks, codecs = opening.result()
         codec = codecs[0]
-        graders += await _graders(stack, spec, tasks)
+        graders = await open_graders(stack, spec, tasks)
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
+        runtimes.update(task_runtimes(spec, tasks, codecs, graders, thread, metrics, busy))
 
         capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
-        problems = [*(one.section for one in spec.task.tasks), *(one.spec for one in tasks.sets)]
-        episodes += [
-            episode_sampler(problem, codecs[i], graders[i], thread, metrics, busy)
-            for i, problem in enumerate(problems)
-        ]
-        runtimes = {
-            (i, Split.TRAIN): TaskRuntime(task.train, codecs[i], graders[i], episodes[i])
-            for i, task in enumerate(tasks.tasks)
-        }
-        held_out = [*(task.held_out for task in tasks.tasks), *(one.prompts for one in tasks.sets)]
-        for i, prompts in enumerate(held_out):
-            runtimes[i, Split.HELD_OUT] = TaskRuntime(prompts, codecs[i], graders[i], episodes[i])
         partials = PartialReports(
             coordinator,
             registration,
@@ -237,7 +214,7 @@ async def run_actor(
                 max_staleness_steps=spec.recipe.max_staleness_steps,
             ),
             partials=partials,
-            strategy=_strategy(spec, codec, thread, metrics),
+            strategy=choose_strategy(spec, codec, thread, metrics),
             teacher=teacher,
             past_responses=past_responses,
         )
@@ -288,99 +265,6 @@ async def _run_leasing(leasing: Leasing, teacher: Teacher | None, codec: PromptC
     if teacher is not None:
         await teacher.check(codec.tokenizer, spec.model.context_tokens)
     await leasing.run()
-
-
-def _strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: ActorMetrics) -> Strategy:
-    """The sampling strategy: with forced interruption if the spec has it and it can apply."""
-    section = spec.recipe.length.interruption
-    if section is None:
-        return sample_plain
-    interruptions: dict[int, Interruption] = {}
-    for max_tokens in spec.completion_limits:
-        if (phrase := check_interruption(section, codec.tokenizer, max_tokens)) is not None:
-            interruptions[max_tokens] = Interruption(*section.range(max_tokens), phrase)
-    if not interruptions:
-        logger.info(
-            "recipe.length.interruption has no effect: the tokenizer cannot encode the end of a thought, or "
-            "recipe.maxCompletionTokens is too small"
-        )
-        return sample_plain
-
-    async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
-        return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
-
-    by_limit = {
-        max_tokens: ThoughtInterrupter(interruption, spec.seed, texts, metrics)
-        for max_tokens, interruption in interruptions.items()
-    }
-
-    async def interrupt(streams: CompletionStreams) -> None:
-        await by_limit.get(streams.lease.max_tokens, sample_plain)(streams)
-
-    return interrupt
-
-
-async def _open_inputs(environment: ProcessEnvironment, spec: RunSpec) -> tuple[RunTasks, list[PromptCodec]]:
-    """Open the prompts and the tokenizer, in threads: that takes seconds, in which the server starts.
-
-    Returns:
-        The tasks, and the codec of each task and of each evaluation set with a task. Equal prompt formats share a codec.
-    """
-    started = time.monotonic()
-    tasks = await asyncio.to_thread(open_tasks, spec, environment.paths.root)
-    formats = [
-        (task.section.prompt, tools_of(task.section.environment), task.field) for task in spec.task.tasks
-    ]
-    formats += [(one.prompt, tools_of(one.spec.environment), f"{one.field}.task") for one in tasks.sets]
-    distinct = [(prompt_format, tools) for prompt_format, tools, _ in formats]
-    model, context_tokens = environment.paths.base_model, spec.model.context_tokens
-    codecs: list[PromptCodec] = []
-    for i, (prompt_format, tools, field) in enumerate(formats):
-        first = distinct.index(distinct[i])
-        codecs.append(
-            codecs[first]
-            if first < i
-            else await asyncio.to_thread(
-                PromptCodec, model, prompt_format, context_tokens, f"{field}.prompt", tools
-            )
-        )
-    logger.info(
-        "%d training and %d held-out prompts%s, end tokens %s; opened in %.1f s",
-        sum(len(task.train) for task in tasks.tasks),
-        sum(len(task.held_out) for task in tasks.tasks),
-        "".join(f", {len(one.prompts)} of {one.name}" for one in tasks.sets),
-        codecs[0].tokenizer.stop_token_ids,
-        time.monotonic() - started,
-    )
-    return tasks, codecs
-
-
-async def _graders(stack: contextlib.AsyncExitStack, spec: RunSpec, tasks: RunTasks) -> list[GroupGrader]:
-    """The grading pool of each task and of each evaluation set with a task. Equal verifiers share a pool."""
-    problems: list[tuple[ProblemSpec, PromptSpec]] = [
-        *((task.section, task.section.prompt) for task in spec.task.tasks),
-        *((one.spec, one.prompt) for one in tasks.sets),
-    ]
-    keys = [
-        (
-            problem.scoring,
-            problem.combine,
-            [verifier_config(problem, one, prompt) for one in problem.scoring],
-            problem.stepping_environment,
-        )
-        for problem, prompt in problems
-    ]
-    pools: list[GroupGrader] = []
-    for i, (problem, prompt) in enumerate(problems):
-        first = keys.index(keys[i])
-        pools.append(
-            pools[first]
-            if first < i
-            else await stack.enter_async_context(open_grading_pool(problem, prompt=prompt))
-        )
-    if tasks.grading != tuple(grading_digest(problem) for problem, _ in problems):
-        raise GradingError("the code of a reward was edited while the actor started; start it again")
-    return pools
 
 
 async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, arguments: Arguments) -> None:

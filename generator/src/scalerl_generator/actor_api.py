@@ -24,7 +24,7 @@ from scalerl_api.wire import (
     WeightReceive,
 )
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.weight_control import ControlProblem, WeightControl
+from scalerl_generator.weights.weight_control import ControlProblem, WeightControl
 
 _MAX_BODY_BYTES = 256 << 20
 

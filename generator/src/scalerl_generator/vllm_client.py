@@ -1,5 +1,5 @@
 """Client of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out. What a weight update calls is in
-:class:`.vllm_weights.ServerWeights`.
+:class:`.server_weights.ServerWeights`.
 
 :mod:`.vllm_replies` lists the errors, which are subclasses of :class:`~scalerl_generator.vllm_replies.VllmError`.
 Every call has a timeout. A client belongs to one event loop.
@@ -22,27 +22,28 @@ from numpy.typing import NDArray
 
 from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
 from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
-from scalerl_generator.adapter_versions import AdapterVersion, AdapterVersions
-from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses, request_id
+from scalerl_generator.drafts.draft_protocol import (
+    DraftReport,
+    DraftTally,
+    PastResponses,
+    read_draft_report,
+    read_draft_tally,
+    request_id,
+)
 from scalerl_generator.vllm_replies import (
-    CachePressure,
     Part,
-    PublishReport,
     Sampled,
     ServerDown,
     ServerRefused,
     Span,
     StreamedAnswer,
     VllmError,
-    read_cache_pressure,
     read_completions,
-    read_draft_report,
-    read_draft_tally,
     read_error,
     read_prompt_logprobs,
-    read_report,
     read_weight_version,
 )
+from scalerl_generator.weights.lora_versions import AdapterVersion, AdapterVersions
 
 CONTROL_SECONDS = 30.0
 """Timeout of a request that changes or reads the server, and generates nothing."""
@@ -118,7 +119,7 @@ class VllmClient:
         token: the server's token (``SCALERL_VLLM_TOKEN``).
         connect_seconds: timeout of a connection.
         own_adapters: whether each request samples with the adapters that are the newest when it is sent, until it ends
-            (:mod:`.adapter_versions`). The server needs ``--lora-versions``.
+            (:mod:`.lora_versions`). The server needs ``--lora-versions``.
         routed_experts: whether the server reports the experts of tokens (``--routed-experts``).
 
     Use as an async context manager, or call :meth:`close`.
@@ -310,17 +311,6 @@ class VllmClient:
     async def resume(self) -> None:
         """Resume paused requests under the server's current weights."""
         await self.call("POST", "/resume", {}, CONTROL_SECONDS)
-
-    async def publish_report(self) -> PublishReport:
-        """Report of the last update, combined over the workers (:func:`~.vllm_replies.read_report`)."""
-        body = await self.call(
-            "POST", "/collective_rpc", {"method": "scalerl_publish_report"}, CONTROL_SECONDS
-        )
-        return read_report(body)
-
-    async def cache_pressure(self) -> CachePressure:
-        """How full the KV cache is. Needs a server with ``--stats``."""
-        return read_cache_pressure(await self.call("GET", "/metrics", None, CONTROL_SECONDS))
 
     async def remember(self, past: PastResponses) -> None:
         """Send past responses to a prompt to the server, which drafts from them."""

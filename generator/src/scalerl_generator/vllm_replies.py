@@ -7,7 +7,7 @@ Errors of :class:`~scalerl_generator.vllm_client.VllmClient`::
     ├── ServerRefused      a status other than 200: ``status`` and ``message``
     ├── BadReply           a 200 response with a body that the pinned vLLM release does not send
     ├── GenerationFailed   a response that cannot be trained on (aborted, or of the wrong length)
-    └── UpdateFailed       the weights were not installed; ``partial``: the server holds a mixture of versions
+    └── UpdateFailed       the weights were not installed (:mod:`.update_reports`)
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -23,8 +22,6 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-
-from scalerl_generator.draft_protocol import DraftReport, DraftTally
 
 UNVERSIONED = -1
 """Version of the weights that a server starts with, before the first update."""
@@ -52,38 +49,12 @@ class ServerRefused(VllmError):
         self.message = message
 
 
-class FetchContinues(ServerRefused):
-    """A version is not read in time; the server continues to read it."""
-
-
-class FetchStalled(ServerRefused):
-    """A version is not read in time, and nothing of it was: the volume or the object store does not answer."""
-
-
-class FetchUnreachable(ServerRefused):
-    """A version is not read, since the object store does not answer the server, or refuses its credentials."""
-
-
 class BadReply(VllmError):
     """The server responded with 200 and an unknown body; it may not be the pinned vLLM release."""
 
 
 class GenerationFailed(VllmError):
     """The server responded with completions that must not be trained on."""
-
-
-class UpdateFailed(VllmError):
-    """A weight update failed.
-
-    ``partial``: the server holds layers of both versions and stays paused until an update succeeds. Otherwise it holds its
-    old weights completely.
-    """
-
-    def __init__(self, message: str, *, partial: bool) -> None:
-        super().__init__(
-            f"{message}; the server holds {'a mixture of versions' if partial else 'its old weights'}"
-        )
-        self.partial = partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,37 +106,6 @@ class Sampled(Part):
     """Of a completion: what all its responses reported."""
 
 
-class PublishReport(msgspec.Struct, frozen=True):
-    """A worker's report of its last update (``scalerl_generator.vllm_worker.PublishReport``)."""
-
-    state: Literal["whole", "partial"]
-    version: int | None
-    tensors: int
-    buckets: int
-    bytes: int
-    transfer_seconds: float
-    verify_seconds: float
-    load_seconds: float
-    finish_seconds: float
-    error: str = ""
-    held: int | None = None
-    active: bool = False
-
-
-class FetchReport(msgspec.Struct, frozen=True):
-    """State of the fetch of a version from files by one worker (:class:`~.weight_files.WeightFetcher`)."""
-
-    problem: str | None = None
-    """Why it failed; empty if the version is in memory, None while it is read."""
-    path: str = ""
-    """Where the other workers map it."""
-    seconds: float = 0.0
-    bytes: int = 0
-    """Of the version; while it is read, of all that was read."""
-    unreachable: bool = False
-    """Whether the object store does not answer or refuses the credentials, and no file is at fault."""
-
-
 class _SpanReply(msgspec.Struct):
     version: str
     start: int
@@ -206,43 +146,6 @@ class _WeightInfoReply(msgspec.Struct):
     weight_version: str
 
 
-class _RpcReply(msgspec.Struct):
-    results: list[PublishReport]
-
-
-class _JoinReply(msgspec.Struct):
-    results: list[str | None]
-
-
-class _FetchReply(msgspec.Struct):
-    results: list[FetchReport]
-
-
-class _DraftReply(msgspec.Struct):
-    results: list[DraftReport]
-
-
-@dataclass(frozen=True)
-class CachePressure:
-    """Utilisation of the server's KV cache.
-
-    Attributes:
-        used: fraction of the cache's blocks in use.
-        running: sequences in the batch.
-        ended: sequences finished since the server's start.
-        longest: number of sequences of maximum length that the cache holds.
-    """
-
-    used: float
-    running: int
-    ended: int
-    longest: float
-
-
-class _TallyReply(msgspec.Struct):
-    results: list[DraftTally]
-
-
 class _ErrorDetail(msgspec.Struct):
     message: str
 
@@ -261,15 +164,6 @@ _FINISHED: dict[str | None, Literal["stop", "length"]] = {"stop": "stop", "lengt
 _GENERATE = msgspec.json.Decoder(_GenerateReply)
 _COMPLETION = msgspec.json.Decoder(_CompletionReply)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfoReply)
-_RPC = msgspec.json.Decoder(_RpcReply)
-_JOIN = msgspec.json.Decoder(_JoinReply)
-_FETCH = msgspec.json.Decoder(_FetchReply)
-_DRAFTS = msgspec.json.Decoder(_DraftReply)
-_METRIC = re.compile(
-    r"^vllm:(kv_cache_usage_perc|request_success_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
-)
-_LONGEST = re.compile(r'^vllm:cache_config_info\{.*kv_cache_max_concurrency="([^"]+)"', re.MULTILINE)
-_TALLY = msgspec.json.Decoder(_TallyReply)
 _ERROR = msgspec.json.Decoder(_ErrorReply)
 
 
@@ -279,7 +173,7 @@ def read_completions(content: bytes, n: int) -> list[Sampled]:
     Raises:
         BadReply, GenerationFailed
     """
-    choices = _decoded(_GENERATE, content).choices
+    choices = decode_reply(_GENERATE, content).choices
     if len(choices) != n:
         raise GenerationFailed(f"asked for {n} completions, got {len(choices)}")
     return [_sampled(choice) for choice in sorted(choices, key=lambda choice: choice.index)]
@@ -318,7 +212,7 @@ class StreamedAnswer:
             return
         if content.startswith(b'{"error"'):
             raise ServerRefused(self._path, 500, read_error(content))
-        for choice in _decoded(_GENERATE, content).choices:
+        for choice in decode_reply(_GENERATE, content).choices:
             if choice.finish_reason is None:
                 yield choice.index, _part(choice)
             else:
@@ -334,7 +228,7 @@ def read_prompt_logprobs(content: bytes, token_ids: Sequence[int]) -> NDArray[np
     Raises:
         BadReply, GenerationFailed
     """
-    logprobs = _of_tokens(_decoded(_GENERATE, content).prompt_logprobs, token_ids)
+    logprobs = _of_tokens(decode_reply(_GENERATE, content).prompt_logprobs, token_ids)
     return np.where(_are_usable(logprobs), logprobs, np.float32(np.nan))
 
 
@@ -349,7 +243,7 @@ def read_completion_prompt_logprobs(
     Raises:
         BadReply, GenerationFailed
     """
-    choices = _decoded(_COMPLETION, content).choices
+    choices = decode_reply(_COMPLETION, content).choices
     logprobs = _of_tokens(choices[0].prompt_logprobs if choices else None, token_ids)
     if not _are_usable(logprobs)[used].all():
         raise GenerationFailed("a prompt token has no finite log-probability")
@@ -378,95 +272,7 @@ def read_weight_version(content: bytes) -> int:
     Raises:
         BadReply
     """
-    return _version(_decoded(_WEIGHT_INFO, content).weight_version)
-
-
-def read_report(content: bytes) -> PublishReport:
-    """Merge the workers' reports into that of the slowest worker.
-
-    ``active`` and ``error`` are set if they are for any worker; ``state`` is ``partial`` also if the workers hold different
-    versions.
-
-    Raises:
-        BadReply
-    """
-    reports = _decoded(_RPC, content).results
-    if not reports:
-        raise BadReply("the answer has no worker's report")
-    slowest = max(reports, key=lambda r: r.transfer_seconds + r.load_seconds)
-    return msgspec.structs.replace(
-        slowest,
-        state="whole" if {(r.state, r.held) for r in reports} == {("whole", slowest.held)} else "partial",
-        error=next((r.error for r in reports if r.error), ""),
-        active=any(r.active for r in reports),
-    )
-
-
-def read_join_problem(content: bytes) -> str | None:
-    """Why the first worker that did not join its weight group failed; empty if all joined, None while some still wait.
-
-    Raises:
-        BadReply
-    """
-    problems = _decoded(_JOIN, content).results
-    return next(filter(None, problems), None if None in problems else "")
-
-
-def read_fetch(content: bytes) -> FetchReport:
-    """Report of the first worker, which fetches for all.
-
-    Raises:
-        BadReply
-    """
-    reports = _decoded(_FETCH, content).results
-    if not reports:
-        raise BadReply("the answer has no worker's report")
-    return reports[0]
-
-
-def read_cache_pressure(content: bytes) -> CachePressure:
-    """Utilisation of the KV cache, from vLLM's Prometheus metrics.
-
-    Raises:
-        BadReply
-    """
-    text = content.decode(errors="replace")
-    try:
-        found: dict[str, float] = {}
-        for name, value in _METRIC.findall(text):  # request_success_total has one line per finish reason
-            found[name] = found.get(name, 0.0) + float(value)
-        return CachePressure(
-            used=found["kv_cache_usage_perc"],
-            running=int(found["num_requests_running"]),
-            ended=int(found["request_success_total"]),
-            longest=max(float(_LONGEST.findall(text)[0]), 1.0),
-        )
-    except (KeyError, IndexError, ValueError, OverflowError) as error:
-        raise BadReply(f"vLLM's metrics lack or garble {error}: was it started with --stats?") from error
-
-
-def read_draft_tally(content: bytes) -> DraftTally:
-    """The tally of the worker that drafts.
-
-    Raises:
-        BadReply
-    """
-    tallies = _decoded(_TALLY, content).results
-    if not tallies:
-        raise BadReply("the answer has no worker's tally")
-    return max(tallies)
-
-
-def read_draft_report(content: bytes) -> DraftReport:
-    """The report of the worker that drafts.
-
-    Raises:
-        BadReply
-    """
-    reports = _decoded(_DRAFTS, content).results
-    if not reports:
-        raise BadReply("the answer has no worker's report")
-    return max(reports, key=lambda report: report.steps)
+    return _version(decode_reply(_WEIGHT_INFO, content).weight_version)
 
 
 def read_error(content: bytes) -> str:
@@ -485,7 +291,8 @@ def read_message(content: bytes) -> str:
         return "without an error message of vLLM"
 
 
-def _decoded(decoder: msgspec.json.Decoder[Reply], content: bytes) -> Reply:
+def decode_reply(decoder: msgspec.json.Decoder[Reply], content: bytes) -> Reply:
+    """A reply in its type. Raises BadReply."""
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError) as error:

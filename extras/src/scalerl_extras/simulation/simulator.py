@@ -16,7 +16,7 @@ from scalerl_coordinator.scheduling import (
 from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.fleet import Fleet, Spans
 from scalerl_extras.simulation.workload import Cluster, Expected, Outcome, Workload
-from scalerl_generator.leasing import Occupancy, groups_wanted
+from scalerl_generator.rollouts.occupancy import Occupancy, groups_wanted
 
 
 @dataclass(slots=True)

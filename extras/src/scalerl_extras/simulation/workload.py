@@ -110,7 +110,7 @@ class DecodeSpeed:
             longest: limit on the tokens of a draft.
 
         A draft ends before the first token whose probability of acceptance, together with all before it, is below a threshold. A
-        server learns the threshold with the highest throughput (:mod:`scalerl_generator.draft_threshold`); here it is the best
+        server learns the threshold with the highest throughput (:mod:`scalerl_generator.drafts.draft_threshold`); here it is the best
         of a grid.
         """
         running = sum(count for _, count in batch)

@@ -16,9 +16,9 @@ import numpy as np
 
 from scalerl_api.wire import Lease, PastResponse, Split, prompt_digest
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorError
-from scalerl_generator.draft_protocol import DraftReport, DraftTally, PastResponses
+from scalerl_generator.drafts.draft_protocol import DraftReport, DraftTally, PastResponses
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.prompt_codec import EncodedPrompt
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import Sampled, VllmError

@@ -1,7 +1,8 @@
 """Generates and grades the group of a lease.
 
-A *strategy* is the function that samples the completions of a prompt: :func:`sample_plain` or
-:class:`~.interruption.ThoughtInterrupter`; :class:`~.episodes.EpisodeSampler`, of a task with an environment, also grades. Encoding, waiting for weights, grading and packing are the same for all.
+A *strategy* is the function that samples the completions of a prompt: :func:`~.completion_streams.sample_plain` or
+:class:`~.interruption.ThoughtInterrupter`; :class:`~.episodes.EpisodeSampler`, of a task with an environment, also grades.
+Encoding, waiting for weights, grading and packing are the same for all.
 """
 
 from __future__ import annotations
@@ -10,46 +11,43 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
-from scalerl_api.wire import (
-    MASKED,
-    MAX_TEXT_BYTES,
-    Completion,
-    Group,
-    GroupText,
-    Lease,
-    RoutedExperts,
-    Sample,
-    Split,
-    Verdicts,
-    VersionSpan,
-)
-from scalerl_generator.completion_streams import CompletionStreams, ServerLost
-from scalerl_generator.draft_protocol import DraftTally
-from scalerl_generator.episodes import EpisodeSampler, Grading, ungraded
-from scalerl_generator.kept_completions import KeptCompletions
+from scalerl_api.wire import MASKED, Group, GroupText, Lease, Sample, Split, Verdicts
+from scalerl_generator.drafts.draft_protocol import DraftTally
+from scalerl_generator.drafts.past_responses import PastResponseFeed
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.partial_reports import PartialReports
-from scalerl_generator.past_responses import PastResponseFeed
-from scalerl_generator.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.registration import ServerMonitor
-from scalerl_generator.repetition import ends_in_loop
+from scalerl_generator.rollouts.completion_streams import (
+    CompletionStreams,
+    ServerLost,
+    Strategy,
+    sample_plain,
+)
+from scalerl_generator.rollouts.episodes import Grading, ungraded
+from scalerl_generator.rollouts.group_packing import (
+    count_loops,
+    group_text,
+    group_verdicts,
+    packed_completions,
+    sample_of,
+)
+from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
+from scalerl_generator.rollouts.task_runtimes import TaskRuntime
+from scalerl_generator.rollouts.teacher import Teacher
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.teacher import Teacher
-from scalerl_generator.vllm_client import VllmClient, gather_all
+from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import Sampled
 from scalerl_processes.waiting import cancel
-from scalerl_tasks.answers.extraction import extract_answer
-from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
-from scalerl_tasks.prompts import Prompt, PromptSource
+from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import NOT_APPLICABLE
 
@@ -67,120 +65,6 @@ _MAX_ERROR_KINDS = 50
 
 class PromptMismatch(Exception):
     """The lease names a prompt that this actor's source does not have at that index."""
-
-
-def version_spans(sampled: Sampled) -> list[VersionSpan]:
-    """The weight version of each token, as spans in the wire's form; masked tokens have separate spans."""
-    if not sampled.masked.any():
-        return [VersionSpan(span.version, span.start) for span in sampled.weight_versions]
-    spans = sampled.weight_versions
-    versions = np.repeat([span.version for span in spans], [span.end - span.start for span in spans])
-    versions[sampled.masked] = MASKED
-    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1)]
-    return [VersionSpan(int(versions[start]), int(start)) for start in starts]
-
-
-def routed_experts(sampled: Sampled, prompt_tokens: int) -> RoutedExperts | None:
-    """The recorded experts in the wire's form; None without any."""
-    if not sampled.routed:
-        return None
-    kind = np.result_type(*(rows.experts.dtype for rows in sampled.routed)).newbyteorder("<")
-    _, layers, chosen = sampled.routed[0].experts.shape
-    return RoutedExperts(
-        layers=layers,
-        chosen=chosen,
-        spans=[
-            (prompt_tokens + rows.start, prompt_tokens + rows.start + len(rows.experts))
-            for rows in sampled.routed
-        ],
-        experts=b"".join(rows.experts.astype(kind).tobytes() for rows in sampled.routed),
-    )
-
-
-def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdicts:
-    """Verdicts on a group's completions, in the wire's form."""
-    answers = [None if grade.verdict is None else grade.verdict.answered for grade in graded]
-    return Verdicts(
-        scores=[grade.score for grade in graded],
-        parts={
-            name: [0.0 if grade.verdict is None else grade.verdict.parts[name] for grade in graded]
-            for name in part_names
-        },
-        errors={i: grade.error for i, grade in enumerate(graded) if grade.error is not None},
-        unanswered=[i for i, answered in enumerate(answers) if answered is False]
-        if any(answered is not None for answered in answers)
-        else None,
-    )
-
-
-_MAX_REPLY_CHARACTERS, _MAX_ANSWER_CHARACTERS = 400, 200
-
-
-def excerpt(text: str, characters: int) -> str:
-    """At most ``characters`` characters of a text: its start and, since answers are there, more of its end.
-
-    >>> excerpt("abcdefghijklmnop", 9)
-    'ab … mnop'
-    """
-    if len(text) <= characters:
-        return text
-    head = (characters - 3) // 3
-    return f"{text[:head]} … {text[len(text) - (characters - 3 - head) :]}"
-
-
-def sample_of(prompt: Prompt, texts: Sequence[str], graded: Sequence[Graded]) -> Sample | None:
-    """The first graded completion if all have the same score; else None, since the policy can learn from the group."""
-    scored = [at for at, grade in enumerate(graded) if grade.error is None]
-    if len({graded[at].score for at in scored}) != 1:
-        return None
-    text = texts[scored[0]]
-
-    def cut(text: str, characters: int) -> str:
-        return excerpt(text, characters).encode("utf-8", "replace").decode()
-
-    return Sample(
-        prompt_id=cut(prompt.id, _MAX_ANSWER_CHARACTERS),
-        reply=cut(text, _MAX_REPLY_CHARACTERS),
-        answer=cut(extract_answer(text), _MAX_ANSWER_CHARACTERS),
-        reference=cut(prompt.answer, _MAX_ANSWER_CHARACTERS),
-        score=graded[scored[0]].score,
-    )
-
-
-def _recorded(text: str, tokens: int) -> str:
-    """A text for the record of rollouts, which UTF-8 can encode and which is not longer than the wire's limit.
-
-    >>> _recorded("a\\ud800", 1), _recorded("é" * 20, 1)
-    ('a\\\\ud800', 'éééééééé')
-    """
-    encoded = text.encode("utf-8", "backslashreplace")
-    return encoded[: MAX_TEXT_BYTES * tokens].decode("utf-8", "ignore")
-
-
-def _looped(completions: Sequence[Sampled]) -> int:
-    """Number of completions that end in a loop, before their end token."""
-    return sum(
-        ends_in_loop(c.token_ids[:-1] if c.finish_reason == "stop" else c.token_ids) for c in completions
-    )
-
-
-Strategy = Callable[[CompletionStreams], Awaitable[None]]
-
-
-async def sample_plain(streams: CompletionStreams) -> None:
-    """Sample independent completions, each until an end token or the lease's ``max_tokens``."""
-    await gather_all(streams.extend(batch, streams.lease.max_tokens) for batch in streams.batches())
-
-
-@dataclass(frozen=True)
-class TaskRuntime:
-    """The prompts of one split of a task or evaluation set, with their prompt format and verifier."""
-
-    source: PromptSource
-    codec: PromptCodec
-    grader: GroupGrader
-    episodes: EpisodeSampler | None = None
-    """Samples the completions, in place of the strategy, and grades them, if the task has an environment."""
 
 
 @dataclass(frozen=True)
@@ -327,25 +211,18 @@ class RolloutGenerator:
             teacher_logprobs = await teacher_task
         finally:
             await cancel(teacher_task)
-        completions = [
-            Completion(
-                token_ids=c.token_ids.tobytes(),
-                logprobs=c.logprobs.tobytes(),
-                teacher_logprobs=of_teacher,
-                versions=version_spans(c),
-                finish_reason=c.finish_reason,
-                turns=generated.episodes[at].turns if generated.episodes else [],
-                routed=routed_experts(c, len(generated.encoded.token_ids)),
-            )
-            for at, (c, of_teacher) in enumerate(zip(generated.completions, teacher_logprobs, strict=True))
-        ]
         return Group(
             lease_id=lease.lease_id,
             prompt=lease.prompt,
             slot=lease.slot,
             prompt_id=lease.prompt_id,
             prompt_token_ids=generated.encoded.wire,
-            completions=completions,
+            completions=packed_completions(
+                generated.completions,
+                teacher_logprobs,
+                [one.turns for one in generated.episodes or ()],
+                prompt_tokens=len(generated.encoded.token_ids),
+            ),
             verdicts=verdicts,
             generation_seconds=generated.seconds,
             drafted_tokens=drafts and drafts[0],
@@ -359,7 +236,7 @@ class RolloutGenerator:
                 sum(one.sampling_seconds for one in generated.episodes),
                 sum(one.environment_seconds for one in generated.episodes),
             ),
-            looped=await self._in_thread(_looped, generated.completions)
+            looped=await self._in_thread(count_loops, generated.completions)
             if lease.split is Split.TRAIN
             else None,
         )
@@ -399,34 +276,19 @@ class RolloutGenerator:
         verdicts = group_verdicts(graded, task.grader.part_names)
         errors = [error for error in verdicts.errors.values() if error != NOT_APPLICABLE]
         self._log_grading_errors(generated.prompt, errors)
-        text = await self._in_thread(self._text, (generated, texts)) if generated.lease.record else None
+        text = None
+        if generated.lease.record:
+            text = await self._in_thread(
+                partial(
+                    group_text, task.codec.tokenizer, generated.prompt, generated.encoded.token_ids, texts
+                ),
+                generated.completions,
+            )
         if generated.lease.split is not Split.TRAIN:
             return verdicts, None, text
         if generated.encoded.in_thought:
             texts = [THOUGHT + text for text in texts]
         return verdicts, sample_of(generated.prompt, texts, graded), text
-
-    def _text(self, of: tuple[Generated, Sequence[str]]) -> GroupText:
-        """The texts of a group for the record of rollouts."""
-        generated, completions = of
-        ids, prompt = generated.encoded.token_ids, generated.prompt
-        tokenizer = generated.task.codec.tokenizer
-        (rendered,) = tokenizer.texts([ids])
-        recorded = [
-            _recorded(text, len(sampled.token_ids))
-            for text, sampled in zip(completions, generated.completions, strict=True)
-        ]
-        lengths = [
-            tokenizer.characters(sampled.token_ids.tolist(), text) or []
-            for text, sampled in zip(recorded, generated.completions, strict=True)
-        ]
-        return GroupText(
-            prompt=_recorded(rendered, len(ids)),
-            reference=_recorded(prompt.answer, len(ids)),
-            labels={_recorded(name, 64): _recorded(value, 64) for name, value in prompt.labels.items()},
-            completions=recorded,
-            token_characters=[np.array(of_token, dtype="<u2").tobytes() for of_token in lengths],
-        )
 
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)

@@ -21,15 +21,15 @@ from scalerl_api.wire import Ack, GroupJoin, Probe, Probed, WeightReceive, Weigh
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
-from scalerl_generator.vllm_replies import (
+from scalerl_generator.vllm_replies import VllmError
+from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_reports import (
     FetchContinues,
     FetchReport,
     FetchStalled,
     FetchUnreachable,
     UpdateFailed,
-    VllmError,
 )
-from scalerl_generator.vllm_weights import ServerWeights
 
 logger = logging.getLogger("scalerl.actor.control")
 

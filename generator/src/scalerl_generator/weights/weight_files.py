@@ -44,8 +44,8 @@ from scalerl_api.weight_files import (
 )
 from scalerl_api.weight_layout import TRAILER_BYTES, Bucket, BucketMismatch, check_trailer, lay_out
 from scalerl_api.wire import TensorSpec, WeightFiles, WeightReceive
-from scalerl_generator.checksum import checksum_u8
-from scalerl_generator.vllm_replies import FetchReport
+from scalerl_generator.weights.checksum import checksum_u8
+from scalerl_generator.weights.update_reports import FetchReport
 
 log = logging.getLogger(__name__)
 

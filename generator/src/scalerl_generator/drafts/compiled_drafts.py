@@ -1,32 +1,27 @@
-"""Drafts the next tokens of running completions from past responses and from each other; no vLLM types.
+"""What numba compiles of the drafter: the memory of tokens, the lookup of a context, a step.
 
-A paged token memory holds past responses, and running completions as they grow, including those of the same prompt. Each
-position is chained to earlier positions preceded by the same 8, 4 or 2 tokens, as in LZ77: one set of chains within a
-prompt and one over all prompts, since responses to different prompts share text. Each position found for a context votes
-for the token at it; its vote has more weight the longer the shared context is and if it belongs to the same prompt
-(blending, as in prediction by partial matching, rather than the longest match alone). A draft grows while the estimated
-probability that all its tokens are accepted is at least a given threshold; the estimate is calibrated on the acceptance
-of earlier drafts.
+It is one file, since numba's cache of a function does not follow what other files change.
 
-A full memory overwrites its oldest pages, so the responses of old weight versions are evicted first. Pages of a prompt with
-running completions are overwritten only if there are no others: they are what those completions draft from, and the
-responses of the last epoch are older than the completions themselves. An overwritten position leaves its chains, which would
-otherwise end there and hide the older pages that are kept. Where a context is so common that this is too slow, a chain may lead to
-unrelated text, so every match is compared token by token.
+Each position of the memory is chained to earlier positions preceded by the same 8, 4 or 2 tokens, as in LZ77: one set of chains
+within a prompt and one over all prompts, since responses to different prompts share text. Each position found for a context
+votes for the token at it; its vote has more weight the longer the shared context is and if it belongs to the same prompt
+(blending, as in prediction by partial matching, rather than the longest match alone). An overwritten position leaves its chains,
+which would otherwise end there and hide the older pages that are kept. Where a context is so common that this is too slow, a
+chain may lead to unrelated text, so every match is compared token by token.
 
-Shapes: ``r`` rows of a step, ``t`` tokens, ``s`` sequences, ``d`` tokens of a draft, ``m`` tokens of memory, ``p`` pages,
-``o`` context orders, ``b`` buckets of calibration.
+Shapes are those of :mod:`.drafter`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from scalerl_generator.drafts.drafter import Calibration, Int32s, Memory, Sequences
 
 PAGE = 64
 ORDERS = (2, 4, 8)
@@ -42,60 +37,16 @@ SHARES, LENGTHS = 8, 6
 BUCKETS = 2 * LENGTHS * SHARES
 DECAY = 0.999
 """Decay of a bucket's counts at each trial, because acceptance changes with the weights."""
-
-_FREE = -1
+FREE = -1
+"""Token of a position that has none yet."""
 _CANDIDATES = 2 * len(ORDERS) * CHAIN
 
-Int32s = NDArray[np.int32]
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def _compiled(function: Function) -> Function:
     compiled: Function = njit(cache=True)(function)
     return compiled
-
-
-class Memory(NamedTuple):
-    """Paged tokens, and chains over them. ``-1`` means none."""
-
-    tokens_m: Int32s
-    next_p: Int32s
-    previous_p: Int32s
-    prompt_p: Int32s
-    held_p: NDArray[np.bool_]
-    """Pages that running completions write to."""
-    pinned_p: NDArray[np.bool_]
-    """Pages of prompts that have running completions."""
-    evicted: NDArray[np.int64]
-    """Overwritten pages, shape [2]: not pinned, and pinned."""
-    heads: Int32s
-    """Latest position of each context hash, shape [2 scopes, o, hashes]."""
-    chains: Int32s
-    """Previous position in the chain of each position, shape [2 scopes, o, m]."""
-    cursor: Int32s
-    """Next page to overwrite, and 1 while all pages are pinned, shape [2]."""
-
-
-class Sequences(NamedTuple):
-    """Running completions, and their last drafts."""
-
-    position_s: Int32s
-    """Memory position of the sequence's next token."""
-    prompt_s: Int32s
-    known_s: Int32s
-    """Number of the sequence's tokens, prompt included, that are in memory."""
-    drafted_s: Int32s
-    draft_sd: Int32s
-    bucket_sd: Int32s
-    tally_skd: NDArray[np.int64]
-    """Drafted and accepted tokens since the last :meth:`Drafter.take_tally`, shape [s, 2, d]."""
-
-
-class Calibration(NamedTuple):
-    """Trials and acceptances by bucket; a trial is a drafted token whose predecessors in the draft were all accepted."""
-
-    tried_b: NDArray[np.float64]
-    accepted_b: NDArray[np.float64]
 
 
 @_compiled
@@ -145,7 +96,7 @@ def _unlink_page(memory: Memory, page: int) -> None:
     hashes = memory.heads.shape[2]
     scope = np.uint64(memory.prompt_p[page] + 1) * np.uint64(0xD6E8FEB86659FD93)
     longest = ORDERS[-1]
-    text_t = np.full(longest + PAGE, _FREE, np.int32)
+    text_t = np.full(longest + PAGE, FREE, np.int32)
     text_t[longest:] = memory.tokens_m[page * PAGE : (page + 1) * PAGE]
     before = page * PAGE
     for back in range(1, longest + 1):
@@ -156,7 +107,7 @@ def _unlink_page(memory: Memory, page: int) -> None:
     following = memory.next_p[page]
     for i in range(PAGE + longest if following >= 0 else PAGE):
         position = page * PAGE + i if i < PAGE else following * PAGE + i - PAGE
-        if memory.tokens_m[position] == _FREE:
+        if memory.tokens_m[position] == FREE:
             break
         value = np.uint64(0)
         order = 0
@@ -164,7 +115,7 @@ def _unlink_page(memory: Memory, page: int) -> None:
             # Beyond the page: its last tokens, and the first of the following one.
             at = longest + i - back
             token = text_t[at] if at < len(text_t) else memory.tokens_m[following * PAGE + at - len(text_t)]
-            if token == _FREE:
+            if token == FREE:
                 break
             value = value * np.uint64(1099511628211) + np.uint64(token + 1)
             if back == ORDERS[order]:
@@ -174,7 +125,7 @@ def _unlink_page(memory: Memory, page: int) -> None:
 
 
 @_compiled
-def _new_page(memory: Memory, previous: int, prompt: int) -> int:
+def new_page(memory: Memory, previous: int, prompt: int) -> int:
     """Clear the oldest page that is not pinned, chain it after page ``previous``, and return its number.
 
     If all are pinned, it is the oldest that is not held.
@@ -189,7 +140,7 @@ def _new_page(memory: Memory, previous: int, prompt: int) -> int:
         if unseen == 0:
             memory.cursor[1] = 1  # until a prompt's pages are released
     memory.cursor[0] = (page + 1) % pages
-    if memory.tokens_m[page * PAGE] != _FREE:
+    if memory.tokens_m[page * PAGE] != FREE:
         _unlink_page(memory, page)
     if memory.prompt_p[page] >= 0:
         memory.evicted[int(memory.pinned_p[page])] += 1
@@ -202,14 +153,14 @@ def _new_page(memory: Memory, previous: int, prompt: int) -> int:
     memory.next_p[page] = -1
     memory.previous_p[page] = previous
     memory.prompt_p[page] = prompt
-    memory.tokens_m[page * PAGE : (page + 1) * PAGE] = _FREE
+    memory.tokens_m[page * PAGE : (page + 1) * PAGE] = FREE
     if previous >= 0:
         memory.next_p[previous] = page
     return page
 
 
 @_compiled
-def _write(
+def write(
     memory: Memory,
     position: int,
     text_t: Int32s,
@@ -246,7 +197,7 @@ def _write(
         if (position + 1) % PAGE:
             position += 1
         else:
-            following = _new_page(memory, page, prompt)
+            following = new_page(memory, page, prompt)
             if held:
                 memory.held_p[page] = False
                 memory.held_p[following] = True
@@ -278,7 +229,7 @@ def _find(memory: Memory, text_t: Int32s, end: int, prompt: int, found: Int32s, 
             for _ in range(CHAIN):
                 if position < 0:
                     break
-                if memory.tokens_m[position] != _FREE:
+                if memory.tokens_m[position] != FREE:
                     in_prompt = memory.prompt_p[position // PAGE] == prompt
                     if in_prompt == (kind == 1):
                         common = 0
@@ -369,7 +320,7 @@ def _draft(
         for i in range(count):
             if memory.tokens_m[found[i]] == token:
                 after = _after(memory, found[i])
-                if after >= 0 and memory.tokens_m[after] != _FREE:
+                if after >= 0 and memory.tokens_m[after] != FREE:
                     found[kept] = after
                     common = min(abs(length[i]) + 1, MAX_CONTEXT)
                     length[kept] = -common if length[i] < 0 else common
@@ -379,7 +330,7 @@ def _draft(
 
 
 @_compiled
-def _step(
+def step(
     memory: Memory,
     sequences: Sequences,
     calibration: Calibration,
@@ -408,7 +359,7 @@ def _step(
                 break
             accepted += 1
             sequences.tally_skd[slot, 1, d] += 1
-        sequences.position_s[slot] = _write(
+        sequences.position_s[slot] = write(
             memory, sequences.position_s[slot], text_t, known, end, prompt, True, True
         )
         sequences.known_s[slot] = end
@@ -426,157 +377,3 @@ def _step(
             sequences.bucket_sd[slot],
         )
     return accepted, verified
-
-
-class Drafter:
-    """Drafts for up to ``sequences`` running completions.
-
-    Args:
-        memory_tokens: capacity in tokens, 56 bytes each; rounded up to whole pages, at least two for each sequence.
-        max_draft_tokens: maximum length of a draft.
-    """
-
-    def __init__(self, sequences: int, memory_tokens: int, max_draft_tokens: int) -> None:
-        pages = max(-(-memory_tokens // PAGE), 2 * sequences + 2)
-        size = pages * PAGE
-        hashes = 1 << max(int(size - 1).bit_length() - 1, 10)
-        self._memory = Memory(
-            tokens_m=np.full(size, _FREE, np.int32),
-            next_p=np.full(pages, -1, np.int32),
-            previous_p=np.full(pages, -1, np.int32),
-            prompt_p=np.full(pages, -1, np.int32),
-            held_p=np.zeros(pages, np.bool_),
-            pinned_p=np.zeros(pages, np.bool_),
-            evicted=np.zeros(2, np.int64),
-            heads=np.full((2, len(ORDERS), hashes), -1, np.int32),
-            chains=np.full((2, len(ORDERS), size), -1, np.int32),
-            cursor=np.zeros(2, np.int32),
-        )
-        by_sequence = {name: np.zeros(sequences, np.int32) for name in Sequences._fields[:4]}
-        by_token = {
-            name: np.zeros((sequences, max_draft_tokens), np.int32) for name in Sequences._fields[4:6]
-        }
-        tally_skd = np.zeros((sequences, 2, max_draft_tokens), np.int64)
-        self._sequences = Sequences(**by_sequence, **by_token, tally_skd=tally_skd)
-        # Prior acceptance before the first trials, by agreement of the votes: from .4 to .95.
-        prior_b = np.tile(np.linspace(0.4, 0.95, SHARES), BUCKETS // SHARES)
-        self._calibration = Calibration(np.full(BUCKETS, 4.0), 4.0 * prior_b)
-        self._free = list(range(sequences))
-        self._prompt_pages: dict[int, int] = {}
-        self._running: Counter[int] = Counter()
-        """Running sequences by prompt."""
-        self._compile()
-
-    def _compile(self) -> None:
-        """Compile for the argument types in use, because compilation takes seconds and would delay the first step."""
-        nothing = np.zeros(0, np.int32)
-        received = np.frombuffer(b"", np.int32)  # read-only
-        self.propose(nothing, nothing, np.zeros((1, 1), np.int32), nothing, nothing, 1.0)
-        self.remember(-2, received, received)  # not -1, which marks pages without a prompt
-        self.end(self.begin(-2, nothing))
-
-    def remember(self, prompt: int, prompt_t: Int32s, response_t: Int32s) -> None:
-        """Store a past response to a prompt."""
-        page = self._begin(prompt, prompt_t)
-        text_t = np.concatenate([prompt_t[-MAX_CONTEXT:], response_t])
-        context = len(text_t) - len(response_t)
-        _write(self._memory, page * PAGE + context, text_t, context, len(text_t), prompt, True, False)
-
-    def begin(self, prompt: int, prompt_t: Int32s) -> int:
-        """Add a running sequence of a prompt, and return its slot.
-
-        Raises ``IndexError`` if all slots are in use.
-        """
-        slot = self._free.pop()
-        page = self._begin(prompt, prompt_t)
-        self._running[prompt] += 1
-        if self._running[prompt] == 1:
-            self._memory.pinned_p[self._memory.prompt_p == prompt] = True
-        self._memory.held_p[page] = True
-        self._sequences.position_s[slot] = page * PAGE + len(prompt_t[-MAX_CONTEXT:])
-        self._sequences.prompt_s[slot] = prompt
-        self._sequences.known_s[slot] = len(prompt_t)
-        self._sequences.drafted_s[slot] = 0
-        self._sequences.tally_skd[slot] = 0
-        return slot
-
-    def _begin(self, prompt: int, prompt_t: Int32s) -> int:
-        """Allocate a page that begins with the end of the prompt, as context; the prompt itself is indexed once."""
-        memory = self._memory
-        if memory.prompt_p[self._prompt_pages.get(prompt, 0)] != prompt:
-            page = self._prompt_pages[prompt] = _new_page(memory, -1, prompt)
-            memory.pinned_p[page] = prompt in self._running
-            _write(memory, page * PAGE, prompt_t, 0, len(prompt_t), prompt, True, False)
-        page = _new_page(memory, -1, prompt)
-        memory.pinned_p[page] = prompt in self._running
-        _write(
-            memory,
-            page * PAGE,
-            prompt_t[-MAX_CONTEXT:],
-            0,
-            len(prompt_t[-MAX_CONTEXT:]),
-            prompt,
-            False,
-            False,
-        )
-        return page
-
-    def end(self, slot: int) -> None:
-        """Release the slot of a finished sequence; its tokens stay in memory."""
-        self._memory.held_p[self._sequences.position_s[slot] // PAGE] = False
-        prompt = int(self._sequences.prompt_s[slot])
-        self._running[prompt] -= 1
-        if not self._running[prompt]:
-            del self._running[prompt]
-            self._memory.pinned_p[self._memory.prompt_p == prompt] = False
-            self._memory.cursor[1] = 0
-        self._free.append(slot)
-
-    def propose(
-        self,
-        slot_r: Int32s,
-        row_r: Int32s,
-        rows_rt: Int32s,
-        length_r: Int32s,
-        limit_r: Int32s,
-        threshold: float,
-    ) -> tuple[Int32s, Int32s, int, int]:
-        """Draft for sequences that have new tokens.
-
-        Args:
-            slot_r: slots of the sequences.
-            row_r: their rows in ``rows_rt``.
-            rows_rt: token ids; those of a sequence, prompt included, are at ``[row, :length]``.
-            length_r: number of tokens of each sequence.
-            limit_r: maximum draft length of each sequence.
-            threshold: least probability that a token and all before it in the draft are accepted; the draft ends before a
-                token below it.
-
-        Returns:
-            Drafts, shape ``[s, d]``, and their lengths, shape ``[s]``, by slot, both valid until the next call; then the numbers
-            of accepted and of drafted tokens of the previous drafts.
-        """
-        accepted, verified = _step(
-            self._memory,
-            self._sequences,
-            self._calibration,
-            slot_r,
-            row_r,
-            rows_rt,
-            length_r,
-            limit_r,
-            threshold,
-        )
-        return self._sequences.draft_sd, self._sequences.drafted_s, accepted, verified
-
-    @property
-    def evicted_tokens(self) -> tuple[int, int]:
-        """Capacity of the pages overwritten so far, in tokens: of prompts without and with running sequences."""
-        idle, running = (PAGE * self._memory.evicted).tolist()
-        return idle, running
-
-    def take_tally(self, slot: int) -> NDArray[np.int64]:
-        """Drafted and accepted tokens of a sequence by draft position, int64 ``[2, d]``; resets both."""
-        tally: NDArray[np.int64] = self._sequences.tally_skd[slot].copy()
-        self._sequences.tally_skd[slot] = 0
-        return tally

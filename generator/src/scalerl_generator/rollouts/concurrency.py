@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from dataclasses import dataclass
 
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import ServerState
-from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import CachePressure, VllmError
+from scalerl_generator.vllm_client import CONTROL_SECONDS, VllmClient
+from scalerl_generator.vllm_replies import BadReply, VllmError
 
 logger = logging.getLogger("scalerl.actor.concurrency")
 
@@ -30,6 +32,55 @@ _SECONDS = 2.0
 """Interval of the measurements."""
 _FULL = 0.9
 """Usage of the cache that the limit aims at."""
+
+
+_METRIC = re.compile(
+    r"^vllm:(kv_cache_usage_perc|request_success_total|num_requests_running)\{.*\} (\S+)$", re.MULTILINE
+)
+_LONGEST = re.compile(r'^vllm:cache_config_info\{.*kv_cache_max_concurrency="([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CachePressure:
+    """Utilisation of the server's KV cache.
+
+    Attributes:
+        used: fraction of the cache's blocks in use.
+        running: sequences in the batch.
+        ended: sequences finished since the server's start.
+        longest: number of sequences of maximum length that the cache holds.
+    """
+
+    used: float
+    running: int
+    ended: int
+    longest: float
+
+
+async def cache_pressure(server: VllmClient) -> CachePressure:
+    """How full the KV cache is. Needs a server with ``--stats``. Raises VllmError."""
+    return read_cache_pressure(await server.call("GET", "/metrics", None, CONTROL_SECONDS))
+
+
+def read_cache_pressure(content: bytes) -> CachePressure:
+    """Utilisation of the KV cache, from vLLM's Prometheus metrics.
+
+    Raises:
+        BadReply
+    """
+    text = content.decode(errors="replace")
+    try:
+        found: dict[str, float] = {}
+        for name, value in _METRIC.findall(text):  # request_success_total has one line per finish reason
+            found[name] = found.get(name, 0.0) + float(value)
+        return CachePressure(
+            used=found["kv_cache_usage_perc"],
+            running=int(found["num_requests_running"]),
+            ended=int(found["request_success_total"]),
+            longest=max(float(_LONGEST.findall(text)[0]), 1.0),
+        )
+    except (KeyError, IndexError, ValueError, OverflowError) as error:
+        raise BadReply(f"vLLM's metrics lack or garble {error}: was it started with --stats?") from error
 
 
 class Concurrency:
@@ -74,7 +125,7 @@ class Concurrency:
         while True:
             if state.is_serving:
                 try:
-                    self.follow(await server.cache_pressure())
+                    self.follow(await cache_pressure(server))
                 except VllmError as error:
                     if str(error) != problem:
                         problem = str(error)

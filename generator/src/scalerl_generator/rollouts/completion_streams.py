@@ -22,14 +22,14 @@ the first request, before they are computed, so that requests of the same schedu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from scalerl_api.wire import Lease, Split
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import ServerMonitor
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient, gather_all
 from scalerl_generator.vllm_replies import (
@@ -234,3 +234,12 @@ class CompletionStreams:
         if not self._warned:  # once per group, because a broken server fails all requests of a group
             logger.warning("lease %s: requesting the missing tokens again: %s", self.lease.lease_id, error)
             self._warned = True
+
+
+Strategy = Callable[[CompletionStreams], Awaitable[None]]
+"""Samples all completions of a lease."""
+
+
+async def sample_plain(streams: CompletionStreams) -> None:
+    """Sample independent completions, each until an end token or the lease's ``max_tokens``."""
+    await gather_all(streams.extend(batch, streams.lease.max_tokens) for batch in streams.batches())

@@ -24,10 +24,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from scalerl_api.spec import ProblemSpec
-from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import PromptCodec
+from scalerl_generator.rollouts.completion_streams import CompletionStreams
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_client import gather_all
 from scalerl_tasks.environments.gate import EnvironmentGate

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Lease
-from scalerl_generator.completion_streams import CompletionStreams
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts.completion_streams import CompletionStreams, Strategy, sample_plain
+from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.vllm_client import gather_all
+from scalerl_tasks.interruption import check_interruption
 from scalerl_tasks.thoughts import THOUGHT, ends_inside_thought
+
+logger = logging.getLogger("scalerl.actor")
 
 
 @dataclass(frozen=True)
@@ -74,3 +82,33 @@ class ThoughtInterrupter:
                     completion.force(self._phrase)
                     self._metrics.interrupted.inc()
         await streams.extend([completion], streams.lease.max_tokens)
+
+
+def choose_strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics: ActorMetrics) -> Strategy:
+    """The sampling strategy: with forced interruption if the spec has it and it can apply."""
+    section = spec.recipe.length.interruption
+    if section is None:
+        return sample_plain
+    interruptions: dict[int, Interruption] = {}
+    for max_tokens in spec.completion_limits:
+        if (phrase := check_interruption(section, codec.tokenizer, max_tokens)) is not None:
+            interruptions[max_tokens] = Interruption(*section.range(max_tokens), phrase)
+    if not interruptions:
+        logger.info(
+            "recipe.length.interruption has no effect: the tokenizer cannot encode the end of a thought, or "
+            "recipe.maxCompletionTokens is too small"
+        )
+        return sample_plain
+
+    async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
+
+    by_limit = {
+        max_tokens: ThoughtInterrupter(interruption, spec.seed, texts, metrics)
+        for max_tokens, interruption in interruptions.items()
+    }
+
+    async def interrupt(streams: CompletionStreams) -> None:
+        await by_limit.get(streams.lease.max_tokens, sample_plain)(streams)
+
+    return interrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scalerl_api.wire import MASKED, Lease, PromptRef, Split
-from scalerl_generator.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 
 _Key = tuple[PromptRef, int, str, int, int, float, int | None]
 

@@ -1,6 +1,6 @@
 """The weights of a vLLM server: joins a group, reads files, installs a version. :mod:`.vllm_worker` has the server's side.
 
-Errors are those of :mod:`.vllm_replies`.
+Errors are those of :mod:`.vllm_replies` and :mod:`.update_reports`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import time
 import msgspec
 
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
-from scalerl_generator.adapter_versions import PUBLISHED, AdapterVersions
 from scalerl_generator.vllm_client import CONTROL_SECONDS, VllmClient
-from scalerl_generator.vllm_replies import (
+from scalerl_generator.vllm_replies import ServerRefused
+from scalerl_generator.weights.lora_versions import PUBLISHED, AdapterVersions
+from scalerl_generator.weights.update_reports import (
     FetchContinues,
     FetchReport,
     FetchStalled,
     FetchUnreachable,
     PublishReport,
-    ServerRefused,
     UpdateFailed,
     read_fetch,
     read_join_problem,
+    read_publish_report,
 )
 
 _MARGIN_SECONDS = 15.0
@@ -112,18 +113,18 @@ class ServerWeights:
             info |= {"adapters": adapters.name, "needed_adapters": self._server.adapters.needed()}
         seconds = receive.timeout_seconds + _MARGIN_SECONDS
         try:
-            if (await self._server.publish_report()).active:  # a client that died left it open
+            if (await self.publish_report()).active:  # a client that died left it open
                 await self._abandon(receive)
             await self._server.call("POST", "/start_weight_update", {}, CONTROL_SECONDS)
             await self._server.call("POST", "/update_weights", {"update_info": info}, seconds)
-            report = await self._server.publish_report()
+            report = await self.publish_report()
             if adapters is not None and not report.error:
                 body = {"lora_name": adapters.name, "lora_path": PUBLISHED}
                 await self._server.call("POST", "/v1/load_lora_adapter", body, CONTROL_SECONDS)
             finish = {} if report.error else {"weight_version": str(receive.version)}
             await self._server.call("POST", "/finish_weight_update", finish, CONTROL_SECONDS)
         except ServerRefused as error:
-            report = await self._server.publish_report()
+            report = await self.publish_report()
             if adapters is not None and report.active:  # they arrived, and vLLM refused them
                 await self._abandon(receive)
             raise UpdateFailed(error.message, partial=report.state == "partial") from error
@@ -132,7 +133,12 @@ class ServerWeights:
         if self._server.adapters is not None and adapters is not None:
             self._server.adapters.installed(adapters)
             await self._unload(self._server.adapters)
-        return await self._server.publish_report()
+        return await self.publish_report()
+
+    async def publish_report(self) -> PublishReport:
+        """Report of the last update, combined over the workers (:func:`~.update_reports.read_publish_report`)."""
+        body = {"method": "scalerl_publish_report"}
+        return read_publish_report(await self._server.call("POST", "/collective_rpc", body, CONTROL_SECONDS))
 
     async def receive(self, receive: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
         """Pause, receive one version over the group, or load one that was fetched, resume. Returns the duration of each phase.

@@ -40,12 +40,13 @@ class PublishedAdapters:
         """Hold the adapters, and drop those that are not ``needed``.
 
         Args:
-            adapters: as for :func:`.merged_adapters.merged_weights`.
+            adapters: as for :func:`.merged_lora.merged_weights`.
 
         Raises:
             RuntimeError: an adapter is of no layer of the model that can have one. What is held stays.
         """
-        tensors = {_peft_name(key): tensor.cpu() for key, tensor in adapters.items()}
+        # A copy: tensors that were read from files lie in memory into which the next version is read.
+        tensors = {_peft_name(key): tensor.to("cpu", copy=True) for key, tensor in adapters.items()}
         self._held[name] = tensors, scale
         try:
             self._check(self._build(name, 1))

@@ -16,13 +16,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup
-from scalerl_generator.completion_streams import TOGETHER_TOKENS, CompletionStreams
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, Refused, UnknownMember
-from scalerl_generator.kept_completions import are_usable
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.partial_completion import PartialCompletion
-from scalerl_generator.prompt_codec import EncodedPrompt
 from scalerl_generator.registration import Registration, ServerMonitor
+from scalerl_generator.rollouts.completion_streams import TOGETHER_TOKENS, CompletionStreams
+from scalerl_generator.rollouts.kept_completions import are_usable
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_replies import Part
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from scalerl_generator.vllm_replies import BadReply, decode_reply
+
 MEMORY_TOKENS = "scalerl_memory_tokens"
 """Key in vLLM's ``--additional-config``: tokens that the proposer remembers."""
 DRAFTER = "scalerl_drafter"
@@ -69,3 +71,39 @@ class DraftReport:
     """Tokens per second of steps with drafts, in multiples of steps without (:class:`~.draft_threshold.Control`)."""
     paused_steps: int = 0
     """Steps without drafts because drafts did not pay."""
+
+
+class _Tallies(msgspec.Struct):
+    results: list[DraftTally]
+
+
+class _Reports(msgspec.Struct):
+    results: list[DraftReport]
+
+
+_TALLIES = msgspec.json.Decoder(_Tallies)
+_REPORTS = msgspec.json.Decoder(_Reports)
+
+
+def read_draft_tally(content: bytes) -> DraftTally:
+    """The tally of the worker that drafts.
+
+    Raises:
+        BadReply
+    """
+    tallies = decode_reply(_TALLIES, content).results
+    if not tallies:
+        raise BadReply("the answer has no worker's tally")
+    return max(tallies)
+
+
+def read_draft_report(content: bytes) -> DraftReport:
+    """The report of the worker that drafts.
+
+    Raises:
+        BadReply
+    """
+    reports = decode_reply(_REPORTS, content).results
+    if not reports:
+        raise BadReply("the answer has no worker's report")
+    return max(reports, key=lambda report: report.steps)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.registry import Kind, make
-from scalerl_generator.draft_protocol import (
+from scalerl_generator.drafts.draft_protocol import (
     DRAFTER,
     MEMORY_TOKENS,
     DraftReport,
@@ -22,9 +22,9 @@ from scalerl_generator.draft_protocol import (
     PastResponses,
     prompt_key_of,
 )
-from scalerl_generator.draft_threshold import DraftThreshold
-from scalerl_generator.drafter import Drafter
-from scalerl_generator.vllm_rejection_sampler import max_drafted, patch_rejection_sampler
+from scalerl_generator.drafts.draft_threshold import DraftThreshold
+from scalerl_generator.drafts.drafter import Drafter
+from scalerl_generator.drafts.vllm_rejection_sampler import max_drafted, patch_rejection_sampler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

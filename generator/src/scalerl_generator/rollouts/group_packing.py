@@ -1,0 +1,171 @@
+"""A sampled and graded group in the form in which the coordinator gets it; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scalerl_api.wire import (
+    MASKED,
+    MAX_TEXT_BYTES,
+    Completion,
+    GroupText,
+    MessageSpan,
+    RoutedExperts,
+    Sample,
+    Verdicts,
+    VersionSpan,
+)
+from scalerl_generator.rollouts.repetition import ends_in_loop
+from scalerl_generator.vllm_replies import Sampled
+from scalerl_tasks.answers.extraction import extract_answer
+from scalerl_tasks.grading.grading_pool import Graded
+from scalerl_tasks.prompts import Prompt
+from scalerl_tasks.tokenizer import ModelTokenizer
+
+_MAX_REPLY_CHARACTERS, _MAX_ANSWER_CHARACTERS = 400, 200
+
+
+def packed_completions(
+    completions: Sequence[Sampled],
+    teacher_logprobs: Sequence[bytes],
+    turns: Sequence[list[MessageSpan]],
+    *,
+    prompt_tokens: int,
+) -> list[Completion]:
+    """The completions with the teacher's log-probabilities.
+
+    Args:
+        teacher_logprobs: of each completion, little-endian float32; empty without a teacher.
+        turns: of each episode; empty without an environment.
+    """
+    return [
+        Completion(
+            token_ids=sampled.token_ids.tobytes(),
+            logprobs=sampled.logprobs.tobytes(),
+            teacher_logprobs=of_teacher,
+            versions=version_spans(sampled),
+            finish_reason=sampled.finish_reason,
+            turns=turns[at] if turns else [],
+            routed=routed_experts(sampled, prompt_tokens),
+        )
+        for at, (sampled, of_teacher) in enumerate(zip(completions, teacher_logprobs, strict=True))
+    ]
+
+
+def version_spans(sampled: Sampled) -> list[VersionSpan]:
+    """The weight version of each token, as spans in the wire's form; masked tokens have separate spans."""
+    if not sampled.masked.any():
+        return [VersionSpan(span.version, span.start) for span in sampled.weight_versions]
+    spans = sampled.weight_versions
+    versions = np.repeat([span.version for span in spans], [span.end - span.start for span in spans])
+    versions[sampled.masked] = MASKED
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1)]
+    return [VersionSpan(int(versions[start]), int(start)) for start in starts]
+
+
+def routed_experts(sampled: Sampled, prompt_tokens: int) -> RoutedExperts | None:
+    """The recorded experts in the wire's form; None without any."""
+    if not sampled.routed:
+        return None
+    kind = np.result_type(*(rows.experts.dtype for rows in sampled.routed)).newbyteorder("<")
+    _, layers, chosen = sampled.routed[0].experts.shape
+    return RoutedExperts(
+        layers=layers,
+        chosen=chosen,
+        spans=[
+            (prompt_tokens + rows.start, prompt_tokens + rows.start + len(rows.experts))
+            for rows in sampled.routed
+        ],
+        experts=b"".join(rows.experts.astype(kind).tobytes() for rows in sampled.routed),
+    )
+
+
+def group_verdicts(graded: Sequence[Graded], part_names: Sequence[str]) -> Verdicts:
+    """Verdicts on a group's completions, in the wire's form."""
+    answers = [None if grade.verdict is None else grade.verdict.answered for grade in graded]
+    return Verdicts(
+        scores=[grade.score for grade in graded],
+        parts={
+            name: [0.0 if grade.verdict is None else grade.verdict.parts[name] for grade in graded]
+            for name in part_names
+        },
+        errors={i: grade.error for i, grade in enumerate(graded) if grade.error is not None},
+        unanswered=[i for i, answered in enumerate(answers) if answered is False]
+        if any(answered is not None for answered in answers)
+        else None,
+    )
+
+
+def excerpt(text: str, characters: int) -> str:
+    """At most ``characters`` characters of a text: its start and, since answers are there, more of its end.
+
+    >>> excerpt("abcdefghijklmnop", 9)
+    'ab … mnop'
+    """
+    if len(text) <= characters:
+        return text
+    head = (characters - 3) // 3
+    return f"{text[:head]} … {text[len(text) - (characters - 3 - head) :]}"
+
+
+def sample_of(prompt: Prompt, texts: Sequence[str], graded: Sequence[Graded]) -> Sample | None:
+    """The first graded completion if all have the same score; else None, since the policy can learn from the group."""
+    scored = [at for at, grade in enumerate(graded) if grade.error is None]
+    if len({graded[at].score for at in scored}) != 1:
+        return None
+    text = texts[scored[0]]
+
+    def cut(text: str, characters: int) -> str:
+        return excerpt(text, characters).encode("utf-8", "replace").decode()
+
+    return Sample(
+        prompt_id=cut(prompt.id, _MAX_ANSWER_CHARACTERS),
+        reply=cut(text, _MAX_REPLY_CHARACTERS),
+        answer=cut(extract_answer(text), _MAX_ANSWER_CHARACTERS),
+        reference=cut(prompt.answer, _MAX_ANSWER_CHARACTERS),
+        score=graded[scored[0]].score,
+    )
+
+
+def _recorded(text: str, tokens: int) -> str:
+    """A text for the record of rollouts, which UTF-8 can encode and which is not longer than the wire's limit.
+
+    >>> _recorded("a\\ud800", 1), _recorded("é" * 20, 1)
+    ('a\\\\ud800', 'éééééééé')
+    """
+    encoded = text.encode("utf-8", "backslashreplace")
+    return encoded[: MAX_TEXT_BYTES * tokens].decode("utf-8", "ignore")
+
+
+def count_loops(completions: Sequence[Sampled]) -> int:
+    """Number of completions that end in a loop, before their end token."""
+    return sum(
+        ends_in_loop(c.token_ids[:-1] if c.finish_reason == "stop" else c.token_ids) for c in completions
+    )
+
+
+def group_text(
+    tokenizer: ModelTokenizer,
+    prompt: Prompt,
+    prompt_token_ids: list[int],
+    texts: Sequence[str],
+    completions: Sequence[Sampled],
+) -> GroupText:
+    """The texts of a group for the record of rollouts; ``texts`` are those of the completions."""
+    (rendered,) = tokenizer.texts([prompt_token_ids])
+    recorded = [
+        _recorded(text, len(sampled.token_ids)) for text, sampled in zip(texts, completions, strict=True)
+    ]
+    lengths = [
+        tokenizer.characters(sampled.token_ids.tolist(), text) or []
+        for text, sampled in zip(recorded, completions, strict=True)
+    ]
+    return GroupText(
+        prompt=_recorded(rendered, len(prompt_token_ids)),
+        reference=_recorded(prompt.answer, len(prompt_token_ids)),
+        labels={_recorded(name, 64): _recorded(value, 64) for name, value in prompt.labels.items()},
+        completions=recorded,
+        token_characters=[np.array(of_token, dtype="<u2").tobytes() for of_token in lengths],
+    )

@@ -1,0 +1,1 @@
+"""How the vLLM server starts and fails: what :mod:`scalerl_generator.vllm_server` and its workers share."""
