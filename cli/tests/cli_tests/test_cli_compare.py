@@ -15,22 +15,21 @@ from typing import Any
 
 import pytest
 import yaml
+from curve_files import ink, write_plain, write_run
 
 from cli_tests import small_roles
+from scalerl_analysis.comparison import Comparison, EqualCompute, Recipe
+from scalerl_analysis.reward_scale import RewardScale
 from scalerl_api.edits import Effect, edit_of, leaves
 from scalerl_api.load import to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_cli import inputs
 from scalerl_cli.compare import run_compare
-from scalerl_cli.curves.recipes import Comparison, EqualCompute, Recipe
-from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.exits import exit_code
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
 from scalerl_cli.variants import NOT_OF_THE_RESULT, VariantProblem, parse_variant, planned
 from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
-
-from .curve_files import ink, write_plain, write_run
 
 TASK = {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}}
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from curve_files import write_plain, write_run
 from matplotlib.figure import Figure
 
-from scalerl_cli.curves import plotting
-from scalerl_cli.curves.analysis import analyse
-from scalerl_cli.curves.source import read_curve
+from scalerl_analysis import plotting
+from scalerl_analysis.curve_file import read_curve
+from scalerl_analysis.fitted_curve import fit_curve
 from scalerl_cli.main import main
 from scalerl_curvefit import forecast_pool
-
-from .curve_files import write_plain, write_run
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_unit_may_be_unknown(axes: Any) -> None:
 
 def test_late_rises_are_no_step_of_the_bands(tmp_path: Path) -> None:
     path = write_plain(tmp_path / "c.csv", n=40)
-    made = analyse(read_curve(path), late_rises="games")
+    made = fit_curve(read_curve(path), late_rises="games")
     grid = np.linspace(made.now, 4.0 * made.now, 200)
     upper = made.bands(grid)[4]
     step = np.diff(upper)
@@ -121,7 +120,7 @@ def hollow(figure: Figure, n: int) -> list[bool]:
 def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from the first at compute above 0, on every picture."""
     path = write_run(tmp_path / "c.csv")
-    burnt = analyse(read_curve(path)).fitted.burn_in_points
+    burnt = fit_curve(read_curve(path)).fitted.burn_in_points
     assert burnt > 0
     for command in (["fit", str(path)], ["plan", "--from", str(path)]):
         figure = drawn(monkeypatch, *command)
@@ -138,7 +137,7 @@ def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_plain(tmp_path / "c.csv", n=6)
-    assert analyse(read_curve(path)).fitted.burn_in_points == 0
+    assert fit_curve(read_curve(path)).fitted.burn_in_points == 0
     assert "burn-in" not in legend(drawn(monkeypatch, "fit", str(path)))
 
 

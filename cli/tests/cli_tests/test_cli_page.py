@@ -19,11 +19,11 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, CookieJar, DummyCookieJar, web
 
 from cli_tests.recorded_rollouts import record
+from scalerl_analysis.metric_series import MAX_POINTS
 from scalerl_cli.clusters.volume import Entry
 from scalerl_cli.main import main
 from scalerl_cli.page.mirror import update
 from scalerl_cli.page.runs import NotARun, Run
-from scalerl_cli.page.series import MAX_POINTS
 from scalerl_cli.page.server import Server, bound
 from scalerl_cli.run import view_command
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from scalerl_analysis import plotting
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
 from scalerl_cli import labels
-from scalerl_cli.curves import plotting
-from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.main import main
 from scalerl_cli.plot import budget_compute, draw_run
 from scalerl_cli.progress import Progress
@@ -217,7 +217,7 @@ def test_plot_without_matplotlib_reports_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     paths = RunPaths(tmp_path)
     write_curve(paths, [(1.0, 0.3, 1)])
-    with pytest.raises(CurveProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
+    with pytest.raises(AnalysisProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
         draw_run(paths, RUN)
 
 
@@ -241,7 +241,7 @@ def test_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, wo
     paths = RunPaths(tmp_path)
     if text is not None:
         paths.curve.write_text(text)
-    with pytest.raises(CurveProblem, match=words) as problem:
+    with pytest.raises(AnalysisProblem, match=words) as problem:
         draw_run(paths, RUN)
     assert "curve.csv" in str(problem.value)
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from scalerl_analysis.appended import Appended
+from scalerl_analysis.metric_series import MetricSeries, decimated
 from scalerl_api import trace
-from scalerl_cli.page.appended import Appended
-from scalerl_cli.page.series import Series, decimated
 
 _AFTER: Final = {
     "publish": "publish_wait_seconds",
@@ -71,7 +71,7 @@ class Group:
 class Timeline:
     """Grows with the files of a run."""
 
-    def __init__(self, path: Path, series: Series) -> None:
+    def __init__(self, path: Path, series: MetricSeries) -> None:
         self._series = series
         self._files = [Appended(path.with_name(f"{path.name}.1")), Appended(path)]
         self._groups: dict[tuple[int, float], Group] = {}

@@ -1,4 +1,4 @@
-"""Epochs in ``scalerl report``: differences between the responses of consecutive epochs, from ``history.jsonl``.
+"""Differences between the responses of consecutive epochs, from ``history.jsonl``.
 
 The share of reused tokens shows whether speculative decoding from history pays, and the rank correlation whether lengths can
 be predicted.
@@ -14,11 +14,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from scalerl_analysis import formatting
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.table import Column, Table
+from scalerl_api.curve import fold_labels
 from scalerl_api.history import HistoryLine
 from scalerl_api.paths import RunPaths
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.table import Column, Table
 
 POSITIONS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Positions in a draft for which the table has the acceptance."""
@@ -32,7 +33,7 @@ def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
     Columns of drafts are shown if there were any; the CSV has all columns.
 
     Raises:
-        CurveProblem: a ``history.jsonl`` cannot be read.
+        AnalysisProblem: a ``history.jsonl`` cannot be read.
     """
     rows: list[dict[str, Any]] = []
     for name, directory in runs:
@@ -70,8 +71,6 @@ def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
 
 def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
     """Reported value of each difficulty, in order; many difficulties are grouped into ranges, like labels."""
-    from scalerl_coordinator.evaluation import fold_labels
-
     known = sorted(line.difficulty for line in lines if line.difficulty is not None)
     folded = fold_labels([{"difficulty": f"{one:g}"} for one in known])
     return {value: one["difficulty"] for value, one in zip(known, folded, strict=True)}
@@ -92,7 +91,7 @@ def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise CurveProblem(f"{path}: {error.strerror}") from error
+        raise AnalysisProblem(f"{path}: {error.strerror}") from error
     return {visit: list(lines.values()) for visit, lines in found.items()}
 
 
