@@ -8,7 +8,8 @@ From a file to text, JSON and picture::
     ├ plan()         options, their costs and gains: Plan ▶ plan_report(), plan_json(), draw_plan()
     └ compare()      read_recipe() the fits of its runs ▶ the rule of curvefit: Comparison ▶ .table(), .findings(), draw_comparison()
 
-From the other files of a run: ``MetricSeries.read()`` (``metrics.jsonl``), ``find_rollouts()`` (recorded rollouts), and the tables
+From the other files of a run: ``MetricSeries.read()`` (``metrics.jsonl``), ``find_rollouts()`` (recorded rollouts), ``Timeline.read()``
+(with ``trace.jsonl``: what trainer and generators did when), and the tables
 ``task_table()`` and ``turn_table()`` (of metrics), ``label_table()`` (``labels.csv``) and ``epoch_table()`` (``history.jsonl``). A ``Table`` has
 ``rows``, and texts for people, Markdown, CSV and JSON.
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from scalerl_analysis.rollout_search import FoundRollouts, RolloutConditions, find_rollouts
     from scalerl_analysis.table import Column, Table
     from scalerl_analysis.task_tables import task_table, turn_table
+    from scalerl_analysis.timeline import Timeline
 
 _NAMES = {
     "comparison": ("Comparison", "Recipe", "compare", "read_recipe"),
@@ -72,6 +74,7 @@ _NAMES = {
     "rollout_search": ("FoundRollouts", "RolloutConditions", "find_rollouts"),
     "table": ("Column", "Table"),
     "task_tables": ("task_table", "turn_table"),
+    "timeline": ("Timeline",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -92,6 +95,7 @@ __all__ = [
     "RolloutConditions",
     "State",
     "Table",
+    "Timeline",
     "compare",
     "draw_comparison",
     "draw_fit",

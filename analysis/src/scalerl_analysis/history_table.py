@@ -27,7 +27,7 @@ MOVED: Final = 0.1
 """Change of rank, as a share of all ranks, above which RhymeRL calls it material."""
 
 
-def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
+def epoch_table(runs: Sequence[tuple[str, str | Path]]) -> Table:
     """A row for each epoch n ≥ 2 of each run with a history, and one for each difficulty if there are at least two.
 
     Columns of drafts are shown if there were any; the CSV has all columns.
@@ -37,7 +37,7 @@ def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
     """
     rows: list[dict[str, Any]] = []
     for name, directory in runs:
-        by_visit = _by_visit(RunPaths(directory).history_lines)
+        by_visit = _by_visit(RunPaths(Path(directory)).history_lines)
         value_of = _difficulties([line for lines in by_visit.values() for line in lines])
         for visit, lines in sorted(by_visit.items()):
             parts: dict[str, list[HistoryLine]] = {"": lines} | {value: [] for value in value_of.values()}

@@ -24,7 +24,7 @@ PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 
 
 def label_table(
-    runs: Sequence[tuple[str, Path]], wanted_set: str | None = None, wanted_label: str | None = None
+    runs: Sequence[tuple[str, str | Path]], wanted_set: str | None = None, wanted_label: str | None = None
 ) -> Table:
     """Rows sorted by set, label, value and name; runs of the same name are averaged.
 
@@ -33,7 +33,7 @@ def label_table(
     """
     by_name: dict[str, list[tuple[Path, dict[Key, Cell]]]] = {}
     for name, directory in runs:
-        by_name.setdefault(name, []).append((directory, read_labels(directory)))
+        by_name.setdefault(name, []).append((Path(directory), read_labels(Path(directory))))
     every = {key for members in by_name.values() for _, cells in members for key in cells}
     keys = {key for key in every if wanted_set in (None, key[0]) and wanted_label in (None, key[1])}
     if not keys:

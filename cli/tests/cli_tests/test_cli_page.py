@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, CookieJar, DummyCookieJar, web
+from recorded_rollouts import record
 
-from cli_tests.recorded_rollouts import record
 from scalerl_analysis.metric_series import MAX_POINTS
 from scalerl_cli.clusters.volume import Entry
 from scalerl_cli.main import main

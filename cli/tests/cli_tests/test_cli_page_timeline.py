@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scalerl_analysis.timeline import BUSY
 from scalerl_cli.main import main
 from scalerl_cli.page.runs import Run
-from scalerl_cli.page.timeline import BUSY
 
 RECORDED = Path(__file__).with_name("recorded_run")
 """Thirty steps of the tiny example with two generators, from its files ``metrics.jsonl`` and ``trace.jsonl``."""

@@ -16,6 +16,7 @@ from typing import Any, Final
 from scalerl_analysis.appended import Appended
 from scalerl_analysis.metric_series import MetricSeries
 from scalerl_analysis.rollout_search import FoundRollouts, find_rollouts
+from scalerl_analysis.timeline import Timeline
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
@@ -24,7 +25,6 @@ from scalerl_cli.arguments import add_rollout_conditions
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.curve import curve, other_curves
-from scalerl_cli.page.timeline import Timeline
 from scalerl_cli.rollouts import conditions
 
 MAX_ROWS: Final = 200
