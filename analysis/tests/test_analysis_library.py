@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from curve_files import write_plain, write_run
+from curve_files import write_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded_rollouts import record
@@ -20,7 +20,6 @@ from scalerl_analysis import (
     MetricSeries,
     Prices,
     RolloutConditions,
-    compare,
     find_rollouts,
     fit_curve,
     plan,
@@ -53,21 +52,6 @@ def test_every_name_is_there_and_no_other() -> None:
         assert getattr(scalerl_analysis, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'fit'"):
         scalerl_analysis.fit  # noqa: B018
-
-
-def test_comparison_tells_a_better_recipe(tmp_path: Path) -> None:
-    paths = {name: [tmp_path / f"{name}-{seed}.csv" for seed in (1, 2)] for name in ("fast", "slow")}
-    for seed in (0, 1):
-        write_plain(paths["fast"][seed], seed=seed + 1, cmid=1000.0)
-        write_plain(paths["slow"][seed], seed=seed + 3, cmid=4000.0)
-    compared = compare({**paths, "none": [tmp_path / "none.csv"]})
-    slow, none = compared.against
-    assert slow.apart is not None
-    assert slow.apart.high < 0
-    assert slow.separates_at_equal_compute
-    assert none.ruled is None
-    assert "none.csv: No such file" in compared.recipes[2].problems[0]
-    assert [row["failed"] for row in compared.table().rows] == [0, 0, 0]
 
 
 def test_plan_needs_a_price_for_a_value(tmp_path: Path) -> None:
