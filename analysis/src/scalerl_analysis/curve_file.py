@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scalerl_analysis.curve_columns import Chosen, Columns, choose
 from scalerl_analysis.curve_formats import FileTable, is_number, number, read_table
 from scalerl_analysis.problem import AnalysisProblem
+from scalerl_api.curve import PASS_AT
 from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment, UnsortedComputeError
 from scalerl_curvefit.curve import FloatArray
 
@@ -23,7 +24,6 @@ RUN_COLUMNS: Final = frozenset({"version", "wall_seconds", "device_seconds", "me
 """Columns that identify the ``curve.csv`` of a run."""
 SECONDS_PER_HOUR: Final = 3600.0
 THOUSANDS: Final = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
-_PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 STEPS: Final = re.compile(r"(^|[/_ ])step$", flags=re.IGNORECASE)
 
 
@@ -75,7 +75,7 @@ def read_curve(path: str | Path, columns: Columns | None = None) -> CurveFile:
     table, mixed = _whole(every)
     compute, reward = numbers(table, chosen.x), numbers(table, chosen.y)
     samples = _samples(table, columns.samples)
-    pass_at = _PASS_AT.fullmatch(chosen.y)
+    pass_at = PASS_AT.fullmatch(chosen.y)
     if pass_at and samples is not None and not columns.samples:
         samples = samples // int(pass_at[1])  # the number of tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}

@@ -54,17 +54,17 @@ def epoch_table(runs: Sequence[tuple[str, str | Path]]) -> Table:
         Column("epoch", "epoch"),
         Column("difficulty", "difficulty", varied=True),
         Column("prompts", "prompts"),
-        Column("reuse", "tokens reused", _percent),
+        Column("reuse", "tokens reused", formatting.percent),
         Column("mean_tokens", "mean length", "{:.1f}".format),
         Column("previous_tokens", "before", "{:.1f}".format),
         Column("rank_correlation", "rank correlation", formatting.known),
-        Column("moved", f"moved > {MOVED:.0%}", _percent),
+        Column("moved", f"moved > {MOVED:.0%}", formatting.percent),
         Column("acceptance_length", "acceptance length" if drafts else None, "{:.2f}".format),
         Column("draft_length", "draft length" if drafts else None, "{:.2f}".format),
-        Column("accepted", "drafts accepted" if drafts else None, _percent),
+        Column("accepted", "drafts accepted" if drafts else None, formatting.percent),
         Column("drafted_by_position"),
         Column("accepted_by_position"),
-        *(Column(f"accepted_at_{at}", f"at {at}", _percent) for at in positions),
+        *(Column(f"accepted_at_{at}", f"at {at}", formatting.percent) for at in positions),
     ]
     return Table(columns, rows)
 
@@ -157,7 +157,3 @@ def _ranks(values: list[float]) -> np.ndarray:
 
     ranks: np.ndarray = rankdata(values)
     return ranks
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"

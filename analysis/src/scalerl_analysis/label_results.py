@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Final
 
 from scalerl_analysis import formatting
 from scalerl_analysis.problem import AnalysisProblem
 from scalerl_analysis.table import Column, Table
-from scalerl_api.curve import LABEL_COLUMNS, label_order
+from scalerl_api.curve import LABEL_COLUMNS, PASS_AT, label_order
 from scalerl_api.paths import RunPaths
 
 Key = tuple[str, str, str]
@@ -20,7 +18,6 @@ Key = tuple[str, str, str]
 Cell = dict[str, float]
 """Of one key: ``prompts``, ``first_reward`` and ``last_reward`` of the oldest and the newest evaluation, and ``pass_at_K`` of the
 newest."""
-PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 
 
 def label_table(

@@ -21,18 +21,17 @@ Steps = Sequence[dict[str, dict[str, float]]]
 
 def task_table(runs: Sequence[tuple[str, Rows]]) -> Table:
     """A row for each run and task of a mix, over all steps."""
-    percent = "{:.1%}".format
     columns = [
         Column("run", "run", varied=True),
         Column("task", "task"),
         Column("groups", "groups"),
-        Column("share", "share", percent),
+        Column("share", "share", formatting.percent),
         Column("filtered", "filtered"),
         Column("rollouts"),
         Column("first", "reward, first", formatting.known),
         Column("last", "reward, last", formatting.known),
         Column("mean_tokens", "tokens", "{:.1f}".format),
-        Column("truncated_fraction", "truncated", percent),
+        Column("truncated_fraction", "truncated", formatting.percent),
     ]
     return Table(columns, [row for name, rows in runs for row in _task_rows(name, [*map(by_task, rows)])])
 

@@ -31,7 +31,7 @@ CURVE_COLUMNS: Final = (
 
 PART_COLUMN: Final = "reward_part_"
 """Prefix of the columns for the parts of verdicts, after the others; empty for points without the part."""
-_PASS_AT: Final = re.compile(r"pass_at_(\d+)")
+PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 """Columns after the parts: pass@k for each k, and the limits of its interval with the suffixes ``_low`` and ``_high``."""
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 MAX_LABEL_VALUES: Final = 16
@@ -192,7 +192,7 @@ def curve_points(text: str) -> list[EvaluationPoint]:
                             int(at[1]), float(text), float(value[f"{name}_low"]), float(value[f"{name}_high"])
                         )
                         for name, text in value.items()
-                        if (at := _PASS_AT.fullmatch(name)) and text
+                        if (at := PASS_AT.fullmatch(name)) and text
                     ],
                 )
             )
