@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def test_cells_run_in_order(
 
 
 def test_page_has_the_names_that_there_are() -> None:
-    wanted = set(re.findall(r"from scalerl_analysis import (.*)", PAGE))
-    names = {name.strip() for line in wanted for name in line.split(",")}
+    nodes = [node for cell in CELLS for node in ast.walk(ast.parse(cell))]
+    names = {one.name for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names}
     assert names <= set(scalerl_analysis.__all__)
     for name in scalerl_analysis.__all__:
         assert getattr(scalerl_analysis, name).__doc__, name

@@ -30,7 +30,7 @@ _SHAPES: Final = "Dsv^<>ph"
 
 def draw_fit(
     made: FittedCurve,
-    path: Path,
+    path: str | Path,
     *,
     title: str = "",
     budget: float | None = None,
@@ -81,7 +81,9 @@ def draw_fit(
         axes.set_title(f"{title or made.file.path.stem}{state}\n{second}", loc="left")
 
 
-def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: float | None = None) -> None:
+def draw_unfitted(
+    file: CurveFile, path: str | Path, *, title: str, why: str, budget: float | None = None
+) -> None:
     """Draw the points of a curve that cannot be fitted yet, with the reason ``why`` in the title.
 
     Raises:
@@ -134,7 +136,7 @@ def _mark_computes(axes: Any, now: float, budget: float | None) -> None:
         plotting.mark_compute(axes, budget, plotting.VERMILLION, f"budget {formatting.amount(budget)}")
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: str | Path) -> None:
     """Draw the options on the curve, with their costs where known; their dates are in the table.
 
     Raises:
@@ -168,7 +170,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         axes.set_title(f"{made.file.path.stem}: what each choice gives{state}", loc="left")
 
 
-def draw_comparison(table: Comparison, path: Path) -> None:
+def draw_comparison(table: Comparison, path: str | Path) -> None:
     """Draw every curve and its fit into ``path``, on a linear and on a logarithmic axis.
 
     Raises:
@@ -234,7 +236,7 @@ def _draw_recipe(axes: Any, recipe: Recipe, table: Comparison, colour: str, mark
     return shown
 
 
-def draw_labels(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_labels(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Draw the newest rewards, the first ones and pass@k of the largest k, a panel per evaluation set and label.
 
     Raises:

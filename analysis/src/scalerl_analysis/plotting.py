@@ -93,13 +93,14 @@ def style() -> AbstractContextManager[None]:
 
 @contextmanager
 def picture(
-    path: Path, size: tuple[float, float] = COLUMN, panels: tuple[int, int] = (1, 1), **options: Any
+    path: str | Path, size: tuple[float, float] = COLUMN, panels: tuple[int, int] = (1, 1), **options: Any
 ) -> Iterator[Any]:
     """The array of the panels of a figure; at the end, the legend of the first one is drawn, and the figure is saved.
 
     Raises:
         AnalysisProblem: it cannot be written, or matplotlib is not installed.
     """
+    path = Path(path)
     check_target(path)
     with style():
         from matplotlib.figure import Figure

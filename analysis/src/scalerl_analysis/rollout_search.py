@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.paths import RunPaths
@@ -57,8 +57,8 @@ class _Found:
 class RolloutConditions:
     """Conditions of a search, all of which must hold, and its order. None: any."""
 
-    step: tuple[float, float] | str | None = None
-    """Lowest and highest step, both included (of evaluations: version); or :data:`NEWEST`."""
+    step: tuple[float, float] | Literal["last"] | None = None
+    """Lowest and highest step, both included (of evaluations: version); or ``last``: the newest."""
     split: str | None = None
     """``train`` or ``held-out``."""
     task: str | None = None
@@ -121,7 +121,7 @@ def find_rollouts(
 
     conditions = conditions or RolloutConditions()
     files = _files(Path(directory), report)
-    step = _newest(files, conditions) if conditions.step == NEWEST else conditions.step
+    step = _newest(files, conditions) if isinstance(conditions.step, str) else conditions.step
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(lambda file: _whole(file, conditions, step, report), files.items()))
     found = [one for one in results if one is not None and len(one.places)]
