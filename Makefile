@@ -10,7 +10,7 @@ VENV ?= .venv
 unexport PYTHONDONTWRITEBYTECODE
 # cpu or gpu: which vLLM and torch are installed. The tiny example and the tests run on CPUs, also where GPUs are.
 DEVICE ?= cpu
-MEMBERS := processes api tasks curvefit coordinator trainer generator operator cli extras
+MEMBERS := processes api tasks curvefit coordinator trainer generator operator analysis cli extras
 BIN := $(VENV)/bin
 LOCKS := requirements/$(DEVICE).txt requirements/dev.txt
 BENCHMARKS := ablation adaptive_concurrency checkpoint coordinator curriculum datasets decisions draft_memory earlier_runs environments evaluation_generators evaluation_sets forecast forecast_llm fp32_logits gradient_guard grading history hostile_coordinators learning loading lora memory operator opgraph overlap publish retry schedule silent_coordinators simulator speculation streams verdicts

@@ -62,6 +62,7 @@ for member in (
     "curvefit",
     "generator",
     "operator",
+    "analysis",
     "cli",
     "extras",
 ):

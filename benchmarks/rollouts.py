@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 from coordinator import english
 
+from scalerl_analysis import find_rollouts
 from scalerl_api.wire import GroupText, PromptRef, Split, TrainedSequence, VersionSpan
 from scalerl_cli.main import parser as command_line
-from scalerl_cli.rollout_search import select
+from scalerl_cli.rollouts import conditions as conditions_of
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 from scalerl_coordinator.recorded_rows import RecordedGroup
@@ -104,7 +105,9 @@ def search(run: Path, *conditions: str) -> dict[str, float]:
     times = []
     for _ in range(3):
         started, used = time.perf_counter(), time.process_time()
-        _, matching, _ = select(arguments)
+        matching = find_rollouts(
+            arguments.dir, conditions_of(arguments), limit=arguments.limit or None
+        ).matching
         times.append((time.perf_counter() - started, time.process_time() - used))
     return {
         "seconds": round(min(times)[0], 3),

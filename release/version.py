@@ -16,6 +16,7 @@ MEMBERS = (
     "trainer",
     "generator",
     "operator",
+    "analysis",
     "cli",
     "extras",
 )

@@ -19,11 +19,11 @@ lock() {
   "$UV" pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
     --override requirements/overrides.txt --no-emit-package scalerl-api --no-emit-package scalerl-tasks \
     --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit --no-emit-package scalerl-processes \
-    --no-emit-package scalerl-coordinator --no-emit-package scalerl-cli "$@"
+    --no-emit-package scalerl-coordinator --no-emit-package scalerl-analysis --no-emit-package scalerl-cli "$@"
 }
 members() { printf '%s/pyproject.toml ' "$@"; }
-all=$(members processes api tasks curvefit coordinator trainer generator operator cli extras)
-control=$(members processes api tasks curvefit coordinator operator cli extras)
+all=$(members processes api tasks curvefit coordinator trainer generator operator analysis cli extras)
+control=$(members processes api tasks curvefit coordinator operator analysis cli extras)
 # shellcheck disable=SC2086
 {
   lock $all --extra cpu -o requirements/cpu.txt

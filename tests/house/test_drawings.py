@@ -13,6 +13,7 @@ MEMBERS = sorted(path.parent for path in ROOT.glob("*/src/scalerl_*/__init__.py"
 DRAWN = {
     f"scalerl_{name}"
     for name in (
+        "analysis",
         "api",
         "cli",
         "coordinator",

@@ -22,6 +22,7 @@ SLIM = [
     "scalerl_coordinator",
     "scalerl_curvefit",
     "scalerl_operator",
+    "scalerl_analysis",
     "scalerl_cli.main",
     "scalerl_extras",
 ]

@@ -6,7 +6,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from scalerl_api.wire import EvaluationPoint, PassAt
@@ -30,7 +31,7 @@ CURVE_COLUMNS: Final = (
 
 PART_COLUMN: Final = "reward_part_"
 """Prefix of the columns for the parts of verdicts, after the others; empty for points without the part."""
-_PASS_AT: Final = re.compile(r"pass_at_(\d+)")
+PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 """Columns after the parts: pass@k for each k, and the limits of its interval with the suffixes ``_low`` and ``_high``."""
 _NUMBER: Final = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 MAX_LABEL_VALUES: Final = 16
@@ -117,6 +118,45 @@ def label_order(label: str, value: str) -> tuple[str, bool, bool, float, str]:
     return label, value == OTHER_VALUES, number is None, number or 0.0, value
 
 
+def fold_labels(labels: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """The prompts' labels, with the values of each label folded to at most :data:`MAX_LABEL_VALUES`.
+
+    Numbers are folded into ranges with about equally many prompts; of other values, the rarest are folded into one.
+
+    >>> [one["operations"] for one in fold_labels([{"operations": str(n)} for n in range(2, 52)])[:5]]
+    ['2 to 4', '2 to 4', '2 to 4', '5 to 7', '5 to 7']
+    """
+    counts: dict[str, Counter[str]] = {}
+    for prompt_labels in labels:
+        for label, value in prompt_labels.items():
+            counts.setdefault(label, Counter())[value] += 1
+    folded = {label: _fold_values(label, value_counts) for label, value_counts in counts.items()}
+    return [
+        {label: folded[label][value] for label, value in prompt_labels.items()} for prompt_labels in labels
+    ]
+
+
+def _fold_values(label: str, counts: Counter[str]) -> dict[str, str]:
+    """The folded value of each value of a label. ``counts``: the number of prompts with it."""
+    if len(counts) <= MAX_LABEL_VALUES:
+        return {value: value for value in counts}
+    if not all(is_number(value) for value in counts):
+        frequent = sorted(counts, key=lambda value: (-counts[value], label_order(label, value)))
+        kept = set(frequent[:MAX_LABEL_VALUES])
+        return {value: value if value in kept else OTHER_VALUES for value in counts}
+    ranges: dict[int, list[str]] = {}
+    before = 0
+    for value in sorted(counts, key=float):
+        middle = 2 * before + counts[value]
+        ranges.setdefault(middle * MAX_LABEL_VALUES // (2 * counts.total()), []).append(value)
+        before += counts[value]
+    return {
+        value: values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
+        for values in ranges.values()
+        for value in values
+    }
+
+
 def curve_points(text: str) -> list[EvaluationPoint]:
     """The evaluations in the text of a ``curve.csv``; 0 for columns that it does not have.
 
@@ -152,7 +192,7 @@ def curve_points(text: str) -> list[EvaluationPoint]:
                             int(at[1]), float(text), float(value[f"{name}_low"]), float(value[f"{name}_high"])
                         )
                         for name, text in value.items()
-                        if (at := _PASS_AT.fullmatch(name)) and text
+                        if (at := PASS_AT.fullmatch(name)) and text
                     ],
                 )
             )

@@ -1,27 +1,23 @@
 """The ``scalerl`` command.
 
-``scalerl fit``, from a file to text, JSON and picture::
+``scalerl fit``, ``plan``, ``report``, ``plot`` and ``rollouts`` print and write what :mod:`scalerl_analysis` makes of files::
 
-    arguments ▶ main.main() ▶ run_fit()
-                               ├ read_curve()   tables.* rows ▶ columns.* the columns to use ▶ checked points
-                               ├ read_prior()   earlier runs, or why one is not used
-                               └ analyse()      the fit, the check for collapse, the forecasts: one Analysis
-                                   ├ report.*   text      ├ JSON      └ pictures.* PNG
+    arguments ▶ main.main() ▶ run_fit() ▶ analysed()   read, fitted: text, JSON, PNG
 
-``scalerl compare`` runs the missing runs with the code of ``scalerl run``, and compares (``curves.recipes``)::
+``scalerl compare`` runs the missing runs with the code of ``scalerl run``, and has their curves compared::
 
     arguments ▶ main.main() ▶ run_compare() ▶ read_spec(), planned()   each variant and seed, and its directory
                                ├ run_spec()   the unfinished runs, one after the other
-                               └ Comparison   Recipe: its runs' fits ▶ the rule of curvefit ▶ table.Table: text, Markdown, CSV; PNG
+                               └ Comparison   of scalerl_analysis: text, Markdown, CSV; PNG
 
 ``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and prints its reports (``progress``). ``scalerl view`` serves a page (``page``).
 
 ``scalerl get``, ``why``, ``logs``, ``fetch`` and ``submit`` are for runs on a cluster (:mod:`.clusters`).
 
-This package contains: arguments, output for people (progress, tables, pictures, error messages), exit codes, and
+This package contains: arguments, output for people (progress, error messages, the page of a run), exit codes, and
 the checks that need more than the spec: files, tasks, this machine.
 
-It does not contain: code that decides about a run or starts a process (the operator does that), or an import
+It does not contain: code that decides about a run or starts a process (the operator does that), analysis of its files, or an import
 that delays the first child process: matplotlib, scipy and aiohttp are imported where they are used.
 
 A command that cannot go on raises ``exits.Refused``, in whose place ``main`` prints the reasons.

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Final
 
-SORTS: Final = {
-    "step": "step",
-    "reward": "reward",
-    "advantage": "advantage",
-    "tokens": "tokens",
-    "age": "age",
-    "difference": "logprob_difference_max",
-}
-"""Column of each value of ``rollouts --sort``."""
-NEWEST: Final = "last"
-"""As ``rollouts --step``: the newest one."""
+from scalerl_analysis.rollout_search import NEWEST
 
 
 def number(text: str) -> float:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl_cli.argument_types import SORTS, interval, port, step_interval, text_argument, whole
+from scalerl_analysis.rollout_search import SORTS
+from scalerl_cli.argument_types import interval, port, step_interval, text_argument, whole
 from scalerl_cli.clusters.arguments import add_connection
 
 if TYPE_CHECKING:

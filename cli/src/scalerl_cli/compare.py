@@ -31,7 +31,7 @@ from scalerl_cli.variants import (
 from scalerl_operator.local.run_directory import DirectoryProblem
 
 if TYPE_CHECKING:
-    from scalerl_cli.curves.recipes import Recipe
+    from scalerl_analysis.comparison import Recipe
 
 SPECS: Final = (".yaml", ".yml")
 """Suffixes of spec files; every other argument is an existing curve."""
@@ -228,14 +228,12 @@ def _failure(directory: Path) -> str:
 
 
 def _report(members: Sequence[Member], directories: dict[str, Path], arguments: argparse.Namespace) -> int:
-    from scalerl_cli.curves.pictures import draw_recipes
-    from scalerl_cli.curves.recipes import Comparison
-    from scalerl_cli.curves.scale import RewardScale
+    from scalerl_analysis.comparison import Comparison
+    from scalerl_analysis.pictures import draw_comparison
+    from scalerl_analysis.reward_scale import RewardScale
 
     recipes = tuple(_recipe(member, directories, arguments) for member in members)
-    files = [file for recipe in recipes for file in recipe.files]
-    units = {file.unit for file in files}
-    compared = Comparison(recipes, RewardScale(*arguments.scale), units.pop() if len(units) == 1 else "")
+    compared = Comparison(recipes, RewardScale(*arguments.scale))
     parent: Path = arguments.dir
     parent.mkdir(parents=True, exist_ok=True)
     written = [parent / f"comparison.{suffix}" for suffix in ("md", "csv", "png")]
@@ -247,8 +245,8 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     echo()
     for line in (*table.lines(), "", *findings, "", *notes):
         echo(line)
-    if any(file.curve.compute[-1] > 0 for file in files):
-        draw_recipes(compared, written[2])
+    if any(file.curve.compute[-1] > 0 for file in compared.files):
+        draw_comparison(compared, written[2])
     else:
         written.pop()
     echo(f"written: {', '.join(map(str, written))}")
@@ -260,21 +258,11 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
 
 def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Namespace) -> Recipe:
     """Curves and fits of the runs of a recipe; leaves out failed runs and runs without a usable curve."""
-    from scalerl_cli.curves.analysis import analyse
-    from scalerl_cli.curves.columns import Columns
-    from scalerl_cli.curves.problem import CurveProblem
-    from scalerl_cli.curves.recipes import Recipe
-    from scalerl_cli.curves.source import read_curve
+    from scalerl_analysis.comparison import read_recipe
+    from scalerl_cli.curves.fit import columns_of
 
-    files, made, problems, failures = [], [], [], []
-    columns = Columns.of(arguments)
-    for path in [member.curve] if member.curve else [directories[plan.digest] for plan in member.runs]:
-        if not member.curve and (failure := _failure(path)):
-            failures.append(f"{path.name}: {failure}")
-            continue
-        try:
-            files.append(read_curve(path, columns))
-            made.append(analyse(files[-1]))
-        except CurveProblem as problem:
-            problems.append(str(problem))
-    return Recipe(member.label, tuple(files), tuple(made), tuple(problems), tuple(failures))
+    made = [directories[plan.digest] for plan in member.runs]
+    failures = {path: failure for path in made if (failure := _failure(path))}
+    paths = [member.curve] if member.curve else [path for path in made if path not in failures]
+    reasons = [f"{path.name}: {failure}" for path, failure in failures.items()]
+    return read_recipe(member.label, paths, columns_of(arguments), reasons)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.load import SpecError
 from scalerl_cli.output import echo
 
@@ -32,7 +33,7 @@ def exit_code(command: Callable[[], int]) -> int:
         return command()
     except Refused as refused:
         lines, code = refused.args, refused.code
-    except SpecError as error:
+    except (SpecError, AnalysisProblem) as error:
         lines, code = (str(error),), BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

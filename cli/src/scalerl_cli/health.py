@@ -5,11 +5,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from scalerl_analysis.metric_series import MetricSeries
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import echo
-from scalerl_cli.page.series import Series, warn_of_unreadable
+
+
+def read_metrics(path: Path) -> MetricSeries:
+    """The series of ``metrics.jsonl``; prints how many lines are left out, if some are.
+
+    Raises:
+        AnalysisProblem: the file cannot be read.
+    """
+    series = MetricSeries.read(path)
+    if count := series.unreadable:
+        lines, are = ("lines", "are") if count > 1 else ("line", "is")
+        echo(f"{count} {lines} of {path} cannot be read and {are} left out", error=True)
+    return series
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -18,11 +31,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     paths = RunPaths(directory)
     if not (paths.metrics.exists() or paths.run_file.exists()):
         raise Refused(f"{directory} is not the directory of a run")
-    try:
-        series = Series.read(paths.metrics)
-    except OSError as error:
-        raise Refused(f"{paths.metrics}: {error.strerror}") from error
-    warn_of_unreadable(series, paths.metrics)
+    series = read_metrics(paths.metrics)
     if not series.rows:
         echo(f"{directory} has no trained steps yet")
         return DONE

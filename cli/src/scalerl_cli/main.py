@@ -40,7 +40,7 @@ _CODE: Final = {
     "compare": "compare:run_compare",
     "fit": "curves.fit:run_fit",
     "plan": "curves.plan:run_plan",
-    "report": "curves.run_report:run_report",
+    "report": "curves.report:run_report",
     **dict.fromkeys(CLUSTER_COMMANDS, "clusters.command:run_cluster_command"),
 }
 """Module and function of each command; they are imported when they are used."""

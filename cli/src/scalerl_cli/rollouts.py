@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from scalerl_analysis.rollout_search import RolloutConditions, find_rollouts
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import echo, shown
-from scalerl_cli.rollout_search import select
 
 _HEAD_CHARACTERS: Final = 3000
 _TAIL_CHARACTERS: Final = 1000
@@ -31,9 +31,35 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def conditions(arguments: argparse.Namespace) -> RolloutConditions:
+    """The conditions of a command or of a request of the page."""
+    names = (
+        "step",
+        "split",
+        "task",
+        "prompt",
+        "sample",
+        "reward",
+        "truncated",
+        "excluded",
+        "contains",
+        "sort",
+    )
+    labels = [(name, value) for name, _, value in (label.partition("=") for label in arguments.label)]
+    given = {name: getattr(arguments, name) for name in (*names, "descending")}
+    return RolloutConditions(**given, labels=labels)
+
+
 def run_rollouts(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    rows, matching, total = select(arguments, tokens=arguments.json and arguments.full)
+    found = find_rollouts(
+        arguments.dir,
+        conditions(arguments),
+        limit=arguments.limit or None,
+        tokens=arguments.json and arguments.full,
+        report=lambda text: echo(text, error=True),
+    )
+    rows, matching, total = found.rows, found.matching, found.total
     if arguments.json:
         for row in rows:
             # A terminal also obeys characters that JSON does not escape, such as U+009B.

@@ -198,8 +198,8 @@ def _explain(failure: Failure) -> None:
 
 
 def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
-    from scalerl_cli.curves.problem import CurveProblem
-    from scalerl_cli.plot import draw_run
+    from scalerl_analysis.pictures import draw_run
+    from scalerl_analysis.problem import AnalysisProblem
     from scalerl_cli.summary import summarize, table, write
 
     paths = directory.paths
@@ -219,7 +219,7 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
     try:
         draw_run(paths, spec)
         echo(f"curve: {_shown(paths.curve_picture)}")
-    except CurveProblem as problem:
+    except AnalysisProblem as problem:
         echo(f"no picture: {problem}")
     echo(f"page: {view_command(paths.root)}")
     if _is_suspended(outcome):

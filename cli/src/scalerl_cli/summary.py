@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from scalerl_analysis.table import aligned
 from scalerl_api.mismatch import ALL, SOURCES
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli import labels
 from scalerl_cli.output import replace_text
-from scalerl_cli.table import aligned
 from scalerl_operator.run_view import RunResult
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from curve_files import ink, write_plain, write_run
 
 from cli_tests import small_roles
 from scalerl_api.edits import Effect, edit_of, leaves
@@ -22,15 +23,11 @@ from scalerl_api.load import to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_cli import inputs
 from scalerl_cli.compare import run_compare
-from scalerl_cli.curves.recipes import Comparison, EqualCompute, Recipe
-from scalerl_cli.curves.scale import RewardScale
 from scalerl_cli.exits import exit_code
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
 from scalerl_cli.variants import NOT_OF_THE_RESULT, VariantProblem, parse_variant, planned
 from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
-
-from .curve_files import ink, write_plain, write_run
 
 TASK = {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}}
 
@@ -216,36 +213,6 @@ def test_compare_separates_what_is_apart(tmp_path: Path, capsys: pytest.CaptureF
     assert f"low.csv against {base}: separates: worse, A .4" in said
     assert "does not separate" in said
     assert "one run does not show the spread between seeds" in said
-
-
-def test_equal_compute_interval_is_students() -> None:
-    # Mean .5, sd .1 over three runs: t(2) is 2.920.
-    three = EqualCompute.of([(0.4, 0.0001), (0.5, 0.0001), (0.6, 0.0001)])
-    one = EqualCompute.of([(0.5, 0.01)])
-    assert three is not None
-    assert one is not None
-    assert three.interval is not None
-    assert one.interval is not None
-    assert three.interval.high == pytest.approx(0.5 + 2.920 * 0.1 / 3**0.5, abs=1e-4)
-    assert one.interval.high == pytest.approx(0.5 + 1.645 * 0.1)
-    apart = three.minus(three)  # t(4) is 2.132
-    assert apart is not None
-    assert apart.high == pytest.approx(2.132 * (2 * 0.01 / 3) ** 0.5, abs=1e-4)
-    assert EqualCompute.of([(0.5, 0.0)]) is not None
-    assert EqualCompute.of([(0.5, 0.0)]).interval is None  # type: ignore[union-attr]
-    assert EqualCompute.of([]) is None
-
-
-def test_csv_has_its_columns_in_the_order_of_earlier_releases() -> None:
-    """And an empty state of a recipe without a run, where the text says so."""
-    compared = Comparison((Recipe("none"),), RewardScale(0.0, 1.0), "")
-    assert compared.csv().splitlines() == [
-        "recipe,runs,state,failed,A,A_low,A_high,B,B_low,B_high,Cmid,Cmid_low,Cmid_high,R0,R0_low,R0_high,compute,reward,"
-        "reward_low,reward_high,difference,difference_low,difference_high,by,better,probability,separates,"
-        "separates_at_equal_compute",
-        "none,0,,0" + "," * 24,
-    ]
-    assert compared.table().cells()[1] == ["none", "0", "–", "–", "–", "–", "no run"]
 
 
 def test_load_replaces_fields(tmp_path: Path) -> None:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from curve_files import has_colour, write_run
 
+from scalerl_analysis import plotting
+from scalerl_analysis.curve_file import read_curve
+from scalerl_analysis.fitted_curve import HEALTHY_TRUNCATED, State, fit_curve
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_cli.curves import plotting
-from scalerl_cli.curves.analysis import HEALTHY_TRUNCATED, State, analyse
-from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
 from scalerl_curvefit.collapse import LEAST
 from scalerl_operator.autoscaling import alarm
 
-from .curve_files import answer, has_colour, text, write_run
+from .fit_command import answer, text
 
 
 def write_sagging(path: Path, back: float = 0.0) -> Path:
@@ -35,7 +36,7 @@ def test_alarm_lasts_until_the_run_recovers(tmp_path: Path, capsys: pytest.Captu
     assert (got["state"], got["identifiable"], got["forecasts"]) == ("BROKEN", False, [])
     assert main(["fit", str(fallen)]) == 0
     assert "below the best of 3 in a row, ." in capsys.readouterr().out
-    assert analyse(read_curve(back)).collapse is None
+    assert fit_curve(read_curve(back)).collapse is None
     assert main(["plan", "--from", str(fallen)]) == 0
     assert "no plan: the reward fell below its best" in capsys.readouterr().out
 
@@ -45,7 +46,7 @@ def test_fit_of_a_broken_run_ends_before_the_fall(tmp_path: Path, capsys: pytest
     ill = write_run(tmp_path / "ill.csv", collapse=0.15)
     for name in ("A", "Cmid", "B"):
         assert answer(capsys, str(ill))[name]["median"] == pytest.approx(well[name]["median"], rel=0.06)
-    made = analyse(read_curve(ill))
+    made = fit_curve(read_curve(ill))
     assert made.collapse is not None
     assert (made.fallen, made.collapse.points) == (3, len(made.file.segment.curve) - 3)
     assert made.now == made.file.curve.now > made.fitted.now
@@ -65,7 +66,7 @@ def test_truncation_alarm_ends_below_its_lower_bound(
         for row, rate in zip(rows[-len(rates) :], rates, strict=True):
             row[8] = str(rate)
         path.write_text("\n".join(",".join(row) for row in rows) + "\n")
-        return analyse(read_curve(path)).state
+        return fit_curve(read_curve(path)).state
 
     assert with_last(0.2, 0.04) is State.OK
     assert with_last(0.2, 0.07) is State.BROKEN
@@ -86,7 +87,7 @@ def test_truncation_counts_for_mixed_weights(tmp_path: Path, before: str, newest
     rows = [line.split(",") for line in path.read_text().splitlines()]
     rows[-2][8], rows[-1][8], rows[-1][9] = before, newest, "true"
     path.write_text("\n".join(",".join(row) for row in rows) + "\n")
-    assert analyse(read_curve(path)).state is state
+    assert fit_curve(read_curve(path)).state is state
 
 
 def test_run_that_falls_from_its_start_has_no_curve(
@@ -114,6 +115,6 @@ def test_past_forecast_far_above_the_outcome_is_a_doubt(tmp_path: Path) -> None:
     path = tmp_path / "c.csv"
     noisy = reward + random.normal(0.0, 0.006, 40)
     path.write_text("compute,reward\n" + "".join(f"{c},{r}\n" for c, r in zip(compute, noisy, strict=True)))
-    made = analyse(read_curve(path))
+    made = fit_curve(read_curve(path))
     assert (made.state, made.fitted.warnings) == (State.INSUFFICIENT, ())
     assert "lies below 99% of the forecast made at 5,000" in made.warnings[0]

@@ -6,10 +6,9 @@ import csv
 from pathlib import Path
 
 import pytest
+from curve_files import EXAMPLES, ink, write_plain, write_run
 
 from scalerl_cli.main import main
-
-from .curve_files import EXAMPLES, ink, write_plain, write_run
 
 
 @pytest.fixture

@@ -7,15 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from curve_files import ink, write_run
 
-from scalerl_cli.curves.report import MEANINGS
+from scalerl_analysis.fit_text import MEANINGS
 from scalerl_cli.main import main, parser
 from scalerl_curvefit import FitSettings
 from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION, MIN_HISTORY
 from scalerl_curvefit.compare import A_MARGIN
 from scalerl_curvefit.fitting import ENOUGH_POINTS, MAX_A_WIDTH, MAX_P_BEFORE_CMID
-
-from .curve_files import ink, write_run
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/forecast.md").read_text(encoding="utf-8")

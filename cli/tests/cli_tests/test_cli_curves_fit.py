@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from curve_files import EXAMPLES, RATE, has_colour, ink, write_plain, write_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scalerl_cli.curves import formatting, plotting
+from scalerl_analysis import formatting, plotting
 from scalerl_cli.main import main
 from scalerl_curvefit import Estimate
 
-from .curve_files import EXAMPLES, RATE, answer, has_colour, ink, text, write_plain, write_run
+from .fit_command import answer, text
 
 KEYS = ["A", "B", "Cmid", "R0", "identifiable", "state", "forecasts"]
 

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from curve_files import write_plain, write_run
 
+from scalerl_analysis.curve_columns import Columns
+from scalerl_analysis.curve_file import read_curve
 from scalerl_api.curve import curve_csv
 from scalerl_api.wire import EvaluationPoint
-from scalerl_cli.curves.columns import Columns
-from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
-
-from .curve_files import write_plain, write_run
 
 GOOD = "".join(f"{c},{0.2 + 0.01 * c}\n" for c in range(1, 13))
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from curve_files import RATE, ink, write_plain, write_run
 
-from scalerl_cli.curves import plotting
-from scalerl_cli.curves.pace import pace_of
+from scalerl_analysis import plotting
+from scalerl_analysis.curve_file import read_curve
+from scalerl_analysis.pace import pace_of
 from scalerl_cli.curves.plan import run_plan
-from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main, parser
-
-from .curve_files import RATE, ink, write_plain, write_run
 
 WHEN = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)
 

@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from curve_files import write_run
 
 from scalerl_api.forecast import MAX_EARLIER_RUNS
 from scalerl_cli.main import main
 from scalerl_curvefit.simulate import Truth, simulated
 
-from .curve_files import answer, text, write_run
+from .fit_command import answer, text
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "tiny" / "run.yaml"

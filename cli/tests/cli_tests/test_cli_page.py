@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession, ClientTimeout, CookieJar, DummyCookieJar, web
+from recorded_rollouts import record
 
-from cli_tests.recorded_rollouts import record
+from scalerl_analysis.metric_series import MAX_POINTS
 from scalerl_cli.clusters.volume import Entry
 from scalerl_cli.main import main
 from scalerl_cli.page.mirror import update
 from scalerl_cli.page.runs import NotARun, Run
-from scalerl_cli.page.series import MAX_POINTS
 from scalerl_cli.page.server import Server, bound
 from scalerl_cli.run import view_command
 
@@ -574,3 +574,36 @@ def test_run_names_the_command_of_its_page(
     monkeypatch.setattr("sys.argv", [called, "run", "run.yaml"])
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if on_path else None)
     assert view_command(tmp_path / "runs/a") == shown
+
+
+def traced_run(directory: Path) -> Path:
+    """Two steps, and the evaluation of version 1, which ended 2 s into the wait of the second."""
+    times = '"wait_seconds": 6.0, "forward_backward_seconds": 3.0, "optimizer_seconds": 1.0'
+    rows = [f'{{"step": {at}, "wall_seconds": {10 * at + 10}, {times}}}\n' for at in range(2)]
+    (directory / "metrics.jsonl").write_text("".join(rows))
+    head = "compute,reward,samples,standard_error,version,wall_seconds,device_seconds,mean_tokens\n"
+    (directory / "curve.csv").write_text(f"{head}1,0.5,64,0.1,1,12.0,1,4\n")
+    group = '"kind": "group", "prompt": 0, "prompt_tokens": 1, "generator": "g", "lease_version": 1, "lengths": [3]'
+    (directory / "trace.jsonl").write_text(f'{{{group}, "slot": 4, "step": 1, "leased": 12.5, "t": 15.5}}\n')
+    return directory
+
+
+def test_timeline_has_the_ends_of_evaluations(tmp_path: Path) -> None:
+    run = Run(traced_run(tmp_path))
+    run.state()
+    why = {one["step"]: one["why"] for one in run.timeline(None, 5)["waits"]}
+    assert why[1].startswith(
+        "the evaluation of version 1, which generators sampled for its first 2.0 s; then "
+    )
+
+
+def test_perfetto_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "out" / "timeline.json"
+    run = str(traced_run(tmp_path))
+    assert main(["view", run, "--perfetto", str(to)]) == 2
+    to.parent.mkdir()
+    assert main(["view", run, "--perfetto", str(to)]) == 0
+    assert f"{to}: open it in Perfetto" in capsys.readouterr().out
+    assert sum(event["ph"] == "X" for event in json.loads(to.read_text())["traceEvents"]) == 8

@@ -9,8 +9,8 @@ from pathlib import Path
 import chromium
 import numpy as np
 import pytest
+from recorded_rollouts import record
 
-from cli_tests.recorded_rollouts import record
 from cli_tests.test_cli_page import Browser, browser
 
 pytestmark = [

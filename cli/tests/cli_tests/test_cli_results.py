@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
 from scalerl_cli import labels
-from scalerl_cli.curves import plotting
-from scalerl_cli.curves.problem import CurveProblem
 from scalerl_cli.main import main
-from scalerl_cli.plot import budget_compute, draw_run
 from scalerl_cli.progress import Progress
 from scalerl_cli.summary import rows, summarize, write
 from scalerl_operator.policy.eta import Rates
@@ -194,56 +190,6 @@ def test_plot_draws_a_run_that_only_an_earlier_release_accepted(
     paths.run_file.write_text("- no run\n")
     assert main(["plot", str(tmp_path)]) == 2
     assert "run.yaml" in capsys.readouterr().err
-
-
-def test_plot_shows_error_bars_units_fit_and_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
-    paths = RunPaths(tmp_path)
-    write_curve(paths, [(100.0 * v, 0.2 + 0.4 / (1 + (8 / (v or 0.1)) ** 2), v) for v in range(0, 60, 5)])
-    draw_run(paths, RUN)
-    [figure] = figures
-    axes = figure.axes[0]
-    labels = " | ".join(text.get_text() for text in figure.legends[0].get_texts())
-    assert "90 % binomial bars" in labels
-    assert "fitted curve" in labels
-    assert "90 % interval" in labels
-    assert "budget 10,000" in labels
-    assert "completion tokens" in axes.get_xlabel()
-    assert axes.get_title(loc="left").startswith(RUN.metadata.name)
-
-
-def test_plot_without_matplotlib_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    paths = RunPaths(tmp_path)
-    write_curve(paths, [(1.0, 0.3, 1)])
-    with pytest.raises(CurveProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
-        draw_run(paths, RUN)
-
-
-def test_plot_extrapolates_the_end_of_the_budget() -> None:
-    assert budget_compute(5000.0, 25, 100) == 20_000.0
-    assert budget_compute(5000.0, 25, 10) == 5000.0, "more steps than the budget now allows"
-    assert budget_compute(5000.0, 0, 100) is None
-    assert budget_compute(5000.0, 25, None) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "No such file"),
-        (HEADER, "no point below the first line"),
-        (HEADER + "1,x,256,0.01,0,1,3,5,0,False\n", "line 2"),
-        ("compute,reward\n1,2\n", "line 2"),
-    ],
-)
-def test_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
-    paths = RunPaths(tmp_path)
-    if text is not None:
-        paths.curve.write_text(text)
-    with pytest.raises(CurveProblem, match=words) as problem:
-        draw_run(paths, RUN)
-    assert "curve.csv" in str(problem.value)
 
 
 def test_plot_of_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

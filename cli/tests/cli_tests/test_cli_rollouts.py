@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded_rollouts import ROW, record
 
-from cli_tests.recorded_rollouts import ROW, record
 from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli.main import main
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
-from scalerl_api.curve import MAX_LABEL_VALUES, OTHER_VALUES, is_number, label_order
+from scalerl_api.curve import label_order
 from scalerl_api.wire import EvaluationPoint, LabelMean, PassAt, Split
 from scalerl_coordinator.pass_at_k import pass_at_k, tries
 
@@ -124,45 +123,6 @@ def summarize(
         },
         pass_at=_pass_at(results, ks),
     )
-
-
-def fold_labels(labels: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """The prompts' labels, with the values of each label folded to at most :data:`MAX_LABEL_VALUES`.
-
-    Numbers are folded into ranges with about equally many prompts; of other values, the rarest are folded into one.
-
-    >>> [one["operations"] for one in fold_labels([{"operations": str(n)} for n in range(2, 52)])[:5]]
-    ['2 to 4', '2 to 4', '2 to 4', '5 to 7', '5 to 7']
-    """
-    counts: dict[str, Counter[str]] = {}
-    for prompt_labels in labels:
-        for label, value in prompt_labels.items():
-            counts.setdefault(label, Counter())[value] += 1
-    folded = {label: _fold_values(label, value_counts) for label, value_counts in counts.items()}
-    return [
-        {label: folded[label][value] for label, value in prompt_labels.items()} for prompt_labels in labels
-    ]
-
-
-def _fold_values(label: str, counts: Counter[str]) -> dict[str, str]:
-    """The folded value of each value of a label. ``counts``: the number of prompts with it."""
-    if len(counts) <= MAX_LABEL_VALUES:
-        return {value: value for value in counts}
-    if not all(is_number(value) for value in counts):
-        frequent = sorted(counts, key=lambda value: (-counts[value], label_order(label, value)))
-        kept = set(frequent[:MAX_LABEL_VALUES])
-        return {value: value if value in kept else OTHER_VALUES for value in counts}
-    ranges: dict[int, list[str]] = {}
-    before = 0
-    for value in sorted(counts, key=float):
-        middle = 2 * before + counts[value]
-        ranges.setdefault(middle * MAX_LABEL_VALUES // (2 * counts.total()), []).append(value)
-        before += counts[value]
-    return {
-        value: values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
-        for values in ranges.values()
-        for value in values
-    }
 
 
 def _by_label(results: list[PromptResult], ks: Sequence[int]) -> list[LabelMean]:

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 
 from aiohttp import web
 
+from scalerl_api.curve import fold_labels
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.fork import Fork
 from scalerl_api.load import SpecError
@@ -33,7 +34,6 @@ from scalerl_api.registry import PluginError
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator.core import Core, Refusal
-from scalerl_coordinator.evaluation import fold_labels
 from scalerl_coordinator.fence import Fence, Replaced, current_folder
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal

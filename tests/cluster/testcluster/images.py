@@ -26,7 +26,7 @@ ROLES = ("operator", "trainer", "generator")
 _INPUTS = {
     "operator": (
         ("control",),
-        ("processes", "api", "tasks", "curvefit", "coordinator", "operator", "cli", "extras"),
+        ("processes", "api", "tasks", "curvefit", "coordinator", "operator", "analysis", "cli", "extras"),
     ),
     "trainer": (("cpu", "s3"), ("processes", "api", "tasks", "trainer", "extras")),
     "generator": (("cpu",), ("processes", "api", "tasks", "generator", "extras")),

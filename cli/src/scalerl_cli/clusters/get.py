@@ -7,11 +7,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from scalerl_analysis.table import aligned
 from scalerl_cli.clusters.runs import Run, find, plain, records
 from scalerl_cli.clusters.session import Session
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import echo
-from scalerl_cli.table import aligned
 from scalerl_operator.kube.kinds import RUN
 
 

@@ -6,13 +6,13 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from scalerl_cli.curves.analysis import Analysis, State, analyse
-from scalerl_cli.curves.columns import Columns
-from scalerl_cli.curves.pace import pace_of
-from scalerl_cli.curves.plotting import check_target
-from scalerl_cli.curves.prior import read_prior
-from scalerl_cli.curves.report import report
-from scalerl_cli.curves.source import read_curve
+from scalerl_analysis.curve_columns import Columns
+from scalerl_analysis.curve_file import read_curve
+from scalerl_analysis.fit_text import fit_report
+from scalerl_analysis.fitted_curve import FittedCurve, State, fit_curve
+from scalerl_analysis.pace import pace_of
+from scalerl_analysis.plotting import check_target
+from scalerl_analysis.prior import read_prior
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import echo
 
@@ -24,18 +24,31 @@ def run_fit(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def analysed(arguments: argparse.Namespace, at: Sequence[float] = ()) -> Analysis:
+def columns_of(arguments: argparse.Namespace) -> Columns:
+    """The options that select and scale the columns of a file."""
+    return Columns(
+        arguments.x,
+        arguments.y,
+        arguments.samples,
+        arguments.resumed,
+        arguments.scale,
+        arguments.unit,
+        getattr(arguments, "device_hours_column", None),
+    )
+
+
+def analysed(arguments: argparse.Namespace, at: Sequence[float] = ()) -> FittedCurve:
     """The analysis of the file of a command, with its prior, and forecasts at ``at``."""
-    columns = Columns.of(arguments)
+    columns = columns_of(arguments)
     file = read_curve(arguments.curve, columns)
-    return analyse(file, at, read_prior(arguments.prior, file, columns), arguments.late_rises)
+    return fit_curve(file, at, read_prior(arguments.prior, file, columns), arguments.late_rises)
 
 
-def _written(arguments: argparse.Namespace, made: Analysis) -> str:
+def _written(arguments: argparse.Namespace, made: FittedCurve) -> str:
     pace = pace_of(made.file, arguments.rate)
-    lines = report(made, pace, arguments.target, arguments.budget)
+    lines = fit_report(made, pace, arguments.target, arguments.budget)
     if arguments.plot:
-        from scalerl_cli.curves.pictures import draw_fit
+        from scalerl_analysis.pictures import draw_fit
 
         draw_fit(
             made,

@@ -9,12 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves.analysis import Analysis, State, analyse
-from scalerl_cli.curves.pace import pace_of
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.report import report
-from scalerl_cli.curves.source import CurveFile, read_curve
-from scalerl_cli.table import interval_json
+from scalerl_analysis.curve_file import CurveFile, read_curve
+from scalerl_analysis.fit_text import fit_report
+from scalerl_analysis.fitted_curve import FittedCurve, State, fit_curve
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.table import interval_json
 from scalerl_curvefit import draws
 
 _GRID: Final = 120
@@ -26,13 +25,13 @@ def curve(path: Path) -> dict[str, Any]:
         return {"points": [], "ends": {}, "problem": "no evaluation has ended yet"}
     try:
         file = read_curve(path)
-    except CurveProblem as problem:
+    except AnalysisProblem as problem:
         return {"points": [], "ends": {}, "problem": _local(problem, path)}
     found: dict[str, Any] = {"points": _points(file), "unit": file.unit, "ends": _ends(file)}
     try:
-        made = analyse(file)
+        made = fit_curve(file)
         return found | _fitted(made)
-    except CurveProblem as problem:
+    except AnalysisProblem as problem:
         return found | {"problem": _local(problem, path)}
 
 
@@ -40,7 +39,7 @@ def other_curves(paths: Iterable[Path]) -> dict[str, list[tuple[float, ...]]]:
     """Points of other evaluation sets, by the name of the set; those of a file that is no curve are left out."""
     found = {}
     for path in paths:
-        with contextlib.suppress(CurveProblem):
+        with contextlib.suppress(AnalysisProblem):
             found[path.stem.removeprefix("curve-")] = _points(read_curve(path))
     return found
 
@@ -58,11 +57,11 @@ def _ends(file: CurveFile) -> dict[int, float]:
     return dict(zip(file.version.astype(int).tolist(), (3600 * file.wall_hours).tolist(), strict=True))
 
 
-def _local(problem: CurveProblem, path: Path) -> str:
+def _local(problem: AnalysisProblem, path: Path) -> str:
     return str(problem).removeprefix(f"{path}: ")
 
 
-def _fitted(made: Analysis) -> dict[str, Any]:
+def _fitted(made: FittedCurve) -> dict[str, Any]:
     broken = made.state is State.BROKEN
     grid = np.linspace(made.first, made.now if broken else made.twice, _GRID)
     found = {
@@ -70,7 +69,7 @@ def _fitted(made: Analysis) -> dict[str, Any]:
         "grid": grid.tolist(),
         "bands": made.scale.level(made.bands(grid)).tolist(),
         "now": made.now,
-        "text": "\n".join(report(made, pace_of(made.file), None, None)),
+        "text": "\n".join(fit_report(made)),
         "why": list(made.collapse_check.reasons) if broken else list(_why(made)),
     }
     if not broken:
@@ -80,7 +79,7 @@ def _fitted(made: Analysis) -> dict[str, Any]:
     return found
 
 
-def _why(made: Analysis) -> Iterator[str]:
+def _why(made: FittedCurve) -> Iterator[str]:
     """Sentences on the width of the forecast at 2×, part by part, and the doubts."""
     ahead, scale = made.forecasts[0], made.scale
     at = np.array([made.twice - made.start])

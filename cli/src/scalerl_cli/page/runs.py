@@ -13,17 +13,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from scalerl_analysis.appended import Appended
+from scalerl_analysis.metric_series import MetricSeries
+from scalerl_analysis.rollout_search import FoundRollouts, find_rollouts
+from scalerl_analysis.timeline import Timeline
 from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
-from scalerl_cli import argument_types, rollout_search
+from scalerl_cli import argument_types
 from scalerl_cli.arguments import add_rollout_conditions
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
-from scalerl_cli.page.appended import Appended
 from scalerl_cli.page.curve import curve, other_curves
-from scalerl_cli.page.series import Series
-from scalerl_cli.page.timeline import Timeline
+from scalerl_cli.rollouts import conditions
 
 MAX_ROWS: Final = 200
 """Rollouts of a response."""
@@ -73,7 +75,7 @@ class Run:
         self.note = ""
         """What a reader should know about the files."""
         self._lock = threading.Lock()
-        self._series = Series(paths.metrics)
+        self._series = MetricSeries(paths.metrics)
         self._timeline = Timeline(paths.trace, self._series)
         self._decision_lines = Appended(paths.decisions)
         self._decisions: list[dict[str, Any]] = []
@@ -128,7 +130,7 @@ class Run:
     # --- parts ------------------------------------------------------------------------------------------
 
     def metrics(self, names: list[str] | None) -> dict[str, Any]:
-        """Series by name: of ``names``, or of all metrics the names alone."""
+        """MetricSeries by name: of ``names``, or of all metrics the names alone."""
         with self._lock:
             known = sorted(self._series.columns)
             if names is None:
@@ -174,22 +176,22 @@ class Run:
     # --- rollouts ---------------------------------------------------------------------------------------
 
     def rollouts(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``rollout_search.RolloutsProblem``."""
+        """A page of the matching rollouts, long texts cut unless ``full``. Raises :class:`Query` and ``AnalysisProblem``."""
         notes: list[str] = []
         arguments, full = self._arguments(query), query.get("full") == "1"
         most = _MAX_FULL_ROWS if full else MAX_ROWS
         arguments.limit = min(arguments.limit or most, most)
-        rows, matching, total = _select(arguments, offset=arguments.offset, tokens=full, report=notes.append)
-        found = {"matching": matching, "total": total, "offset": arguments.offset, "notes": notes}
-        return {"rows": [_shown(row, full) for row in rows]} | found
+        found = self._find(arguments, offset=arguments.offset, tokens=full, report=notes.append)
+        of = {"matching": found.matching, "total": found.total, "offset": arguments.offset, "notes": notes}
+        return {"rows": [_shown(row, full) for row in found.rows]} | of
 
     def prompt(self, query: Mapping[str, str]) -> dict[str, Any]:
         """The steps with recorded completions of one prompt, each with their number and mean reward."""
         arguments = self._arguments(query)
         arguments.limit = _MAX_PROMPT_ROWS
-        rows, _, _ = _select(arguments, columns=_PROMPT_COLUMNS, report=lambda _: None)
+        found_rows = self._find(arguments, columns=_PROMPT_COLUMNS, report=lambda _: None).rows
         steps: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for row in rows:
+        for row in found_rows:
             steps.setdefault((row["split"], row["task"], row["step"]), []).append(row)
         found = []
         for (split, task, step), members in steps.items():
@@ -199,6 +201,16 @@ class Run:
                 {"split": split, "task": task, "step": step, "completions": len(members), "reward": mean}
             )
         return {"steps": found}
+
+    def _find(self, arguments: argparse.Namespace, **options: Any) -> FoundRollouts:
+        """Search; gives the memory of the search back."""
+        try:
+            return find_rollouts(self.directory, conditions(arguments), limit=arguments.limit, **options)
+        finally:
+            if find_spec("pyarrow") is not None:
+                import pyarrow
+
+                pyarrow.default_memory_pool().release_unused()
 
     def _arguments(self, query: Mapping[str, str]) -> argparse.Namespace:
         """The conditions of a request, by the parser of ``scalerl rollouts``."""
@@ -210,22 +222,11 @@ class Run:
         parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
         add_rollout_conditions(parser)
         parser.add_argument("--offset", type=argument_types.whole, default=0)
-        parser.set_defaults(limit=MAX_ROWS, dir=self.directory)
+        parser.set_defaults(limit=MAX_ROWS)
         try:
             return parser.parse_args(words)
         except argparse.ArgumentError as error:
             raise Query(str(error)[:200]) from None
-
-
-def _select(arguments: argparse.Namespace, **options: Any) -> tuple[list[dict[str, Any]], int, int]:
-    """As :func:`scalerl_cli.rollout_search.select`; gives the memory of the search back."""
-    try:
-        return rollout_search.select(arguments, **options)
-    finally:
-        if find_spec("pyarrow") is not None:
-            import pyarrow
-
-            pyarrow.default_memory_pool().release_unused()
 
 
 def _decision(line: bytes) -> dict[str, Any] | None:

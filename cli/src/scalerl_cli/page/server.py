@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_cli.page.runs import NotARun, Query, Run
-from scalerl_cli.rollout_search import RolloutsProblem
 from scalerl_cli.rollouts import finite
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -142,7 +142,7 @@ class Server:
                     content = await asyncio.to_thread(part, run, request.query)
             except Query as problem:
                 return _json({"problem": str(problem)}, 400)
-            except (RolloutsProblem, NotARun) as problem:
+            except (AnalysisProblem, NotARun) as problem:
                 return _json({"problem": str(problem)})
             except OSError as error:  # the directory was deleted, or its volume fails
                 return _json({"problem": f"{run.directory}: {error.strerror}"})

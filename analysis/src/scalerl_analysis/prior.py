@@ -1,4 +1,4 @@
-"""``--prior``: earlier runs for the prior of a fit, and those that cannot be used, with the reasons."""
+"""Earlier runs for the prior of a fit, and those that cannot be used, with the reasons."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scalerl_analysis.curve_columns import Columns
+from scalerl_analysis.curve_file import CurveFile, read_curve
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.comparable import comparable
 from scalerl_api.forecast import MAX_EARLIER_RUNS
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
-from scalerl_cli.curves.columns import Columns
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.source import CurveFile, read_curve
 from scalerl_curvefit import EarlierRun
 
 
@@ -31,7 +31,7 @@ def read_prior(paths: Sequence[Path], file: CurveFile, columns: Columns) -> Prio
     """Read the runs at ``paths``, directories or files as for ``read_curve``, as a prior for the run of ``file``.
 
     Raises:
-        CurveProblem: none of them can be used; the message has the reason for each.
+        AnalysisProblem: none of them can be used; the message has the reason for each.
     """
     found: list[tuple[float, str, CurveFile]] = []
     left_out: dict[str, str] = {}
@@ -41,10 +41,10 @@ def read_prior(paths: Sequence[Path], file: CurveFile, columns: Columns) -> Prio
         try:
             curve = (path / "curve.csv" if path.is_dir() else path).resolve()
             if (same := seen.setdefault(curve, path)) != path:
-                raise CurveProblem(f"the same run as {same}")
+                raise AnalysisProblem(f"the same run as {same}")
             earlier = _earlier(path, file, spec, columns)
             found.append((earlier.path.stat().st_mtime, str(path), earlier))
-        except (CurveProblem, OSError) as problem:
+        except (AnalysisProblem, OSError) as problem:
             left_out[str(path)] = str(problem)
     newest = {name for _, name, _ in sorted(found, key=lambda one: one[0])[-MAX_EARLIER_RUNS:]}
     left_out |= {
@@ -59,25 +59,27 @@ def read_prior(paths: Sequence[Path], file: CurveFile, columns: Columns) -> Prio
     return Prior(runs, tuple(ordered))
 
 
-def none_counts(left_out: Iterable[tuple[str, str]]) -> CurveProblem:
+def none_counts(left_out: Iterable[tuple[str, str]]) -> AnalysisProblem:
     """The error for earlier runs, as name and reason, none of which can be used."""
     reasons = [f"  {name}: {reason}" for name, reason in left_out]
-    return CurveProblem("\n".join([f"--prior: none of the {len(reasons)} given runs can be used:", *reasons]))
+    return AnalysisProblem(
+        "\n".join([f"--prior: none of the {len(reasons)} given runs can be used:", *reasons])
+    )
 
 
 def _earlier(path: Path, file: CurveFile, spec: RunSpec | None, columns: Columns) -> CurveFile:
-    """Read an earlier run; raises CurveProblem with the reason if it cannot be used."""
+    """Read an earlier run; raises AnalysisProblem with the reason if it cannot be used."""
     if (path / "curve.csv" if path.is_dir() else path).resolve() == file.path.resolve():
-        raise CurveProblem("the run itself")
+        raise AnalysisProblem("the run itself")
     earlier = read_curve(path, replace(columns, device_hours=None))
     if (earlier.segment.start > 0) != (file.segment.start > 0):
-        raise CurveProblem("compute counts from a change of recipe in only one of the two runs")
+        raise AnalysisProblem("compute counts from a change of recipe in only one of the two runs")
     if earlier.named_unit and file.named_unit and earlier.unit != file.unit:
-        raise CurveProblem(f"its compute is in {earlier.unit}, this run's in {file.unit}")
+        raise AnalysisProblem(f"its compute is in {earlier.unit}, this run's in {file.unit}")
     if spec is not None and earlier.path.name == "curve.csv":
         other = _spec(earlier.path.parent)
         if other is not None and (differs := comparable(other, spec)):
-            raise CurveProblem(differs)
+            raise AnalysisProblem(differs)
     return earlier
 
 
@@ -85,7 +87,7 @@ def _spec(directory: Path) -> RunSpec | None:
     """Spec of the run in a directory; None without a run file: then the user is responsible for the same task and model.
 
     Raises:
-        CurveProblem: the run file cannot be read.
+        AnalysisProblem: the run file cannot be read.
     """
     file = RunPaths(directory).run_file
     if not file.exists():
@@ -93,4 +95,4 @@ def _spec(directory: Path) -> RunSpec | None:
     try:
         return load_accepted_run(file).spec
     except SpecError as error:
-        raise CurveProblem(f"{file}: {error}") from error
+        raise AnalysisProblem(f"{file}: {error}") from error

@@ -1,7 +1,8 @@
-"""The pictures of ``scalerl fit``, ``plan``, ``compare`` and ``report``."""
+"""The pictures of fits, plans, comparisons, labels and runs."""
 
 from __future__ import annotations
 
+import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import formatting, plotting
-from scalerl_cli.curves.analysis import Analysis, State
-from scalerl_cli.curves.scale import RewardScale
-from scalerl_cli.curves.source import CurveFile
+from scalerl_analysis import formatting, plotting
+from scalerl_analysis.curve_file import CurveFile, read_curve
+from scalerl_analysis.fitted_curve import FittedCurve, State, fit_curve
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.reward_scale import RewardScale
+from scalerl_api.paths import RunPaths
+from scalerl_api.spec import ScaleRLRun
 
 if TYPE_CHECKING:
-    from scalerl_cli.curves.plan import Outlook
-    from scalerl_cli.curves.recipes import Comparison, Recipe
+    from scalerl_analysis.comparison import Comparison, Recipe
+    from scalerl_analysis.plans import Plan
 
 _DETAILED: Final = 2
 """Limit on the recipes that are drawn with error bars and both bands of their fits; of more, only the 90 % band is drawn, lighter."""
@@ -25,8 +29,8 @@ _SHAPES: Final = "Dsv^<>ph"
 
 
 def draw_fit(
-    made: Analysis,
-    path: Path,
+    made: FittedCurve,
+    path: str | Path,
     *,
     title: str = "",
     budget: float | None = None,
@@ -39,7 +43,7 @@ def draw_fit(
         title: the file's name if empty.
 
     Raises:
-        CurveProblem: the picture cannot be written.
+        AnalysisProblem: the picture cannot be written.
     """
     fitted, scale, broken = made.fitted, made.scale, made.state is State.BROKEN
     beyond = [made.now if broken else made.twice, budget or 0.0, *(point.compute for point in made.forecasts)]
@@ -47,7 +51,7 @@ def draw_fit(
     begin, end = max(made.start + (made.first - made.start) / 4.0, low), made.now if broken else high
     grid = (np.geomspace if log else np.linspace)(begin, end, plotting.GRID)
     with plotting.picture(path) as ((axes,),):
-        shown = plotting.draw_analysis(axes, made, grid)
+        shown = plotting.draw_fitted_curve(axes, made, grid)
         if made.forecasts:
             drawn = [scale.levels(point) for point in made.forecasts]
             label = f"forecast of an evaluation, 90 %; at 2×: {scale.rewards(made.forecasts[0])}"
@@ -77,11 +81,13 @@ def draw_fit(
         axes.set_title(f"{title or made.file.path.stem}{state}\n{second}", loc="left")
 
 
-def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: float | None = None) -> None:
+def draw_unfitted(
+    file: CurveFile, path: str | Path, *, title: str, why: str, budget: float | None = None
+) -> None:
     """Draw the points of a curve that cannot be fitted yet, with the reason ``why`` in the title.
 
     Raises:
-        CurveProblem: the picture cannot be written.
+        AnalysisProblem: the picture cannot be written.
     """
     curve, scale = file.curve, RewardScale(*file.curve.scale)
     now = float(curve.compute[-1])
@@ -94,24 +100,54 @@ def draw_unfitted(file: CurveFile, path: Path, *, title: str, why: str, budget: 
         axes.set_title(f"{title}: no fit\n{textwrap.fill(why, 88)}", loc="left")
 
 
+def draw_run(paths: RunPaths, run: ScaleRLRun) -> None:
+    """Draw ``curve.png`` of a run from its ``curve.csv``: its fit, or the points alone while they cannot be fitted.
+
+    Raises:
+        AnalysisProblem: there are no points, or the picture cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise AnalysisProblem(f"{paths.curve_picture}: {plotting.NO_MATPLOTLIB}")
+    file = read_curve(paths.curve)
+    version = file.version
+    most, done = run.spec.budget.max_steps, 0 if version is None else int(version[-1])
+    budget = budget_compute(float(file.curve.compute[-1]), done, most)
+    try:
+        made = fit_curve(file)
+    except AnalysisProblem as problem:
+        why = str(problem).removeprefix(f"{file.path}: ")
+        draw_unfitted(file, paths.curve_picture, title=run.metadata.name, why=why, budget=budget)
+    else:
+        draw_fit(made, paths.curve_picture, title=run.metadata.name, budget=budget)
+
+
+def budget_compute(compute: float, done: int, most: int | None) -> float | None:
+    """Compute at step ``most``, the budget's limit, extrapolated from ``compute`` after ``done`` steps; None without either.
+
+    >>> budget_compute(5000.0, 25, 100)
+    20000.0
+    """
+    return None if most is None or done == 0 else compute * max(most, done) / done
+
+
 def _mark_computes(axes: Any, now: float, budget: float | None) -> None:
     plotting.mark_compute(axes, now, plotting.INK, f"now, {formatting.amount(now)}")
     if budget is not None:
         plotting.mark_compute(axes, budget, plotting.VERMILLION, f"budget {formatting.amount(budget)}")
 
 
-def draw_plan(outlook: Outlook, path: Path) -> None:
+def draw_plan(plan: Plan, path: str | Path) -> None:
     """Draw the options on the curve, with their costs where known; their dates are in the table.
 
     Raises:
-        CurveProblem: the picture cannot be written.
+        AnalysisProblem: the picture cannot be written.
     """
-    made, scale, broken = outlook.made, outlook.made.scale, outlook.made.state is State.BROKEN
-    last = made.now if broken else max(option.compute for option in outlook.options)
+    made, scale, broken = plan.made, plan.made.scale, plan.made.state is State.BROKEN
+    last = made.now if broken else max(option.compute for option in plan.options)
     begin, end = made.start + (made.first - made.start) / 4.0, last * (1.0 if broken else 1.03)
     with plotting.picture(path) as ((axes,),):
-        shown = plotting.draw_analysis(axes, made, np.linspace(begin, end, plotting.GRID))
-        going = [option for option in outlook.options if option.more > 0]
+        shown = plotting.draw_fitted_curve(axes, made, np.linspace(begin, end, plotting.GRID))
+        going = [option for option in plan.options if option.more > 0]
         for number, option in enumerate(going):
             name = f"{option.name}: {scale.rewards(option.forecast)}"
             name += "" if option.cost is None else f", cost {formatting.amount(option.cost)}"
@@ -120,7 +156,7 @@ def draw_plan(outlook: Outlook, path: Path) -> None:
         plotting.compute_axis(axes, made.file.unit, 0.0, last * 1.05)
         plotting.reward_axis(axes, shown, scale)
         plotting.mark_compute(axes, made.now, plotting.INK, "stop now")
-        block, rate = outlook.block, outlook.pace.rate
+        block, rate = plan.block, plan.pace.rate
         # The best block of a run whose asymptote is not identifiable is no basis for a decision.
         if block is not None and rate is not None and block.compute > 0 and made.state is State.OK:
             hours = formatting.amount(float(f"{block.compute / rate:.2g}"))
@@ -134,14 +170,14 @@ def draw_plan(outlook: Outlook, path: Path) -> None:
         axes.set_title(f"{made.file.path.stem}: what each choice gives{state}", loc="left")
 
 
-def draw_recipes(table: Comparison, path: Path) -> None:
+def draw_comparison(table: Comparison, path: str | Path) -> None:
     """Draw every curve and its fit into ``path``, on a linear and on a logarithmic axis.
 
     Raises:
-        CurveProblem: the picture cannot be written.
+        AnalysisProblem: the picture cannot be written.
     """
     size = (10.4, 5.2 + 0.11 * len(table.recipes))
-    curves = [file.curve for recipe in table.recipes for file in recipe.files]
+    curves = [file.curve for file in table.files]
     high = max(float(curve.compute[-1]) for curve in curves)
     low = min(float(curve.compute[curve.compute > 0][0]) for curve in curves if curve.compute[-1] > 0)
     burnt = any(made.fitted.burn_in_points for recipe in table.recipes for made in recipe.made)
@@ -200,11 +236,11 @@ def _draw_recipe(axes: Any, recipe: Recipe, table: Comparison, colour: str, mark
     return shown
 
 
-def draw_labels(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_labels(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Draw the newest rewards, the first ones and pass@k of the largest k, a panel per evaluation set and label.
 
     Raises:
-        CurveProblem: the picture cannot be written, or matplotlib is not installed.
+        AnalysisProblem: the picture cannot be written, or matplotlib is not installed.
     """
     panels = list(dict.fromkeys((row["set"], row["label"]) for row in rows))
     names = list(dict.fromkeys(row["run"] for row in rows))

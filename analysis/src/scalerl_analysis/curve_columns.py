@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.tables import FileTable, is_number, number
+from scalerl_analysis.curve_formats import FileTable, is_number, number
+from scalerl_analysis.problem import AnalysisProblem
 
 COMPANION: Final = re.compile(r"__(MIN|MAX)$")
 """Columns with the band of a series, which a W&B chart exports too."""
@@ -42,19 +41,6 @@ class Columns:
     device_hours: str | None = None
     """Column of the cumulative device-hours; None for that of a run."""
 
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Columns:
-        """The options of a command."""
-        given = (
-            arguments.x,
-            arguments.y,
-            arguments.samples,
-            arguments.resumed,
-            arguments.scale,
-            arguments.unit,
-        )
-        return cls(*given, getattr(arguments, "device_hours_column", None))
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -78,19 +64,19 @@ def choose(table: FileTable, wanted: Columns) -> Chosen:
     """Select the columns of the curve, and the rows that have both.
 
     Raises:
-        CurveProblem: a column is missing or ambiguous, or no row has both; the message lists the columns.
+        AnalysisProblem: a column is missing or ambiguous, or no row has both; the message lists the columns.
     """
     if not table.lines:
         _pair(table, wanted)
-        raise CurveProblem(f"{table.path}: no point below the first line; wait for the first evaluations")
+        raise AnalysisProblem(f"{table.path}: no point below the first line; wait for the first evaluations")
     table, wanted = _one_series(table, wanted)
     x, y = _pair(table, wanted)
     if x == y:
-        raise CurveProblem(f"{table.path}: --x and --y both name the column {x}; name two")
+        raise AnalysisProblem(f"{table.path}: --x and --y both name the column {x}; name two")
     pairs = zip(table.cells(x) or [], table.cells(y) or [], strict=True)
     kept = [i for i, pair in enumerate(pairs) if all(pair)]
     if not kept:
-        raise CurveProblem(f"{table.path}: no row has both {x} and {y}{_named_by(table.header)}")
+        raise AnalysisProblem(f"{table.path}: no row has both {x} and {y}{_named_by(table.header)}")
     named = (x.lower(), y.lower()) != ("compute", "reward")
     last = _last_pass(kept, table.cells(x) or []) if wanted.resumed else kept
     return Chosen(table.take(last), x, y, named, len(table.lines) - len(kept), len(kept) - len(last))
@@ -126,8 +112,8 @@ def _pair(table: FileTable, wanted: Columns) -> tuple[str, str]:
     first = f" in {','.join(table.header)[:80]!r}" if table.head_line else ""
     message = f"{table.top}: {missing}{first}"
     if all(is_number(name) for name in table.header):
-        raise CurveProblem(f"{message}; the first line names the columns: compute,reward[,samples]")
-    raise CurveProblem(f"{message}{_named_by(table.header)}")
+        raise AnalysisProblem(f"{message}; the first line names the columns: compute,reward[,samples]")
+    raise AnalysisProblem(f"{message}{_named_by(table.header)}")
 
 
 def _export(table: FileTable) -> tuple[str | None, list[str]]:
@@ -161,7 +147,7 @@ def _one_series(table: FileTable, wanted: Columns) -> tuple[FileTable, Columns]:
     elif len(series) == 1:
         name = next(iter(series))
     else:
-        raise CurveProblem(f"{table.path}: {len(series)} metrics in one column{_named_by(list(series))}")
+        raise AnalysisProblem(f"{table.path}: {len(series)} metrics in one column{_named_by(list(series))}")
     taken = table.take(rows[name])
     columns = [*taken.columns, series[name]]
     one = FileTable(table.path, [*table.header, name], columns, taken.lines, table.head_line, table.counted)
@@ -182,9 +168,9 @@ def _match(names: Sequence[str], wanted: str, prefix: str, tail: str) -> str:
         name for name in names if name.endswith(OF_RUN + wanted)
     ]
     if len(found) > 1:
-        raise CurveProblem(f"{prefix}: {len(found)} runs have it; name one: {_listed(found)}")
+        raise AnalysisProblem(f"{prefix}: {len(found)} runs have it; name one: {_listed(found)}")
     if not found:
-        raise CurveProblem(f"{prefix}: no such column{tail}")
+        raise AnalysisProblem(f"{prefix}: no such column{tail}")
     return found[0]
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.analysis import Analysis, State
-from scalerl_cli.curves.pace import Pace
-from scalerl_cli.curves.problem import CurveProblem
+from scalerl_analysis import formatting
+from scalerl_analysis.fitted_curve import FittedCurve, State
+from scalerl_analysis.pace import Pace
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_curvefit import Block, Estimate, Forecast, best_block, expected_gain, gain
 
 MULTIPLES: Final = (2, 4)
@@ -69,17 +69,17 @@ class Growth:
     """With their hours and costs."""
 
 
-def options(made: Analysis, pace: Pace, prices: Prices, budgets: Sequence[float]) -> list[Option]:
+def options(made: FittedCurve, pace: Pace, prices: Prices, budgets: Sequence[float]) -> list[Option]:
     """The options to stop now, to continue to 2× and 4×, and to spend each budget of device-hours, sorted by compute.
 
     Empty if the run is BROKEN.
 
     Raises:
-        CurveProblem: a budget or a price is given, and the compute per device-hour is unknown.
+        AnalysisProblem: a budget or a price is given, and the compute per device-hour is unknown.
     """
     if pace.rate is None and (budgets or prices.price is not None):
         given = "--budget" if budgets else "--price"
-        raise CurveProblem(f"{given}: compute per device-hour is {pace.how}")
+        raise AnalysisProblem(f"{given}: compute per device-hour is {pace.how}")
     if made.state is State.BROKEN:
         return []
     now = made.fitted.now
@@ -96,7 +96,7 @@ def options(made: Analysis, pace: Pace, prices: Prices, budgets: Sequence[float]
     ]
 
 
-def _option(made: Analysis, pace: Pace, prices: Prices, name: str, more: float, point: Forecast) -> Option:
+def _option(made: FittedCurve, pace: Pace, prices: Prices, name: str, more: float, point: Forecast) -> Option:
     # A budget below the floating-point precision of now does not change it.
     moves = made.fitted.now + more > made.fitted.now
     gained = gain(made.fitted, made.fitted.now + more) if moves else None
@@ -120,17 +120,17 @@ def growths(
     The speed is proportional to devices^elasticity, so the device-hours of an option are to devices^(1 − elasticity).
 
     Raises:
-        CurveProblem: the rate, the number of devices or the elasticity is unknown, or too few generators leave no device.
+        AnalysisProblem: the rate, the number of devices or the elasticity is unknown, or too few generators leave no device.
     """
     if not generators:
         return []
     given = pace.elasticity if elasticity is None else elasticity
     if pace.rate is None:
-        raise CurveProblem(f"--generators: compute per device-hour is {pace.how}")
+        raise AnalysisProblem(f"--generators: compute per device-hour is {pace.how}")
     if pace.devices is None:
-        raise CurveProblem("--generators: the present number of devices is unknown; give --devices")
+        raise AnalysisProblem("--generators: the present number of devices is unknown; give --devices")
     if given is None:
-        raise CurveProblem(
+        raise AnalysisProblem(
             "--generators: the elasticity is unknown, because the number of devices of this run has not changed; "
             "give --elasticity, such as .8"
         )
@@ -138,7 +138,7 @@ def growths(
     for count in generators:
         devices = pace.devices + (count - generators[0]) * devices_per_generator
         if devices <= 0:
-            raise CurveProblem(
+            raise AnalysisProblem(
                 f"--generators: {count} would leave {formatting.significant(devices)} of the present {formatting.significant(pace.devices)} devices; "
                 f"the first number is the present one, with {formatting.significant(devices_per_generator)} devices each"
             )
@@ -153,7 +153,7 @@ def growths(
     return made
 
 
-def paying_block(made: Analysis, pace: Pace, prices: Prices, choices: Sequence[Option]) -> Block | None:
+def paying_block(made: FittedCurve, pace: Pace, prices: Prices, choices: Sequence[Option]) -> Block | None:
     """The block of further compute with the largest net value, up to the largest option; None without price and value."""
     if prices.price is None or prices.value is None or pace.rate is None or not choices:
         return None

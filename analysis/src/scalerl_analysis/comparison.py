@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.analysis import Analysis, State
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.report import left_out
-from scalerl_cli.curves.scale import RewardScale
-from scalerl_cli.curves.source import CurveFile
-from scalerl_cli.table import Column, Table
+from scalerl_analysis import formatting
+from scalerl_analysis.curve_columns import Columns
+from scalerl_analysis.curve_file import CurveFile, read_curve
+from scalerl_analysis.fit_text import left_out
+from scalerl_analysis.fitted_curve import FittedCurve, State, fit_curve
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.reward_scale import RewardScale
+from scalerl_analysis.table import Column, Table
 from scalerl_curvefit import Better, CurveError, Estimate, SeedComparison, compare_seeds, draws
 from scalerl_curvefit.compare import A_MARGIN
 from scalerl_curvefit.sampling import interval
@@ -33,7 +35,7 @@ class Recipe:
     label: str
     files: tuple[CurveFile, ...] = ()
     """Curves of the runs that have one."""
-    made: tuple[Analysis, ...] = ()
+    made: tuple[FittedCurve, ...] = ()
     """Fits of the curves that can be fitted."""
     problems: tuple[str, ...] = ()
     """Reason for each curve that cannot be fitted."""
@@ -66,6 +68,25 @@ class Recipe:
     def reward_at(self, compute: float) -> EqualCompute | None:
         """Mean reward of the runs at ``compute``; None if no curve reaches it."""
         return EqualCompute.of([at for file in self.files if (at := _interpolated(file, compute))])
+
+
+def read_recipe(
+    label: str, paths: Iterable[str | Path], columns: Columns | None = None, failures: Sequence[str] = ()
+) -> Recipe:
+    """Curves and fits of the runs of a recipe, such as its seeds; the reasons of those without are ``problems``.
+
+    Args:
+        paths: directories of runs, or files as for :func:`read_curve`.
+        failures: reason for each failed run, which is not among ``paths``.
+    """
+    files, made, problems = [], [], []
+    for path in paths:
+        try:
+            files.append(read_curve(path, columns))
+            made.append(fit_curve(files[-1]))
+        except AnalysisProblem as problem:
+            problems.append(str(problem))
+    return Recipe(label, tuple(files), tuple(made), tuple(problems), tuple(failures))
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,7 @@ class EqualCompute:
         return Estimate(apart, apart - half, apart + half)
 
 
-def _bounds(made: Analysis) -> Iterator[str]:
+def _bounds(made: FittedCurve) -> Iterator[str]:
     """Parameters that a bound of the prior determines instead of the points; without ρ, which describes the noise."""
     for edge in made.fitted.edges:
         if edge.parameter != "rho":
@@ -235,8 +256,17 @@ class Comparison:
 
     recipes: tuple[Recipe, ...]
     scale: RewardScale
-    unit: str
-    """Unit of compute; empty if unknown or not the same in all files."""
+
+    @property
+    def unit(self) -> str:
+        """Unit of compute; empty if unknown or not the same in all files."""
+        units = {file.unit for file in self.files}
+        return units.pop() if len(units) == 1 else ""
+
+    @property
+    def files(self) -> list[CurveFile]:
+        """The curves of all recipes."""
+        return [file for recipe in self.recipes for file in recipe.files]
 
     @cached_property
     def compute(self) -> float | None:
@@ -249,7 +279,7 @@ class Comparison:
         """The comparison of each other recipe with the first one.
 
         Raises:
-            CurveProblem: the refit at the common asymptote is not possible.
+            AnalysisProblem: the refit at the common asymptote is not possible.
         """
         return tuple(self._against(self.recipes[0], recipe) for recipe in self.recipes[1:])
 
@@ -258,7 +288,7 @@ class Comparison:
         try:
             ruled = compare_seeds(curves, others) if curves and others else None
         except CurveError as error:
-            raise CurveProblem(f"{base.label} against {recipe.label}: {error}") from error
+            raise AnalysisProblem(f"{base.label} against {recipe.label}: {error}") from error
         one, two = self.reward(base), self.reward(recipe)
         return Against(base, recipe, ruled, two.minus(one) if one and two else None)
 
@@ -323,7 +353,7 @@ class Comparison:
             yield from (
                 f"{recipe.label}: {why}" for why in (*recipe.failures, *recipe.problems, *recipe.warnings)
             )
-        if len({file.unit for recipe in self.recipes for file in recipe.files}) > 1:
+        if len({file.unit for file in self.files}) > 1:
             yield "compute is in different units: B, Cmid and the reward at equal compute are not comparable"
 
     def notes(self) -> Iterator[str]:
@@ -348,3 +378,9 @@ class Comparison:
         for recipe in self.recipes:
             lines = (line.strip() for made in recipe.made for line in left_out(made))
             yield from dict.fromkeys(f"{recipe.label}: {line}." for line in lines)
+
+
+def compare(recipes: Mapping[str, Iterable[str | Path]], columns: Columns | None = None) -> Comparison:
+    """Compare recipes, by label the directories or files of their runs; all are compared with the first one."""
+    made = tuple(read_recipe(label, paths, columns) for label, paths in recipes.items())
+    return Comparison(made, RewardScale(*(columns or Columns()).scale))

@@ -11,9 +11,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_cli.curves.columns import Chosen, Columns, choose
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.tables import FileTable, is_number, number, read_table
+from scalerl_analysis.curve_columns import Chosen, Columns, choose
+from scalerl_analysis.curve_formats import FileTable, is_number, number, read_table
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_api.curve import PASS_AT
 from scalerl_curvefit import Curve, InputError, RewardRangeError, Segment, UnsortedComputeError
 from scalerl_curvefit.curve import FloatArray
 
@@ -23,7 +24,6 @@ RUN_COLUMNS: Final = frozenset({"version", "wall_seconds", "device_seconds", "me
 """Columns that identify the ``curve.csv`` of a run."""
 SECONDS_PER_HOUR: Final = 3600.0
 THOUSANDS: Final = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?$")
-_PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 STEPS: Final = re.compile(r"(^|[/_ ])step$", flags=re.IGNORECASE)
 
 
@@ -58,12 +58,15 @@ class CurveFile:
     """(n,) weight versions."""
 
 
-def read_curve(path: Path, columns: Columns | None = None) -> CurveFile:
-    """Read the file ``path``, or ``curve.csv`` in the directory ``path``.
+def read_curve(path: str | Path, columns: Columns | None = None) -> CurveFile:
+    """Read the file ``path``, or ``curve.csv`` in the directory ``path`` of a run.
+
+    Rewards become pass rates from 0 to 1, device time hours; compute keeps the unit of the file.
 
     Raises:
-        CurveProblem: the file is missing or in no known format, a column is missing, or a row is invalid (with its line).
+        AnalysisProblem: the file is missing or in no known format, a column is missing, or a row is invalid (with its line).
     """
+    path = Path(path)
     if path.is_dir():
         path = path / "curve.csv"
     columns = columns or Columns()
@@ -72,7 +75,7 @@ def read_curve(path: Path, columns: Columns | None = None) -> CurveFile:
     table, mixed = _whole(every)
     compute, reward = numbers(table, chosen.x), numbers(table, chosen.y)
     samples = _samples(table, columns.samples)
-    pass_at = _PASS_AT.fullmatch(chosen.y)
+    pass_at = PASS_AT.fullmatch(chosen.y)
     if pass_at and samples is not None and not columns.samples:
         samples = samples // int(pass_at[1])  # the number of tries, each of K completions
     labels = {name: table.cells(name) for name in ("eval_version", "recipe")}
@@ -118,17 +121,19 @@ def numbers(table: FileTable, name: str) -> FloatArray:
     """A column as (n,) numbers. NaN and infinity are accepted here; ``Curve`` refuses them.
 
     Raises:
-        CurveProblem: the column is missing, or a cell is not a number.
+        AnalysisProblem: the column is missing, or a cell is not a number.
     """
     cells = table.cells(name)
     if cells is None:
-        raise CurveProblem(f"{table.path}: no column {name!r}; there are {', '.join(table.header)}")
+        raise AnalysisProblem(f"{table.path}: no column {name!r}; there are {', '.join(table.header)}")
     try:
         return np.array([number(cell) for cell in cells])
     except ValueError:
         bad = next(i for i, cell in enumerate(cells) if not is_number(cell))
         what = f"{cells[bad]!r} is not a number" if cells[bad] else "empty"
-        raise CurveProblem(f"{table.where(bad)}, column {name}: {what}; {_correction(cells[bad])}") from None
+        raise AnalysisProblem(
+            f"{table.where(bad)}, column {name}: {what}; {_correction(cells[bad])}"
+        ) from None
 
 
 def _correction(cell: str) -> str:
@@ -159,10 +164,10 @@ def _so_far(table: FileTable, name: str, per_hour: float = 1.0) -> FloatArray:
 
 
 def _refuse(table: FileTable, name: str, values: FloatArray, bad: NDArray[np.bool_], what: str) -> None:
-    """Raise CurveProblem with the first bad value (n,) of a column, if there is one."""
+    """Raise AnalysisProblem with the first bad value (n,) of a column, if there is one."""
     if bad.any():
         row = int(np.argmax(bad))
-        raise CurveProblem(f"{table.where(row)}, column {name}: {values[row]:g}{what}")
+        raise AnalysisProblem(f"{table.where(row)}, column {name}: {values[row]:g}{what}")
 
 
 def _seconds(table: FileTable, name: str) -> FloatArray | None:
@@ -177,12 +182,12 @@ def _whole(table: FileTable) -> tuple[FileTable, int]:
         return table, 0
     for i, cell in enumerate(cells):
         if cell.lower() not in ("true", "false"):
-            raise CurveProblem(
+            raise AnalysisProblem(
                 f"{table.where(i)}, column mixed_versions: {cell!r} is neither true nor false; correct the cell"
             )
     kept = [i for i, cell in enumerate(cells) if cell.lower() == "false"]
     if not kept:
-        raise CurveProblem(
+        raise AnalysisProblem(
             f"{table.path}: the weights changed during each of the {len(cells)} evaluations (mixed_versions); "
             "wait for an evaluation of a single version"
         )
@@ -242,11 +247,11 @@ def _checked(
         low, high = scale
         percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
         hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
-        raise CurveProblem(
+        raise AnalysisProblem(
             f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards have another "
             f"range, give it with --scale=LOW,HIGH ({hint})"
         ) from None
     except UnsortedComputeError as error:
-        raise CurveProblem(f"{where}: {error}, or give --resumed KeepLast") from error
+        raise AnalysisProblem(f"{where}: {error}, or give --resumed KeepLast") from error
     except InputError as error:
-        raise CurveProblem(f"{where}: {error}") from error
+        raise AnalysisProblem(f"{where}: {error}") from error

@@ -1,37 +1,21 @@
-"""Curve files for the tests of ``scalerl fit`` and ``scalerl plan``, what ``fit`` says of one, and a look at the pictures."""
+"""Curve files for the tests of their analysis and of the commands, and a look at the pictures."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from scalerl_cli.main import main
 from scalerl_curvefit.simulate import Truth, simulated
 
-EXAMPLES = Path(__file__).parents[3] / "curvefit/data/examples"
+EXAMPLES = Path(__file__).parents[2] / "curvefit/data/examples"
 HEADER = (
     "compute,reward,samples,standard_error,version,wall_seconds,device_seconds,mean_tokens,"
     "truncated_fraction,mixed_versions\n"
 )
 RATE = 2_000_000.0
 """Completion tokens that a device-hour of the runs below does with two devices."""
-
-
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert main(["fit", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["fit", *arguments]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
 
 
 def write_plain(path: Path, *, reach: float = 5.0, n: int = 40, seed: int = 1, cmid: float = 2542.0) -> Path:

@@ -11,15 +11,15 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from scalerl_analysis.appended import Appended
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.health import LAST, Steps, since
-from scalerl_cli.output import echo
-from scalerl_cli.page.appended import Appended
 
 MAX_POINTS: Final = 2000
 """Points of a series that a browser gets."""
 
 
-class Series:
+class MetricSeries:
     """Columns of numbers, a row for each step in order. A step that was trained again replaces the later ones."""
 
     def __init__(self, path: Path) -> None:
@@ -32,14 +32,17 @@ class Series:
         """Lines that are no rows, which are left out."""
 
     @classmethod
-    def read(cls, path: Path) -> Series:
+    def read(cls, path: str | Path) -> MetricSeries:
         """The series of a file that is read once; its last line may lack a newline.
 
         Raises:
-            OSError: the file cannot be read; one that does not exist is empty.
+            AnalysisProblem: the file cannot be read; one that does not exist is empty.
         """
-        series = cls(path)
-        series.update()
+        series = cls(Path(path))
+        try:
+            series.update()
+        except OSError as error:
+            raise AnalysisProblem(f"{path}: {error.strerror}") from error
         if (row := _row(series._lines.partial)) is not None:
             series._add(row)
         return series
@@ -78,7 +81,12 @@ class Series:
         return np.full(self.rows, math.nan) if values is None else np.array(values)
 
     def row(self, at: int) -> dict[str, float]:
+        """The finite figures of a row."""
         return {name: column[at] for name, column in self.columns.items() if math.isfinite(column[at])}
+
+    def dicts(self) -> list[dict[str, float]]:
+        """All rows."""
+        return [self.row(at) for at in range(self.rows)]
 
     def steps(self) -> Steps:
         """What the run's health is judged by."""
@@ -103,13 +111,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def warn_of_unreadable(series: Series, path: Path) -> None:
-    """Print that lines of ``path`` are left out, if some are."""
-    if count := series.unreadable:
-        lines, are = ("lines", "are") if count > 1 else ("line", "is")
-        echo(f"{count} {lines} of {path} cannot be read and {are} left out", error=True)
 
 
 def decimated(x: Any, y: Any) -> tuple[list[float], list[float]]:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from curve_files import HEADER, write_plain, write_run
 from matplotlib.figure import Figure
 
-from scalerl_cli.curves import plotting
-from scalerl_cli.curves.analysis import analyse
-from scalerl_cli.curves.source import read_curve
-from scalerl_cli.main import main
+from scalerl_analysis import (
+    AnalysisProblem,
+    Columns,
+    compare,
+    draw_comparison,
+    draw_fit,
+    draw_plan,
+    draw_run,
+    fit_curve,
+    plan,
+    plotting,
+    read_curve,
+)
+from scalerl_analysis.pictures import budget_compute
+from scalerl_api.load import parse_run
+from scalerl_api.paths import RunPaths
 from scalerl_curvefit import forecast_pool
-
-from .curve_files import write_plain, write_run
 
 
 @pytest.fixture
@@ -62,7 +74,7 @@ def test_unit_may_be_unknown(axes: Any) -> None:
 
 def test_late_rises_are_no_step_of_the_bands(tmp_path: Path) -> None:
     path = write_plain(tmp_path / "c.csv", n=40)
-    made = analyse(read_curve(path), late_rises="games")
+    made = fit_curve(read_curve(path), late_rises="games")
     grid = np.linspace(made.now, 4.0 * made.now, 200)
     upper = made.bands(grid)[4]
     step = np.diff(upper)
@@ -81,8 +93,8 @@ def test_recipes_differ_by_colour_or_marker_and_have_intervals_of_a(
     monkeypatch.chdir(tmp_path)
     figures: list[Figure] = []
     monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
-    names = [str(write_plain(tmp_path / f"c{i}.csv", n=12 + i)) for i in range(8)]
-    assert main(["compare", *names]) == 0
+    paths = [write_plain(tmp_path / f"c{i}.csv", n=12 + i) for i in range(8)]
+    draw_comparison(compare({path.name: [path] for path in paths}), Path("comparison.png"))
     linear, log = figures[0].axes
     drawn = zip(*linear.get_legend_handles_labels(), strict=True)
     pens = [(bars[0].get_color(), bars[0].get_marker()) for bars, name in drawn if name.startswith("c")]
@@ -95,13 +107,20 @@ def test_recipes_differ_by_colour_or_marker_and_have_intervals_of_a(
     assert all(bottom <= y <= top for bar in bars for y in bar.get_ydata())
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Figure:
-    """The figure of a command."""
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, what: str, path: Path, scale: tuple[float, float] = (0.0, 1.0)
+) -> Figure:
+    """The figure of the fit, the plan, or the comparison of a file with itself."""
     figures: list[Figure] = []
     monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
-    monkeypatch.chdir(Path(arguments[1 if arguments[0] != "plan" else 2]).parent)
-    more = ["--dir", "."] if arguments[0] == "compare" else ["--plot", "out.png"]
-    assert main([*arguments, *more]) == 0
+    columns = Columns(scale=scale)
+    made, picture = fit_curve(read_curve(path, columns)), path.with_name("out.png")
+    if what == "fit":
+        draw_fit(made, picture)
+    elif what == "plan":
+        draw_plan(plan(made), picture)
+    else:
+        draw_comparison(compare({path.name: [path], str(path): [path]}, columns), picture)
     (figure,) = figures
     return figure
 
@@ -121,25 +140,25 @@ def hollow(figure: Figure, n: int) -> list[bool]:
 def test_points_of_the_burn_in_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from the first at compute above 0, on every picture."""
     path = write_run(tmp_path / "c.csv")
-    burnt = analyse(read_curve(path)).fitted.burn_in_points
+    burnt = fit_curve(read_curve(path)).fitted.burn_in_points
     assert burnt > 0
-    for command in (["fit", str(path)], ["plan", "--from", str(path)]):
-        figure = drawn(monkeypatch, *command)
+    for what in ("fit", "plan"):
+        figure = drawn(monkeypatch, what, path)
         assert f"the first {burnt}: burn-in" in legend(figure)
         assert hollow(figure, burnt) == [True]
         (points,) = [
             line.get_xdata() for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"
         ][:1]
         assert float(np.asarray(points)[0]) > 0.0
-    both = drawn(monkeypatch, "compare", str(path), str(path))
+    both = drawn(monkeypatch, "compare", path)
     assert "hollow: burn-in" in legend(both)
     assert hollow(both, burnt) == [True, True]
 
 
 def test_curve_without_a_burn_in_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_plain(tmp_path / "c.csv", n=6)
-    assert analyse(read_curve(path)).fitted.burn_in_points == 0
-    assert "burn-in" not in legend(drawn(monkeypatch, "fit", str(path)))
+    assert fit_curve(read_curve(path)).fitted.burn_in_points == 0
+    assert "burn-in" not in legend(drawn(monkeypatch, "fit", path))
 
 
 @pytest.mark.parametrize(
@@ -149,8 +168,8 @@ def test_fall_is_labelled_only_where_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ill: dict[str, float], named: bool
 ) -> None:
     path = write_run(tmp_path / "c.csv", **ill)
-    for command in (["fit"], ["plan", "--from"]):
-        assert ("after the fall" in legend(drawn(monkeypatch, *command, str(path)))) is named
+    for what in ("fit", "plan"):
+        assert ("after the fall" in legend(drawn(monkeypatch, what, path))) is named
 
 
 def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,22 +177,92 @@ def test_pictures_are_on_the_scale_of_the_file(tmp_path: Path, monkeypatch: pyte
     rate, percent = write_plain(tmp_path / "rate.csv"), tmp_path / "percent.csv"
     rows = [line.split(",") for line in rate.read_text().splitlines()]
     percent.write_text("\n".join([",".join(rows[0]), *(f"{c},{100 * float(r)}" for c, r in rows[1:])]))
-    for more in (["fit"], ["plan", "--from"]):
-        one = drawn(monkeypatch, *more, str(rate))
-        two = drawn(monkeypatch, *more, str(percent), "--scale=0,100")
+    for what in ("fit", "plan"):
+        one = drawn(monkeypatch, what, rate)
+        two = drawn(monkeypatch, what, percent, (0.0, 100.0))
         assert np.allclose(np.multiply(one.axes[0].get_ylim(), 100), two.axes[0].get_ylim(), atol=1.0)
         assert two.axes[0].get_ylabel() == "mean evaluation reward (0 to 100)"
         two.canvas.draw()
         assert "60" in texts(two.axes[0].get_yticklabels())
-    both = drawn(monkeypatch, "compare", str(percent), str(percent), "--scale=0,100")
+    both = drawn(monkeypatch, "compare", percent, (0.0, 100.0))
     assert both.axes[0].get_ylim()[1] > 60
     assert "percent.csv: A 6" in legend(both) or f"{percent}: A 6" in legend(both)
 
 
-def test_pdf_has_no_type_3_fonts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pdf_has_no_type_3_fonts(tmp_path: Path) -> None:
     rows = [f"{100 * i},{0.2 + 0.4 / (1 + (800 / (100 * i)) ** 2):.4f}" for i in range(1, 41)]
     (tmp_path / "curve.csv").write_text("\n".join(["compute,reward", *rows]) + "\n")
-    assert main(["fit", str(tmp_path / "curve.csv"), "--plot", str(tmp_path / "fit.pdf")]) == 0
+    draw_fit(fit_curve(read_curve(tmp_path)), tmp_path / "fit.pdf")
     written = (tmp_path / "fit.pdf").read_bytes()
     assert b"/TrueType" in written or b"/CIDFontType2" in written
     assert b"/Type3" not in written
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+RUN = parse_run(
+    """
+metadata: {name: pictured}
+spec:
+  model: {scratch: {}}
+  task: {reasoningGym: {name: chain_sum}, verifier: {name: reasoning-gym}}
+  budget: {maxSteps: 100}
+""",
+    "test",
+)
+
+
+def write_curve(paths: RunPaths, points: list[tuple[float, float, int]]) -> None:
+    paths.curve.write_text(
+        HEADER + "".join(f"{c},{r},256,0.01,{v},1.0,3.0,5.0,0.0,False\n" for c, r, v in points)
+    )
+
+
+def test_plot_shows_error_bars_units_fit_and_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append(figure))
+    paths = RunPaths(tmp_path)
+    write_curve(paths, [(100.0 * v, 0.2 + 0.4 / (1 + (8 / (v or 0.1)) ** 2), v) for v in range(0, 60, 5)])
+    draw_run(paths, RUN)
+    [figure] = figures
+    axes = figure.axes[0]
+    labels = " | ".join(text.get_text() for text in figure.legends[0].get_texts())
+    assert "90 % binomial bars" in labels
+    assert "fitted curve" in labels
+    assert "90 % interval" in labels
+    assert "budget 10,000" in labels
+    assert "completion tokens" in axes.get_xlabel()
+    assert axes.get_title(loc="left").startswith(RUN.metadata.name)
+
+
+def test_plot_without_matplotlib_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    paths = RunPaths(tmp_path)
+    write_curve(paths, [(1.0, 0.3, 1)])
+    with pytest.raises(AnalysisProblem, match=r"curve\.png: pictures need matplotlib.*pip install"):
+        draw_run(paths, RUN)
+
+
+def test_plot_extrapolates_the_end_of_the_budget() -> None:
+    assert budget_compute(5000.0, 25, 100) == 20_000.0
+    assert budget_compute(5000.0, 25, 10) == 5000.0, "more steps than the budget now allows"
+    assert budget_compute(5000.0, 0, 100) is None
+    assert budget_compute(5000.0, 25, None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        (HEADER, "no point below the first line"),
+        (HEADER + "1,x,256,0.01,0,1,3,5,0,False\n", "line 2"),
+        ("compute,reward\n1,2\n", "line 2"),
+    ],
+)
+def test_curve_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    paths = RunPaths(tmp_path)
+    if text is not None:
+        paths.curve.write_text(text)
+    with pytest.raises(AnalysisProblem, match=words) as problem:
+        draw_run(paths, RUN)
+    assert "curve.csv" in str(problem.value)

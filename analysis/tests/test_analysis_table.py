@@ -8,7 +8,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_cli.table import Column, Table
+from scalerl_analysis.table import Column, Table
 from scalerl_curvefit import Estimate
 
 COLUMNS = [

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalerl_cli.main import main
-from scalerl_cli.page.runs import Run
-from scalerl_cli.page.timeline import BUSY
+from scalerl_analysis import MetricSeries, Timeline
+from scalerl_analysis.timeline import BUSY
 
 RECORDED = Path(__file__).with_name("recorded_run")
 """Thirty steps of the tiny example with two generators, from its files ``metrics.jsonl`` and ``trace.jsonl``."""
@@ -32,9 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def window(run: Path, last: int | None = None, count: int = 200) -> dict[str, Any]:
-    read = Run(run)
-    read.state()
-    return read.timeline(last, count)
+    return Timeline.read(run).window(last, count)
 
 
 def test_busy_shares_agree_with_the_coordinator_and_the_trace(recorded: Path) -> None:
@@ -109,10 +106,8 @@ def test_wait_names_the_evaluation_that_ended_in_it(tmp_path: Path) -> None:
         tmp_path, "metrics.jsonl", *(STEP | {"step": at, "wall_seconds": 10.0 * at + 10} for at in range(5))
     )
     write(tmp_path, "trace.jsonl", GROUP | {"slot": 4, "step": 2, "leased": 24.5, "t": 25.5})
-    header = "compute,reward,samples,standard_error,version,wall_seconds,device_seconds,mean_tokens\n"
-    rows = (f"{at},0.5,64,0.1,{at},{end},1,4\n" for at, end in ((0, 0.0), (1, 19.9), (2, 23.5), (3, 36.5)))
-    (tmp_path / "curve.csv").write_text(header + "".join(rows))
-    waits = {one["step"]: one["why"] for one in window(tmp_path)["waits"]}
+    found = Timeline.read(tmp_path).window(None, 200, {0: 0.0, 1: 19.9, 2: 23.5, 3: 36.5})
+    waits = {one["step"]: one["why"] for one in found["waits"]}
     assert waits[2].startswith(
         "the evaluation of version 2, which generators sampled for its first 3.5 s; then the last of its 1 groups "
         "(slot 4, leased 4.5 s into the wait) came from g"
@@ -150,14 +145,16 @@ def test_waits_are_listed_after_long_supervised_training(tmp_path: Path) -> None
 def test_trace_that_was_renamed_is_read_once(tmp_path: Path) -> None:
     write(tmp_path, "metrics.jsonl", STEP | {"step": 0, "wall_seconds": 10.0})
     write(tmp_path, "trace.jsonl", GROUP | {"slot": 0, "step": 0, "leased": 1.0, "t": 2.0})
-    run = Run(tmp_path)
-    run.state()
+    series = MetricSeries(tmp_path / "metrics.jsonl")
+    series.update()
+    timeline = Timeline(tmp_path / "trace.jsonl", series)
+    timeline.update()
     (tmp_path / "trace.jsonl").rename(tmp_path / "trace.jsonl.1")
     write(tmp_path, "trace.jsonl", GROUP | {"slot": 1, "step": 0, "leased": 3.0, "t": 4.0})
     with (tmp_path / "trace.jsonl").open("a") as file:
         file.write('{"kind": "group", "t"')
-    run.state()
-    assert [one["groups"] for one in run.timeline(None, 5)["generators"]] == [2]
+    timeline.update()
+    assert [one["groups"] for one in timeline.window(None, 5)["generators"]] == [2]
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 0}\n', '{"step": 0, "wall_seconds": NaN}\n'])
@@ -166,13 +163,9 @@ def test_metrics_without_times_have_no_timeline(tmp_path: Path, content: str) ->
     assert "problem" in window(tmp_path)
 
 
-def test_perfetto_file_has_every_phase_and_group(recorded: Path, tmp_path: Path) -> None:
+def test_perfetto_file_has_every_phase_and_group(recorded: Path) -> None:
     """Slices of a thread must not overlap: Perfetto drops those that do not nest."""
-    to = tmp_path / "out" / "timeline.json"
-    assert main(["view", str(recorded), "--perfetto", str(to)]) == 2
-    to.parent.mkdir()
-    assert main(["view", str(recorded), "--perfetto", str(to)]) == 0
-    events = json.loads(to.read_text())["traceEvents"]
+    events = json.loads(json.dumps(Timeline.read(recorded).perfetto(), allow_nan=False))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     groups = [
         line for line in lines(recorded / "trace.jsonl") if line["kind"] == "group" and "leased" in line

@@ -45,6 +45,11 @@ def known(value: float | None) -> str:
     return "" if value is None else reward(value, 3)
 
 
+def percent(share: float) -> str:
+    """``12.5%``."""
+    return f"{share:.1%}"
+
+
 def digits(low: float, high: float) -> int:
     """Number of decimals for an interval of rewards, by its width."""
     width = high - low

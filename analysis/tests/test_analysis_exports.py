@@ -12,13 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scalerl_cli.curves.columns import Columns
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.source import CurveFile, read_curve
-from scalerl_cli.curves.tables import MAX_BYTES
-from scalerl_cli.main import main
-
-from .curve_files import answer, text
+from scalerl_analysis import (
+    AnalysisProblem,
+    Columns,
+    CurveFile,
+    compare,
+    fit_curve,
+    fit_report,
+    plan,
+    plan_json,
+    read_curve,
+)
+from scalerl_analysis.curve_formats import MAX_BYTES
 
 STEPS = list(range(10, 410, 10))
 REWARDS = [round(0.2 + 0.4 / (1 + (80 / step) ** 1.9), 6) for step in STEPS]
@@ -46,11 +51,16 @@ def is_curve(got: CurveFile) -> None:
     np.testing.assert_allclose(got.curve.reward, REWARDS)
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["fit", *arguments]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    return said.err
+def complaint(path: Path, **columns: Any) -> str:
+    """Why a file is not read or fitted."""
+    with pytest.raises(AnalysisProblem) as raised:
+        fit_curve(read_curve(path, Columns(**columns)))
+    assert str(raised.value).count("\n") == 0
+    return str(raised.value)
+
+
+def text(path: Path, **columns: Any) -> str:
+    return "\n".join(fit_report(fit_curve(read_curve(path, Columns(**columns)))))
 
 
 # --- W&B -----------------------------------------------------------------------------------------
@@ -77,36 +87,33 @@ def chart(path: Path, runs: dict[str, list[str]], axis: str = "Step", offset: in
     return path
 
 
-def test_wandb_chart_of_one_run_needs_no_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_chart_of_one_run_needs_no_names(tmp_path: Path) -> None:
     path = chart(tmp_path / "wandb_export.csv", {"grpo, lr 1e-6": ["val/acc"]})
     is_curve(read(path))
-    shown = text(capsys, str(path))
+    shown = text(path)
     assert "up to 400 steps" in shown
     assert "compute is column Step, reward is column grpo, lr 1e-6 - val/acc" in shown
 
 
-def test_wandb_chart_of_several_runs_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_chart_of_several_runs_needs_a_name(tmp_path: Path) -> None:
     path = chart(tmp_path / "wandb_export.csv", {"a": ["val/acc"], "b": ["val/acc"]}, offset=3)
-    said = complaint(capsys, str(path))
+    said = complaint(path)
     assert "name the columns by --x and --y; there are Step, a - val/acc" in said
-    assert "2 runs have it; name one: a - val/acc, b - val/acc" in complaint(
-        capsys, str(path), "--y", "val/acc"
-    )
+    assert "2 runs have it; name one: a - val/acc, b - val/acc" in complaint(path, y="val/acc")
     is_curve(read(path, y="a - val/acc"))
     assert read(path, y="b - val/acc").curve.compute[0] == 13
-    shown = text(capsys, str(path), "--y", "a - val/acc")
+    shown = text(path, y="a - val/acc")
     assert "40 rows skipped, empty in Step or a - val/acc" in shown
-    assert answer(capsys, str(path), "--y", "a - val/acc")["skipped"] == 40
-    assert main(["plan", "--from", str(path), "--y", "a - val/acc", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["skipped"] == 40
+    made = fit_curve(read(path, y="a - val/acc"))
+    assert made.as_json()["skipped"] == plan_json(plan(made))["skipped"] == 40
 
 
-def test_metric_selects_its_column_in_two_charts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metric_selects_its_column_in_two_charts(tmp_path: Path) -> None:
     one = chart(tmp_path / "one.csv", {"a": ["val/acc", "val/len"]})
     two = chart(tmp_path / "two.csv", {"b": ["val/acc"]})
-    assert main(["compare", str(one), str(two), "--y", "val/acc", "--dir", str(tmp_path / "compare")]) == 0
-    shown = capsys.readouterr().out
-    assert "no difference" in shown
+    compared = compare({"one.csv": [one], "two.csv": [two]}, Columns(y="val/acc"))
+    assert "no difference" in "\n".join(compared.findings())
+    shown = "\n".join(compared.notes())
     assert "one.csv: compute is column Step, reward is column a - val/acc" in shown
     assert "two.csv: compute is column Step, reward is column b - val/acc" in shown
     is_curve(read(one, y="val/acc"))
@@ -124,7 +131,7 @@ def test_another_axis_of_a_wandb_chart(tmp_path: Path) -> None:
     )
 
 
-def test_history_of_a_wandb_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_history_of_a_wandb_run(tmp_path: Path) -> None:
     """``api.run(…).history().to_csv()``: an index without a name, and empty cells."""
     path = tmp_path / "history.csv"
     rows = ["," + ",".join(["_step", "_runtime", "_timestamp", "train/loss", "val/acc", "tokens_seen"])]
@@ -132,7 +139,7 @@ def test_history_of_a_wandb_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         rows.append(f"{2 * i},{step - 5},{i}.5,17e8,0.3,,{step * 990}")
         rows.append(f"{2 * i + 1},{step},{i}.7,17e8,,{reward},{step * 1000}")
     path.write_text("\n".join(rows) + "\n")
-    said = complaint(capsys, str(path))
+    said = complaint(path)
     assert "no column compute and no column reward" in said
     assert "name the columns by --x and --y" in said
     got = read(path, "_step", "val/acc")
@@ -188,20 +195,18 @@ def mlflow(path: Path, runs: list[str], metrics: list[str]) -> Path:
     return path
 
 
-def test_mlflow_download(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mlflow_download(tmp_path: Path) -> None:
     is_curve(read(mlflow(tmp_path / "one.csv", ["0a1b"], ["val/acc"])))
     metrics = mlflow(tmp_path / "metrics.csv", ["0a1b"], ["train/loss", "val/acc", "val/len"])
-    said = complaint(capsys, str(metrics))
+    said = complaint(metrics)
     assert "3 metrics in one column" in said
     assert "; there are val/acc" in said or ", val/acc" in said
     assert "there are train/loss, val/acc, val/len" in said
     is_curve(read(metrics, y="val/acc"))
     is_curve(read(metrics, x="STEP", y="val/acc"))
-    assert "no such column" in complaint(capsys, str(metrics), "--y", "acc")
+    assert "no such column" in complaint(metrics, y="acc")
     runs = mlflow(tmp_path / "runs.csv", ["0a1b", "2c3d"], ["val/acc"])
-    assert "2 runs have it; name one: 0a1b - val/acc, 2c3d - val/acc" in complaint(
-        capsys, str(runs), "--y", "val/acc"
-    )
+    assert "2 runs have it; name one: 0a1b - val/acc, 2c3d - val/acc" in complaint(runs, y="val/acc")
     is_curve(read(runs, y="2c3d - val/acc"))
     reread = read(runs, y="2c3d - val/acc", x="timestamp")
     assert reread.curve.compute[0] == 1700000000010
@@ -224,7 +229,7 @@ def log_history() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["trainer_state.json", "log_history.json", "log.jsonl", "log.csv"])
-def test_trl_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+def test_trl_log(tmp_path: Path, form: str) -> None:
     path, entries = tmp_path / form, log_history()
     if form == "trainer_state.json":
         state = {"best_metric": None, "global_step": 400, "log_history": entries, "max_steps": 400}
@@ -239,7 +244,7 @@ def test_trl_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) 
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(entries)
-    said = complaint(capsys, str(path))
+    said = complaint(path)
     assert "no column compute" in said
     assert "eval_num_tokens" in said
     assert "eval_reward" in said
@@ -274,15 +279,15 @@ def console(spell: str) -> str:
 
 
 @pytest.mark.parametrize("spell", ["%s", "np.float64(%s)"])
-def test_verls_console(tmp_path: Path, capsys: pytest.CaptureFixture[str], spell: str) -> None:
+def test_verls_console(tmp_path: Path, spell: str) -> None:
     path = tmp_path / "train.log"
     path.write_text(console(spell))
     is_curve(read(path, "step", CORE))
-    said = complaint(capsys, str(path))
+    said = complaint(path)
     assert "training/global_step" in said
     assert CORE in said
     assert "training/global_step" in said
-    assert "line 3" in complaint(capsys, str(path), "--x", "step", "--y", "critic/score/mean", "--scale=0,.1")
+    assert "line 3" in complaint(path, x="step", y="critic/score/mean", scale=(0, 0.1))
 
 
 def test_verls_json_lines(tmp_path: Path) -> None:
@@ -295,17 +300,18 @@ def test_verls_json_lines(tmp_path: Path) -> None:
     assert got.chosen.skipped == 1
 
 
-def test_resumed_log_keeps_the_last_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_log_keeps_the_last_pass(tmp_path: Path) -> None:
     """A first attempt got to STEPS[5]; the next one began again and passed it with another reward."""
     path = tmp_path / "train.log"
     lines = console("%s").split("\n")
     again = [line.replace("0.", "0.0") for line in lines if f"step:{STEPS[5]} " in line]
     path.write_text("\n".join([*again, *lines]))
-    given = (str(path), "--x", "step", "--y", CORE)
-    assert "--resumed KeepLast" in complaint(capsys, *given)
+    assert "--resumed KeepLast" in complaint(path, x="step", y=CORE)
     is_curve(read_curve(path, columns=Columns("step", CORE, resumed="KeepLast")))
-    assert "1 row left out, which a resumed run passed again" in text(capsys, *given, "--resumed", "KeepLast")
-    assert answer(capsys, *given, "--resumed", "KeepLast")["replaced"] == 1
+    assert "1 row left out, which a resumed run passed again" in text(
+        path, x="step", y=CORE, resumed="KeepLast"
+    )
+    assert fit_curve(read_curve(path, Columns("step", CORE, resumed="KeepLast"))).as_json()["replaced"] == 1
 
 
 @pytest.mark.parametrize("form", ["lists", "objects", "nested"])
@@ -327,18 +333,17 @@ def test_json_of_columns_and_nested_entries(tmp_path: Path, form: str) -> None:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def test_incomplete_last_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_last_line_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     rows = "".join(f'{{"step": {i}, "acc": {0.2 + 0.01 * i}}}\n' for i in range(1, 13))
     file.write_text(rows + '{"step": 13, "ac')
     assert len(read_curve(file, columns=Columns("step", "acc")).curve) == 12
-    assert "1 row skipped" in text(capsys, str(file), "--x", "step", "--y", "acc")
+    assert "1 row skipped" in text(file, x="step", y="acc")
     file.write_text(rows + '{"step": 13, "ac\n')
-    assert main(["fit", str(file), "--x", "step", "--y", "acc"]) == 2
-    assert "line 13: not JSON" in capsys.readouterr().err
+    assert "line 13: not JSON" in complaint(file, x="step", y="acc")
 
 
-def test_named_columns_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_columns_and_samples(tmp_path: Path) -> None:
     path = tmp_path / "c.csv"
     rows = [f"{s};{r};{s // 2 + 7};1,5" for s, r in zip(STEPS, REWARDS, strict=True)]
     path.write_text("\ufeffGPU hours;Pass@1;n;x,y\r\n" + "\r\n".join(rows))
@@ -351,27 +356,25 @@ def test_named_columns_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture
     assert set(one) == {500}
     path.write_text(path.read_text().replace(";", "\t"))
     is_curve(read(path, "GPU hours", "Pass@1", "n"))
-    assert "no column 'm'" in complaint(
-        capsys, str(path), "--x", "GPU hours", "--y", "Pass@1", "--samples", "m"
-    )
-    said = complaint(capsys, str(path), "--x", "hours", "--y", "Pass@1")
+    assert "no column 'm'" in complaint(path, x="GPU hours", y="Pass@1", samples="m")
+    said = complaint(path, x="hours", y="Pass@1")
     assert "--x hours: no such column; name the columns by --x and --y; there are GPU hours" in said
-    assert "both name the column" in complaint(capsys, str(path), "--x", "Pass@1", "--y", "pass@1")
+    assert "both name the column" in complaint(path, x="Pass@1", y="pass@1")
 
 
-def test_unused_column_may_appear_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_column_may_appear_twice(tmp_path: Path) -> None:
     """W&B names the columns of two runs of one name alike."""
     path = tmp_path / "c.csv"
     rows = [f"{s},{r},1,2" for s, r in zip(STEPS, REWARDS, strict=True)]
     path.write_text("step,acc,loss,loss\n" + "\n".join(rows))
     is_curve(read(path, "step", "acc"))
-    assert "column loss occurs 2 times" in complaint(capsys, str(path), "--x", "step", "--y", "loss")
+    assert "column loss occurs 2 times" in complaint(path, x="step", y="loss")
 
 
-def test_many_columns_are_listed_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_columns_are_listed_in_part(tmp_path: Path) -> None:
     path = tmp_path / "wide.csv"
     path.write_text(",".join(f"c{i}" for i in range(500)) + "\n" + ",".join(["1"] * 500) + "\n")
-    said = complaint(capsys, str(path))
+    said = complaint(path)
     assert "c29 and 470 more" in said
     assert "c31" not in said.split("there are")[1]
 
@@ -387,19 +390,17 @@ def test_many_columns_are_listed_in_part(tmp_path: Path, capsys: pytest.CaptureF
         ('{"step": 1, "acc": "much"}', "no column compute"),
     ],
 )
-def test_logs_that_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
-) -> None:
+def test_logs_that_cannot_be_read(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "log.json"
     path.write_text(content)
-    assert words in complaint(capsys, str(path))
+    assert words in complaint(path)
 
 
-def test_huge_file_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_huge_file_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "huge.csv"
     with path.open("wb") as file:
         file.truncate(MAX_BYTES + 1)
-    assert "larger than 256 MiB" in complaint(capsys, str(path))
+    assert "larger than 256 MiB" in complaint(path)
 
 
 PIECES = [
@@ -436,7 +437,7 @@ def test_any_file_is_read_or_refused(tmp_path: Path, pieces: list[str], y: str |
     path.write_text("".join(pieces))
     try:
         assert np.isfinite(read(path, y=y).curve.reward).all()
-    except CurveProblem as problem:
+    except AnalysisProblem as problem:
         refusal = str(problem)
     assert refusal.startswith(str(path)) or not refusal
     assert "\n" not in refusal

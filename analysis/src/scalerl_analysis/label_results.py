@@ -1,48 +1,47 @@
-"""Rewards by label of the prompts in ``scalerl report``, from ``labels.csv``."""
+"""Rewards by label of the prompts, from ``labels.csv``."""
 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Final
 
-from scalerl_api.curve import LABEL_COLUMNS, label_order
+from scalerl_analysis import formatting
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.table import Column, Table
+from scalerl_api.curve import LABEL_COLUMNS, PASS_AT, label_order
 from scalerl_api.paths import RunPaths
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.table import Column, Table
 
 Key = tuple[str, str, str]
 """Evaluation set, label, value."""
 Cell = dict[str, float]
 """Of one key: ``prompts``, ``first_reward`` and ``last_reward`` of the oldest and the newest evaluation, and ``pass_at_K`` of the
 newest."""
-PASS_AT: Final = re.compile(r"pass_at_(\d+)")
 
 
-def label_table(runs: Sequence[tuple[str, Path]], wanted_set: str | None, wanted_label: str | None) -> Table:
+def label_table(
+    runs: Sequence[tuple[str, str | Path]], wanted_set: str | None = None, wanted_label: str | None = None
+) -> Table:
     """Rows sorted by set, label, value and name; runs of the same name are averaged.
 
     Raises:
-        CurveProblem: a run has no results by label, no run has the set or label, or runs of one name have different prompts.
+        AnalysisProblem: a run has no results by label, no run has the set or label, or runs of one name have different prompts.
     """
     by_name: dict[str, list[tuple[Path, dict[Key, Cell]]]] = {}
     for name, directory in runs:
-        by_name.setdefault(name, []).append((directory, read_labels(directory)))
+        by_name.setdefault(name, []).append((Path(directory), read_labels(Path(directory))))
     every = {key for members in by_name.values() for _, cells in members for key in cells}
     keys = {key for key in every if wanted_set in (None, key[0]) and wanted_label in (None, key[1])}
     if not keys:
         there = ", ".join(sorted({f"set {key[0]}, label {key[1]}" for key in every})) or "nothing"
-        raise CurveProblem(f"no run has the wanted set and label: there is {there}")
+        raise AnalysisProblem(f"no run has the wanted set and label: there is {there}")
     rows = []
     for key in sorted(keys, key=lambda key: (key[0], label_order(key[1], key[2]))):
         for name, members in by_name.items():
             cells = {directory: cells[key] for directory, cells in members if key in cells}
             if len({cell["prompts"] for cell in cells.values()}) > 1:
-                raise CurveProblem(
+                raise AnalysisProblem(
                     f"{name}: {' and '.join(map(str, cells))} were evaluated on different prompts of {key[1]} {key[2]}: "
                     "give them different names"
                 )
@@ -76,19 +75,19 @@ def read_labels(directory: Path) -> dict[Key, Cell]:
     """The results by label in ``labels.csv`` of a run.
 
     Raises:
-        CurveProblem: the file is missing or cannot be read.
+        AnalysisProblem: the file is missing or cannot be read.
     """
     path = RunPaths(directory).labels
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
     except FileNotFoundError:
-        raise CurveProblem(
+        raise AnalysisProblem(
             f"{path}: no such file; it is written with the first evaluation of prompts that have labels: give a run "
             "directory, or the lines of task.jsonl a difficulty"
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise CurveProblem(f"{path}: {error}") from error
+        raise AnalysisProblem(f"{path}: {error}") from error
     cells: dict[Key, tuple[int, Cell]] = {}
     for number, row in enumerate(rows, 2):
         try:
@@ -100,7 +99,7 @@ def read_labels(directory: Path) -> dict[Key, Cell]:
             passed = {name: float(text) for name, text in row.items() if PASS_AT.fullmatch(name) and text}
             cells[key] = version, cell | passed
         except (KeyError, TypeError, ValueError) as error:
-            raise CurveProblem(
+            raise AnalysisProblem(
                 f"{path}, line {number}: no row of {', '.join(LABEL_COLUMNS)} ({error!r})"
             ) from error
     newest: dict[str, int] = {}

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from scalerl_cli.curves.formatting import amount
-from scalerl_cli.curves.source import CurveFile
+from scalerl_analysis.curve_file import CurveFile
+from scalerl_analysis.formatting import amount
 
 MIN_CHANGE: Final = 1.25
 """Smallest ratio of the most to the fewest devices from which an elasticity can be measured."""

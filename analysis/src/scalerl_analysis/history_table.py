@@ -1,4 +1,4 @@
-"""Epochs in ``scalerl report``: differences between the responses of consecutive epochs, from ``history.jsonl``.
+"""Differences between the responses of consecutive epochs, from ``history.jsonl``.
 
 The share of reused tokens shows whether speculative decoding from history pays, and the rank correlation whether lengths can
 be predicted.
@@ -14,11 +14,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from scalerl_analysis import formatting
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.table import Column, Table
+from scalerl_api.curve import fold_labels
 from scalerl_api.history import HistoryLine
 from scalerl_api.paths import RunPaths
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.table import Column, Table
 
 POSITIONS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Positions in a draft for which the table has the acceptance."""
@@ -26,17 +27,17 @@ MOVED: Final = 0.1
 """Change of rank, as a share of all ranks, above which RhymeRL calls it material."""
 
 
-def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
+def epoch_table(runs: Sequence[tuple[str, str | Path]]) -> Table:
     """A row for each epoch n ≥ 2 of each run with a history, and one for each difficulty if there are at least two.
 
     Columns of drafts are shown if there were any; the CSV has all columns.
 
     Raises:
-        CurveProblem: a ``history.jsonl`` cannot be read.
+        AnalysisProblem: a ``history.jsonl`` cannot be read.
     """
     rows: list[dict[str, Any]] = []
     for name, directory in runs:
-        by_visit = _by_visit(RunPaths(directory).history_lines)
+        by_visit = _by_visit(RunPaths(Path(directory)).history_lines)
         value_of = _difficulties([line for lines in by_visit.values() for line in lines])
         for visit, lines in sorted(by_visit.items()):
             parts: dict[str, list[HistoryLine]] = {"": lines} | {value: [] for value in value_of.values()}
@@ -53,25 +54,23 @@ def epoch_table(runs: Sequence[tuple[str, Path]]) -> Table:
         Column("epoch", "epoch"),
         Column("difficulty", "difficulty", varied=True),
         Column("prompts", "prompts"),
-        Column("reuse", "tokens reused", _percent),
+        Column("reuse", "tokens reused", formatting.percent),
         Column("mean_tokens", "mean length", "{:.1f}".format),
         Column("previous_tokens", "before", "{:.1f}".format),
         Column("rank_correlation", "rank correlation", formatting.known),
-        Column("moved", f"moved > {MOVED:.0%}", _percent),
+        Column("moved", f"moved > {MOVED:.0%}", formatting.percent),
         Column("acceptance_length", "acceptance length" if drafts else None, "{:.2f}".format),
         Column("draft_length", "draft length" if drafts else None, "{:.2f}".format),
-        Column("accepted", "drafts accepted" if drafts else None, _percent),
+        Column("accepted", "drafts accepted" if drafts else None, formatting.percent),
         Column("drafted_by_position"),
         Column("accepted_by_position"),
-        *(Column(f"accepted_at_{at}", f"at {at}", _percent) for at in positions),
+        *(Column(f"accepted_at_{at}", f"at {at}", formatting.percent) for at in positions),
     ]
     return Table(columns, rows)
 
 
 def _difficulties(lines: Sequence[HistoryLine]) -> dict[float, str]:
     """Reported value of each difficulty, in order; many difficulties are grouped into ranges, like labels."""
-    from scalerl_coordinator.evaluation import fold_labels
-
     known = sorted(line.difficulty for line in lines if line.difficulty is not None)
     folded = fold_labels([{"difficulty": f"{one:g}"} for one in known])
     return {value: one["difficulty"] for value, one in zip(known, folded, strict=True)}
@@ -92,7 +91,7 @@ def _by_visit(path: Path) -> dict[int, list[HistoryLine]]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise CurveProblem(f"{path}: {error.strerror}") from error
+        raise AnalysisProblem(f"{path}: {error.strerror}") from error
     return {visit: list(lines.values()) for visit, lines in found.items()}
 
 
@@ -158,7 +157,3 @@ def _ranks(values: list[float]) -> np.ndarray:
 
     ranks: np.ndarray = rankdata(values)
     return ranks
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"

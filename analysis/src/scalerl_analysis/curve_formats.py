@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from scalerl_cli.curves.problem import CurveProblem
+from scalerl_analysis.problem import AnalysisProblem
 
 MAX_BYTES: Final = 256 * 2**20
 """Limit on the size of a file: the cells of a larger one could fill a laptop's memory, and a curve has far fewer points."""
@@ -59,11 +59,11 @@ class FileTable:
         """The header entry for ``wanted``; None if there is none.
 
         Raises:
-            CurveProblem: there are several.
+            AnalysisProblem: there are several.
         """
         found = self.names(wanted)
         if len(found) > 1:
-            raise CurveProblem(f"{self.top}: column {wanted} occurs {len(found)} times; keep one")
+            raise AnalysisProblem(f"{self.top}: column {wanted} occurs {len(found)} times; keep one")
         return found[0] if found else None
 
     def cells(self, wanted: str) -> list[str] | None:
@@ -82,7 +82,7 @@ def read_table(path: Path) -> FileTable:
     """Read a file in any of the formats of this module.
 
     Raises:
-        CurveProblem: the file is missing, too large, not text, in another format, or has no rows.
+        AnalysisProblem: the file is missing, too large, not text, in another format, or has no rows.
     """
     text = _text(path)
     if text.lstrip()[:1] in ("{", "["):
@@ -97,15 +97,17 @@ def read_table(path: Path) -> FileTable:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise CurveProblem(
+            raise AnalysisProblem(
                 f"{path}: larger than {MAX_BYTES // 2**20} MiB; export only the columns of the curve"
             )
         raw = path.read_bytes()
         return raw.decode("utf-8-sig")
     except OSError as error:
-        raise CurveProblem(f"{path}: {error.strerror}; give a CSV file or a run's directory") from error
+        raise AnalysisProblem(f"{path}: {error.strerror}; give a CSV file or a run's directory") from error
     except UnicodeDecodeError as error:
-        raise CurveProblem(f"{path}: not a text file in UTF-8 ({error.reason}); {_encoding(raw)}") from error
+        raise AnalysisProblem(
+            f"{path}: not a text file in UTF-8 ({error.reason}); {_encoding(raw)}"
+        ) from error
 
 
 def _encoding(raw: bytes) -> str:
@@ -122,12 +124,12 @@ def _from_json(path: Path, text: str) -> FileTable | None:
     try:
         whole = json.loads(text)
     except RecursionError as error:
-        raise CurveProblem(f"{path}: JSON nested too deeply to be a log") from error
+        raise AnalysisProblem(f"{path}: JSON nested too deeply to be a log") from error
     except ValueError:
         return _from_json_lines(path, text)
     entries = whole.get("log_history", _of_columns(whole)) if isinstance(whole, dict) else whole
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise CurveProblem(f"{path}: JSON, but not a list of log entries such as log_history has")
+        raise AnalysisProblem(f"{path}: JSON, but not a list of log entries such as log_history has")
     return _from_rows(path, ((i, _flat(entry)) for i, entry in enumerate(entries, start=1)), "entry")
 
 
@@ -156,9 +158,9 @@ def _from_json_lines(path: Path, text: str) -> FileTable | None:
                 ):  # still being written: an entry without cells, counted among those skipped
                     rows.append((line, {}))
                     break
-                raise CurveProblem(f"{path}, line {line}: not JSON: {error}; delete the line") from error
+                raise AnalysisProblem(f"{path}, line {line}: not JSON: {error}; delete the line") from error
             if not isinstance(entry, dict):
-                raise CurveProblem(f"{path}, line {line}: not a JSON object; delete the line")
+                raise AnalysisProblem(f"{path}, line {line}: not a JSON object; delete the line")
             rows.append((line, _flat(entry)))
     return _from_rows(path, iter(rows))
 
@@ -204,7 +206,7 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, dict[str, str]]], counted: 
             cells.append(row.get(name, ""))
         lines.append(line)
     if not lines:
-        raise CurveProblem(f"{path}: no log entry in it; wait for the first evaluations")
+        raise AnalysisProblem(f"{path}: no log entry in it; wait for the first evaluations")
     header = [name.replace("\n", " ") for name in columns]
     return FileTable(path, header, list(columns.values()), lines, counted=counted)
 
@@ -222,13 +224,13 @@ def _from_csv(path: Path, text: str) -> FileTable:
                 rows.append(cells)
                 lines.append(reader.line_num)
     except csv.Error as error:
-        raise CurveProblem(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+        raise AnalysisProblem(f"{path}, line {reader.line_num}: not CSV: {error}") from error
     if not rows:
-        raise CurveProblem(f"{path}: empty; its first line names the columns: compute,reward[,samples]")
+        raise AnalysisProblem(f"{path}: empty; its first line names the columns: compute,reward[,samples]")
     header = rows[0]
     for row, line in zip(rows, lines, strict=True):
         if len(row) != len(header):
-            raise CurveProblem(
+            raise AnalysisProblem(
                 f"{path}, line {line}: {len(row)} cells where the first line names {len(header)} columns; "
                 "separate cells by commas, and write numbers without thousands separators"
             )

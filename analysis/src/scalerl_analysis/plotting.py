@@ -11,14 +11,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.analysis import Analysis, State
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.scale import RewardScale
-from scalerl_cli.curves.source import CurveFile
-from scalerl_cli.plot import NO_MATPLOTLIB
+from scalerl_analysis import formatting
+from scalerl_analysis.curve_file import CurveFile
+from scalerl_analysis.fitted_curve import FittedCurve, State
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.reward_scale import RewardScale
 from scalerl_curvefit import Curve, Estimate
 from scalerl_curvefit.curve import FloatArray
+
+NO_MATPLOTLIB: Final = "pictures need matplotlib, which is not installed here: pip install 'matplotlib>=3.10'"
+"""Only the operator's image lacks matplotlib; commands that print work there."""
 
 BLUE: Final = "#0072B2"
 VERMILLION: Final = "#D55E00"
@@ -66,17 +68,17 @@ _STYLE: Final = {
 
 
 def check_target(path: Path | None) -> None:
-    """Raise CurveProblem unless a picture can be written to ``path``; called before anything is computed."""
+    """Raise AnalysisProblem unless a picture can be written to ``path``; called before anything is computed."""
     if path is None:
         return
     if path.suffix.lower() not in FORMATS:
-        raise CurveProblem(f"--plot {path}: a picture's name ends in {', '.join(FORMATS)}")
+        raise AnalysisProblem(f"--plot {path}: a picture's name ends in {', '.join(FORMATS)}")
     if path.is_dir():
-        raise CurveProblem(f"--plot {path}: a directory; name a file in it")
+        raise AnalysisProblem(f"--plot {path}: a directory; name a file in it")
     if not path.parent.is_dir():
-        raise CurveProblem(f"--plot {path}: no such directory {path.parent}; make it first")
+        raise AnalysisProblem(f"--plot {path}: no such directory {path.parent}; make it first")
     if importlib.util.find_spec("matplotlib") is None:
-        raise CurveProblem(f"--plot {path}: {NO_MATPLOTLIB}")
+        raise AnalysisProblem(f"--plot {path}: {NO_MATPLOTLIB}")
 
 
 def style() -> AbstractContextManager[None]:
@@ -91,13 +93,14 @@ def style() -> AbstractContextManager[None]:
 
 @contextmanager
 def picture(
-    path: Path, size: tuple[float, float] = COLUMN, panels: tuple[int, int] = (1, 1), **options: Any
+    path: str | Path, size: tuple[float, float] = COLUMN, panels: tuple[int, int] = (1, 1), **options: Any
 ) -> Iterator[Any]:
     """The array of the panels of a figure; at the end, the legend of the first one is drawn, and the figure is saved.
 
     Raises:
-        CurveProblem: it cannot be written, or matplotlib is not installed.
+        AnalysisProblem: it cannot be written, or matplotlib is not installed.
     """
+    path = Path(path)
     check_target(path)
     with style():
         from matplotlib.figure import Figure
@@ -120,7 +123,7 @@ def save(figure: Any, path: Path) -> None:
     """Write a picture atomically, through a temporary file in the same directory.
 
     Raises:
-        CurveProblem: the picture cannot be written.
+        AnalysisProblem: the picture cannot be written.
     """
     staging = path.with_name(f".{path.stem}.new{path.suffix.lower()}")
     # No date and no version in the file: the same points give the same picture.
@@ -132,7 +135,7 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(staging, dpi=DPI, metadata=metadata, **small)
         os.replace(staging, path)
     except OSError as error:
-        raise CurveProblem(f"--plot {path}: {error.strerror}") from error
+        raise AnalysisProblem(f"--plot {path}: {error.strerror}") from error
     finally:
         staging.unlink(missing_ok=True)
 
@@ -258,7 +261,7 @@ def draw_earlier(axes: Any, file: CurveFile, label: str | None) -> None:
     axes.plot(before.compute, rewards, "o", ms=3, mew=0, color=FAINT, alpha=0.5, label=label)
 
 
-def draw_analysis(axes: Any, made: Analysis, grid: FloatArray) -> list[float]:
+def draw_fitted_curve(axes: Any, made: FittedCurve, grid: FloatArray) -> list[float]:
     """Draw points, bands at compute (c,), late rises and what is not fitted; returns rewards for the limits of the axis."""
     scale, curve, burn_in = made.scale, made.file.segment.curve, made.fitted.burn_in_points
     bands = scale.level(made.bands(grid))
@@ -346,7 +349,7 @@ def draw_bands(
     axes.plot(compute, bands[2], color=colour, lw=1.6, label=median, zorder=2)
 
 
-def draw_late_rises(axes: Any, made: Analysis, compute: FloatArray) -> None:
+def draw_late_rises(axes: Any, made: FittedCurve, compute: FloatArray) -> None:
     """Draw where runs that rise late go beyond now; it does not enlarge the axes."""
     ahead = compute[compute > made.now]
     low, high = made.scale.level(made.after_late_rise(ahead))

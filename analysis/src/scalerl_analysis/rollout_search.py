@@ -1,36 +1,40 @@
-"""Search in the recorded rollouts of a run, for ``scalerl rollouts`` and its page."""
+"""Search in the recorded rollouts of a run."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
-from scalerl_cli.argument_types import NEWEST, SORTS
-from scalerl_cli.exits import Refused
-from scalerl_cli.output import echo
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+SORTS: Final = {
+    "step": "step",
+    "reward": "reward",
+    "advantage": "advantage",
+    "tokens": "tokens",
+    "age": "age",
+    "difference": "logprob_difference_max",
+}
+"""Column of each order of a search."""
+NEWEST: Final = "last"
+"""As the steps of a search: the newest one."""
 _LISTINGS: Final = 3
 """A running coordinator merges files: a listing that is out of date is repeated."""
 _NAMES: Final = "[!.]*-[0-9]*-[0-9]*-[0-9]*.parquet"
 """Split, first and last step, and number: a reader's own files beside them are none of the record."""
-
-
-class RolloutsProblem(Refused):
-    """The rollouts cannot be read; the message has the reason."""
-
 
 Report = Callable[[str], None]
 """Gets a sentence for each file that is left out."""
@@ -49,34 +53,80 @@ class _Found:
     """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
 
 
-def echo_error(text: str) -> None:
-    echo(text, error=True)
+@dataclass(frozen=True)
+class RolloutConditions:
+    """Conditions of a search, all of which must hold, and its order. None: any."""
+
+    step: tuple[float, float] | Literal["last"] | None = None
+    """Lowest and highest step, both included (of evaluations: version); or ``last``: the newest."""
+    split: str | None = None
+    """``train`` or ``held-out``."""
+    task: str | None = None
+    """Task of a mix, or evaluation set."""
+    prompt: str | None = None
+    """Id of a prompt."""
+    sample: int | None = None
+    """Number of a completion in its group, from 0."""
+    labels: Sequence[tuple[str, str]] = ()
+    """Names and values of labels of the prompt."""
+    reward: tuple[float, float] | None = None
+    """Lowest and highest reward, both included."""
+    truncated: bool = False
+    """Only completions that were cut off at the length limit."""
+    excluded: str | None = None
+    """Reason for which a completion was not trained on; empty: any reason."""
+    contains: Sequence[str] = ()
+    """Texts that the completion has."""
+    sort: str = "step"
+    """A key of :data:`SORTS`; rows without a value come last."""
+    descending: bool = False
 
 
-def select(
-    arguments: argparse.Namespace,
+@dataclass(frozen=True)
+class FoundRollouts:
+    """The rows of a search by column (docs/reference/rollouts.md), the number of matching rows, and that of all rows."""
+
+    rows: list[dict[str, Any]]
+    matching: int
+    total: int
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+def find_rollouts(
+    directory: str | Path,
+    conditions: RolloutConditions | None = None,
     *,
+    limit: int | None = 100,
     offset: int = 0,
     columns: Sequence[str] | None = None,
     tokens: bool = False,
-    report: Report = echo_error,
-) -> tuple[list[dict[str, Any]], int, int]:
-    """The rows to show, the number of matching rows, and that of all rows. Raises :class:`RolloutsProblem`.
+    report: Report = _warn,
+) -> FoundRollouts:
+    """Search the rollouts of the run in ``directory``, also while it goes on.
 
     Args:
+        limit: largest number of rows; None for all.
         offset: matching rows to leave out before the first one.
         columns: those to read (default: all but those of tokens).
         tokens: whether to read those of tokens too.
+        report: gets a sentence for each file that is left out (default: a warning).
+
+    Raises:
+        AnalysisProblem: the rollouts cannot be read.
     """
     import numpy as np
 
-    files = _files(arguments.dir, report)
-    step = _newest(files, arguments) if arguments.step == NEWEST else arguments.step
+    conditions = conditions or RolloutConditions()
+    files = _files(Path(directory), report)
+    step = _newest(files, conditions) if isinstance(conditions.step, str) else conditions.step
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(lambda file: _whole(file, arguments, step, report), files.items()))
+        results = list(pool.map(lambda file: _whole(file, conditions, step, report), files.items()))
     found = [one for one in results if one is not None and len(one.places)]
     matching = sum(len(one.places) for one in found)
-    end = offset + arguments.limit if arguments.limit else None
+    end = None if limit is None else offset + limit
     chosen: list[RowLocation] = []
     if found:
         # Stable: rows with equal keys keep the order of the files, in which a group's completions are neighbours.
@@ -88,23 +138,23 @@ def select(
             for at, (group, row) in zip(source.tolist(), places.tolist(), strict=True)
         ]
     total = sum(file.metadata.num_rows for file in files.values())
-    return _read(files, chosen, columns, tokens=tokens), matching, total
+    return FoundRollouts(_read(files, chosen, columns, tokens=tokens), matching, total)
 
 
 def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
-    """The files of the record, without those that others replace. Raises :class:`RolloutsProblem`."""
+    """The files of the record, without those that others replace. Raises :class:`AnalysisProblem`."""
     if find_spec("pyarrow") is None:
-        raise RolloutsProblem("scalerl rollouts needs pyarrow, which this installation does not have")
+        raise AnalysisProblem("scalerl rollouts needs pyarrow, which this installation does not have")
     # Before its import, which reads it: else Arrow returns the memory of each row group, and the kernel clears it for the next.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
     paths = RunPaths(directory)
     if not directory.is_dir():
-        raise RolloutsProblem(f"{directory}: no such directory")
+        raise AnalysisProblem(f"{directory}: no such directory")
     if not paths.rollouts.is_dir():
         if not (paths.run_file.exists() or paths.metrics.exists()):
-            raise RolloutsProblem(f"{directory} is not the directory of a run")
-        raise RolloutsProblem(
+            raise AnalysisProblem(f"{directory} is not the directory of a run")
+        raise AnalysisProblem(
             f"{directory} has no rollouts: its coordinator did not start, or had rollouts.perStep 0"
         )
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -116,13 +166,13 @@ def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
         except FileNotFoundError:  # merged into another one, or deleted for its age, since the listing
             continue
     else:
-        raise RolloutsProblem(f"{directory}: its files change faster than they can be opened; try again")
+        raise AnalysisProblem(f"{directory}: its files change faster than they can be opened; try again")
     opened = {path: file for path, file in files.items() if file is not None}
     metadata = [file.schema_arrow.metadata or {} for file in opened.values()]
     replaced = {name for one in metadata for name in one.get(b"replaces", b"").decode().split(",")}
     opened = {path: file for path, file in opened.items() if path.name not in replaced}
     if not opened:
-        raise RolloutsProblem(
+        raise AnalysisProblem(
             f"{directory} has no rollouts yet: they are written after the first step and the first evaluation"
         )
     return opened
@@ -145,7 +195,7 @@ def _open(path: Path, report: Report) -> pq.ParquetFile | None:
 
 def _whole(
     opened: tuple[Path, pq.ParquetFile],
-    arguments: argparse.Namespace,
+    conditions: RolloutConditions,
     step: tuple[float, float] | None,
     report: Report,
 ) -> _Found | None:
@@ -153,64 +203,64 @@ def _whole(
     import pyarrow as pa
 
     try:
-        return _matches(opened, arguments, step)
+        return _matches(opened, conditions, step)
     except (OSError, pa.ArrowException) as error:
         report(f"{opened[0]}: left out, damaged: {str(error).splitlines()[0]}")
         return None
 
 
-def _split(arguments: argparse.Namespace) -> str | None:
-    return None if arguments.split is None else arguments.split.replace("-", "_")
+def _split(conditions: RolloutConditions) -> str | None:
+    return None if conditions.split is None else conditions.split.replace("-", "_")
 
 
-def _newest(files: dict[Path, pq.ParquetFile], arguments: argparse.Namespace) -> tuple[float, float]:
-    split = _split(arguments)
+def _newest(files: dict[Path, pq.ParquetFile], conditions: RolloutConditions) -> tuple[float, float]:
+    split = _split(conditions)
     steps = [int(path.stem.split("-")[2]) for path in files if split in (None, path.stem.split("-")[0])]
     newest = float(max(steps, default=0))
     return newest, newest
 
 
 def _matches(
-    opened: tuple[Path, pq.ParquetFile], arguments: argparse.Namespace, step: tuple[float, float] | None
+    opened: tuple[Path, pq.ParquetFile], conditions: RolloutConditions, step: tuple[float, float] | None
 ) -> _Found | None:
     import numpy as np
 
     path, file = opened
-    split, sort = _split(arguments), SORTS[arguments.sort]
+    split, sort = _split(conditions), SORTS[conditions.sort]
     if split is not None and not path.name.startswith(split):
         return None
-    columns = {"step", sort, *_wanted(arguments)}
-    columns |= {"reward"} if arguments.reward is not None else set()
-    columns |= {"labels"} if arguments.label else set()
-    limits = _limits(file, {"step": step, "reward": arguments.reward})
+    columns = {"step", sort, *_wanted(conditions)}
+    columns |= {"reward"} if conditions.reward is not None else set()
+    columns |= {"labels"} if conditions.labels else set()
+    limits = _limits(file, {"step": step, "reward": conditions.reward})
     groups = [number for number in range(file.num_row_groups) if not _pruned(file, number, limits)]
     if not groups:
         return None
     table = file.read_row_groups(groups, columns=sorted(columns), use_threads=False)
     places = np.concatenate([_places(file, number) for number in groups])
-    rows = np.flatnonzero(_mask(table, arguments, step))
-    if arguments.contains:
+    rows = np.flatnonzero(_mask(table, conditions, step))
+    if conditions.contains:
         rows = np.concatenate(
             [
-                among[_containing(file, number, arguments.contains)[places[among, 1]]]
+                among[_containing(file, number, conditions.contains)[places[among, 1]]]
                 for number in groups
                 if len(among := rows[places[rows, 0] == number])
             ]
             or [rows]
         )
     value = table[sort].to_numpy().astype(float)[rows]  # null becomes NaN
-    value = np.where(np.isnan(value), np.inf, -value if arguments.descending else value)
+    value = np.where(np.isnan(value), np.inf, -value if conditions.descending else value)
     return _Found(path, places[rows], np.stack([value, table["step"].to_numpy()[rows]], axis=1))
 
 
-def _wanted(arguments: argparse.Namespace) -> dict[str, Any]:
+def _wanted(conditions: RolloutConditions) -> dict[str, Any]:
     """The value that a column must have; ``excluded`` may be empty: any reason."""
     wanted = {
-        "task": arguments.task,
-        "prompt_id": arguments.prompt,
-        "sample": arguments.sample,
-        "finish_reason": "length" if arguments.truncated else None,
-        "excluded": arguments.excluded,
+        "task": conditions.task,
+        "prompt_id": conditions.prompt,
+        "sample": conditions.sample,
+        "finish_reason": "length" if conditions.truncated else None,
+        "excluded": conditions.excluded,
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -243,7 +293,7 @@ def _pruned(file: pq.ParquetFile, number: int, limits: dict[int, tuple[float, fl
     return False
 
 
-def _mask(table: pa.Table, arguments: argparse.Namespace, step: tuple[float, float] | None) -> Any:
+def _mask(table: pa.Table, conditions: RolloutConditions, step: tuple[float, float] | None) -> Any:
     import numpy as np
     import pyarrow.compute as pc
 
@@ -253,15 +303,14 @@ def _mask(table: pa.Table, arguments: argparse.Namespace, step: tuple[float, flo
         nonlocal mask
         mask &= matches.fill_null(False).to_numpy()
 
-    for name, limits in (("step", step), ("reward", arguments.reward)):
+    for name, limits in (("step", step), ("reward", conditions.reward)):
         if limits is not None:
             column = table[name]
             require(pc.and_(pc.greater_equal(column, limits[0]), pc.less_equal(column, limits[1])))
-    for name, value in _wanted(arguments).items():
+    for name, value in _wanted(conditions).items():
         any_reason = name == "excluded" and value == ""
         require(pc.is_valid(table[name]) if any_reason else pc.equal(table[name], value))
-    for label in arguments.label:
-        name, _, value = label.partition("=")
+    for name, value in conditions.labels:
         require(pc.equal(pc.map_lookup(table["labels"], name, "first"), value))
     return mask
 
@@ -286,7 +335,7 @@ def _read(
     *,
     tokens: bool,
 ) -> list[dict[str, Any]]:
-    """The chosen rows, in their order. Raises :class:`RolloutsProblem`."""
+    """The chosen rows, in their order. Raises :class:`AnalysisProblem`."""
     import pyarrow as pa
 
     by_file: dict[Path, dict[int, list[RowLocation]]] = {}
@@ -305,7 +354,7 @@ def _read(
                 found = table.take([row for _, _, row in members]).to_pylist(maps_as_pydicts="lossy")
                 rows |= zip(members, found, strict=True)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise RolloutsProblem(
+            raise AnalysisProblem(
                 f"{path} is damaged: {str(error).splitlines()[0]}; move it elsewhere"
             ) from error
         return rows

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scalerl_cli.curves import formatting
+from scalerl_analysis import formatting
 from scalerl_curvefit import Estimate
 from scalerl_curvefit.curve import FloatArray
 

@@ -10,12 +10,12 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from scalerl_cli.curves import formatting
-from scalerl_cli.curves.prior import Prior, none_counts
-from scalerl_cli.curves.problem import CurveProblem
-from scalerl_cli.curves.scale import RewardScale
-from scalerl_cli.curves.source import CurveFile
-from scalerl_cli.table import interval_json
+from scalerl_analysis import formatting
+from scalerl_analysis.curve_file import CurveFile
+from scalerl_analysis.prior import Prior, none_counts
+from scalerl_analysis.problem import AnalysisProblem
+from scalerl_analysis.reward_scale import RewardScale
+from scalerl_analysis.table import interval_json
 from scalerl_curvefit import (
     BY_RISES,
     Collapse,
@@ -66,7 +66,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Analysis:
+class FittedCurve:
     """A file, its fit, and the forecasts; all compute is on the axis of the file.
 
     Attributes:
@@ -168,13 +168,13 @@ class Analysis:
         """Forecasts at compute on the file's axis.
 
         Raises:
-            CurveProblem: a compute lies before the start of this recipe; the message names ``option``.
+            AnalysisProblem: a compute lies before the start of this recipe; the message names ``option``.
         """
         try:
             made = forecast(self.fitted, [compute - self.start for compute in at])
         except RequestError as error:
             begin = f" (this recipe begins at {self.start:g})" if self.start else ""
-            raise CurveProblem(f"{option}: {error}{begin}") from error
+            raise AnalysisProblem(f"{option}: {error}{begin}") from error
         return [replace(point, compute=point.compute + self.start) for point in made]
 
     def bands(self, compute: FloatArray) -> FloatArray:
@@ -212,13 +212,13 @@ class Analysis:
         """Compute to a target, on the file's axis.
 
         Raises:
-            CurveProblem: the target is outside the scale of the file.
+            AnalysisProblem: the target is outside the scale of the file.
         """
         try:
             found = compute_to(self.fitted, self.scale.rate(target))
         except RequestError as error:
             low, high = self.scale.low, self.scale.high
-            raise CurveProblem(
+            raise AnalysisProblem(
                 f"--target: {target:g} is not between {low:g} and {high:g}, the lowest and the highest reward"
             ) from error
         return self.on_axis(found)
@@ -227,7 +227,7 @@ class Analysis:
         """The object of ``--json``; intervals are 90 %.
 
         Raises:
-            CurveProblem: the target is outside the scale of the file, or the budget lies before this recipe.
+            AnalysisProblem: the target is outside the scale of the file, or the budget lies before this recipe.
         """
         fitted, going = self.fitted, self.state is not State.BROKEN
         points = [
@@ -258,16 +258,16 @@ class Analysis:
         return shown
 
 
-def analyse(
+def fit_curve(
     file: CurveFile,
     at: Sequence[float] = (),
     prior: Prior | None = None,
     late_rises: str = LateRises.LANGUAGE_MODELS,
-) -> Analysis:
+) -> FittedCurve:
     """Fit the last segment with the runs of ``prior``, check for collapse, and forecast at 2× now and at each of ``at``.
 
     Raises:
-        CurveProblem: no curve can be fitted to the points, a compute lies before this recipe, or none of the earlier runs
+        AnalysisProblem: no curve can be fitted to the points, a compute lies before this recipe, or none of the earlier runs
             can be used.
     """
     segment, settings = file.segment.curve, BY_RISES[LateRises(late_rises)]
@@ -288,9 +288,9 @@ def analyse(
             if file.chosen.skipped
             else ""
         )
-        raise CurveProblem(f"{file.path}{part}: {error}{few}") from error
+        raise AnalysisProblem(f"{file.path}{part}: {error}{few}") from error
     reasons = [*_fallen(file, collapse), *_truncated(file)]
-    made = Analysis(
+    made = FittedCurve(
         file,
         fitted,
         replace(collapse_check, broken=bool(reasons), reasons=tuple(reasons)),

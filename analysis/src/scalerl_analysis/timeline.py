@@ -16,9 +16,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from scalerl_analysis.appended import Appended
+from scalerl_analysis.metric_series import MetricSeries, decimated
 from scalerl_api import trace
-from scalerl_cli.page.appended import Appended
-from scalerl_cli.page.series import Series, decimated
+from scalerl_api.paths import RunPaths
 
 _AFTER: Final = {
     "publish": "publish_wait_seconds",
@@ -69,13 +70,25 @@ class Group:
 
 
 class Timeline:
-    """Grows with the files of a run."""
+    """Phases of the trainer and groups of the generators, in seconds of the run. Grows with its files."""
 
-    def __init__(self, path: Path, series: Series) -> None:
+    def __init__(self, path: Path, series: MetricSeries) -> None:
         self._series = series
         self._files = [Appended(path.with_name(f"{path.name}.1")), Appended(path)]
         self._groups: dict[tuple[int, float], Group] = {}
         self._publishes: dict[float, int] = {}
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Timeline:
+        """The timeline of a run that is read once.
+
+        Raises:
+            AnalysisProblem: ``metrics.jsonl`` cannot be read.
+        """
+        paths = RunPaths(Path(directory))
+        made = cls(paths.trace, MetricSeries.read(paths.metrics))
+        made.update()
+        return made
 
     def update(self) -> None:
         """Read the new lines of the trace; those that cannot be decoded are left out.
@@ -139,7 +152,7 @@ class Timeline:
             yield from (phase for phase in [*after, *reversed(before)] if phase.end > phase.begin)
 
     def busy_fraction(self) -> float | None:
-        """Of the trainer, over the run."""
+        """Share of the run's time in which the trainer was busy; None without times."""
         if not self._series.rows:
             return None
         wall = self._series.row(-1).get("wall_seconds", 0.0)
