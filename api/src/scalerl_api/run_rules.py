@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from scalerl_api.built_in import SERVER
+from scalerl_api.engines import ENGINE_RULES
 from scalerl_api.fields import Rule
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import PRESETS, cel
@@ -180,26 +181,7 @@ RUN_RULES: Final = (
         "trainer.zeroStage",
         lambda spec: spec.trainer.zero_stage > 0 or spec.model.dtype != "bfloat16",
     ),
-    Rule(
-        "self.trainer.engine != 'FSDP2' || self.trainer.zeroStage == 3",
-        "trainer.engine FSDP2 partitions all state: set trainer.zeroStage: 3",
-        "trainer.engine",
-        lambda spec: spec.trainer.engine != "FSDP2" or spec.trainer.zero_stage == 3,
-    ),
-    Rule(
-        "self.trainer.offload == 'None' || (self.trainer.zeroStage == 3 && self.trainer.devices > 0 && "
-        "(self.trainer.engine != 'FSDP2' || self.trainer.offload != 'Optimizer'))",
-        "trainer.offload needs trainer.zeroStage: 3 and trainer.devices above 0; FSDP2 offloads only OptimizerAndParameters",
-        "trainer.offload",
-        lambda spec: (
-            spec.trainer.offload == "None"
-            or (
-                spec.trainer.zero_stage == 3
-                and spec.trainer.devices > 0
-                and (spec.trainer.engine, spec.trainer.offload) != ("FSDP2", "Optimizer")
-            )
-        ),
-    ),
+    *ENGINE_RULES,
     Rule(
         "!self.trainer.routerReplay || (self.generator.devices > 0 && !has(self.generator.speculation))",
         "trainer.routerReplay needs generator.devices above 0 and no generator.speculation, with which vLLM does not report the "

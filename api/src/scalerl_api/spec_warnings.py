@@ -15,7 +15,8 @@ from scalerl_api.built_in import SERVER
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.generator_spec import MAX_LEASED
 from scalerl_api.load import SpecProblem, data_paths
-from scalerl_api.memory import ModelSize, state_bytes
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import state_bytes
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from scalerl_api.conditions import Phase as Phase
 from scalerl_api.fields import Model
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.pods import Unique
 
 Count = Annotated[int, Field(ge=0)]

@@ -18,7 +18,9 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import ModelSize, device_memory_problem, host_memory
+from scalerl_api.memory.limits import device_memory_problem
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import host_memory
 from scalerl_api.spec import RunSpec
 
 _GIB = 2**30

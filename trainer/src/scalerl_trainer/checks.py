@@ -19,13 +19,10 @@ from pathlib import Path
 from scalerl_api import plugins, registry
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import (
-    ModelSize,
-    device_memory_problem,
-    host_memory,
-    trainer_rank_bytes,
-    trainer_rank_memory,
-)
+from scalerl_api.memory.limits import device_memory_problem
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import host_memory, trainer_rank_bytes
+from scalerl_api.memory.trainer_rank import trainer_rank_memory
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
     DatasetSource,
