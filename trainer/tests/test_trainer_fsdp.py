@@ -58,7 +58,7 @@ def test_stages_that_leave_state_whole_are_refused(stage: int) -> None:
 def test_offload_that_no_engine_has_is_refused() -> None:
     with pytest.raises(EngineError, match="offload needs ZeRO stage 3, not 1"):
         EngineSettings(offload="Optimizer")
-    with pytest.raises(EngineError, match="FSDP2 offloads parameters with the optimizer"):
+    with pytest.raises(EngineError, match="FSDP2 does not offload Optimizer: choose OptimizerAndParameters"):
         EngineSettings(engine="FSDP2", zero_stage=3, offload="Optimizer")
 
 

@@ -48,7 +48,33 @@ class LoraSpec(Model):
             "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
             "inFlight",
             lambda lora: (
-                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= LORA_RANKS[-1])
+                not lora.finishes_on_own or (lora.publish == "Adapter" and lora.rank <= LORA_RANKS[-1])
             ),
         ),
     )
+
+    @property
+    def finishes_on_own(self) -> bool:
+        """Whether completions in flight finish on their own version, so that vLLM has several as adapters of its own."""
+        return self.in_flight == "FinishOnOwn"
+
+
+def reserved_rank(rank: int) -> int:
+    """The rank that vLLM reserves memory for, where it has versions of adapters of this rank."""
+    return next(one for one in LORA_RANKS if one >= rank)
+
+
+LORA_RULES: Final = (
+    Rule(
+        "!has(self.generator.speculation) || !has(self.trainer.lora) || !has(self.trainer.lora.inFlight) || "
+        "self.trainer.lora.inFlight == 'Continue'",
+        "trainer.lora.inFlight FinishOnOwn cannot go with generator.speculation: leave one of them out",
+        "trainer.lora.inFlight",
+        lambda spec: (
+            spec.generator.speculation is None
+            or spec.trainer.lora is None
+            or not spec.trainer.lora.finishes_on_own
+        ),
+    ),
+)
+"""Rules of a run's spec."""

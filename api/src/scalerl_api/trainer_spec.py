@@ -75,6 +75,11 @@ class TrainerSpec(Model):
     """Overrides the run's podTemplate for the trainer and the preparation; ignored by the local runtime."""
 
     @property
+    def publishes_adapters(self) -> bool:
+        """Whether generators get adapters, and not weights."""
+        return self.lora is not None and self.lora.publish == "Adapter"
+
+    @property
     def ranks(self) -> int:
         """Processes that train together: one per accelerator, one per node on CPU."""
         return self.replicas * max(1, self.devices)

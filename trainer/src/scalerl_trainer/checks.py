@@ -45,10 +45,6 @@ log = logging.getLogger(__name__)
 
 TOO_LONG_FRACTION = 0.01
 """Largest allowed fraction of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
-GENERATED_PROMPTS = 2000
-"""Number of evenly spaced prompts checked in a generated task; in a file all prompts are checked."""
-DATASET_PROMPTS = 100_000
-"""Number of evenly spaced prompts checked in a data set."""
 _BATCH = 1024
 _GIB = 2.0**30
 
@@ -119,10 +115,7 @@ def check_prompts(
     room = spec.model.context_tokens - most
     too_long: list[tuple[int, int]] = []
     seen = 0
-    for batch in _batches(
-        source,
-        None if given.section.jsonl else DATASET_PROMPTS if given.section.dataset else GENERATED_PROMPTS,
-    ):
+    for batch in _batches(source, given.section.source.prompts_checked):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]

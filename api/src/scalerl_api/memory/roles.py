@@ -7,7 +7,7 @@ from typing import Final
 
 from scalerl_api.engines import ENGINES
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.lora import LORA_RANKS
+from scalerl_api.lora import reserved_rank
 from scalerl_api.memory.model_size import BYTES, ModelSize
 from scalerl_api.memory.trainer_rank import frozen_models, trained_parameters, trainer_rank_memory
 from scalerl_api.spec import RunSpec
@@ -30,12 +30,9 @@ def checkpoint_copy(size: ModelSize, spec: RunSpec) -> int:
 
 def published_copy(size: ModelSize, spec: RunSpec) -> int:
     """Host memory for the last published version with ``weightSync.backend: Files``, in rank 0 and in each generator, bytes."""
-    if spec.weight_backend != "files":
+    if not spec.weight_backend.keeps_published:
         return 0
-    lora = spec.trainer.lora
-    count = size.parameters
-    if lora is not None and lora.publish == "Adapter":
-        count = size.adapter_parameters(lora.rank)
+    count = trained_parameters(size, spec) if spec.trainer.publishes_adapters else size.parameters
     return count * BYTES[spec.model.dtype]
 
 
@@ -76,8 +73,7 @@ def _own_adapters(size: ModelSize, spec: RunSpec) -> int:
     lora = spec.trainer.lora
     if lora is None or not spec.lora_versions:
         return 0
-    rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
-    return spec.lora_versions * size.adapter_parameters(rank)
+    return spec.lora_versions * size.adapter_parameters(reserved_rank(lora.rank))
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:
