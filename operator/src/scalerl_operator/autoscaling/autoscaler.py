@@ -18,8 +18,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from scalerl_api.conditions import Reason
 from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.balance import MIN_STEPS, LoadMeter, balance
