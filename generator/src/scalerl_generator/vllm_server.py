@@ -34,7 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scalerl_api.lora import reserved_rank
+from scalerl_api.lora import LORA_RANKS
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, COMPILE_CACHE, DIR, NAME, TOKEN_FILE
 from scalerl_api.registry import Kind, PluginError, entry_point
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
@@ -203,7 +203,7 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         argv += ["--speculative-config", json.dumps(speculation)]
         argv += ["--additional-config", json.dumps(_drafts(options))]
     if options.lora_versions:
-        rank = reserved_rank(options.lora_rank)
+        rank = next(rank for rank in LORA_RANKS if rank >= options.lora_rank)
         argv += ["--enable-lora", "--max-loras", str(options.lora_versions), "--max-lora-rank", str(rank)]
         if options.lora_targets:
             # vLLM compares last parts of names, or whole ones, which of some models are not those in the files.

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -52,7 +52,6 @@ from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
 from scalerl_api.wire import TensorSpec, WeightReceive
-from scalerl_api.wire.control import GroupBackend
 from scalerl_generator import vllm_failures
 from scalerl_generator.checksum import checksum_u8
 from scalerl_generator.draft_protocol import DraftTally, PastResponses
@@ -102,11 +101,11 @@ class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM ships no 
     store_port: int
     rank: int
     world_size: int
-    backend: GroupBackend
+    backend: Literal["gloo", "nccl"]
     timeout_seconds: float
 
     def __post_init__(self) -> None:
-        if self.backend not in get_args(GroupBackend):
+        if self.backend not in ("gloo", "nccl"):
             raise ValueError(f"backend must be gloo or nccl, got {self.backend!r}")
         if not 1 <= self.rank < self.world_size:
             raise ValueError(f"rank must be in 1..{self.world_size - 1} (rank 0 sends), got {self.rank}")

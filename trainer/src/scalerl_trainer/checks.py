@@ -19,9 +19,9 @@ from pathlib import Path
 from scalerl_api import plugins, registry
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory.limits import device_memory_problem
+from scalerl_api.memory.limits import device_memory_problem, host_memory_problem
 from scalerl_api.memory.model_size import ModelSize
-from scalerl_api.memory.roles import host_memory, trainer_rank_bytes
+from scalerl_api.memory.roles import trainer_rank_bytes
 from scalerl_api.memory.trainer_rank import trainer_rank_memory
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
@@ -307,16 +307,8 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
             f"written from, there are {host / _GIB:.1f} here: choose a smaller model, a higher "
             "trainer.zeroStage, more trainer.replicas, a smaller trainer.microBatchTokens or trainer.activationCheckpointing"
         )
-    needs = host_memory(size, spec)
-    if one_machine and sum(needs.values()) > host:
-        replicas = {"generator": spec.generator.replicas, "trainer": spec.trainer.ranks}
-        words = {"generator": "servers", "trainer": "trainer ranks"}
-        parts = ", ".join(f"{replicas[r]} {words[r]} {need / _GIB:.1f}" for r, need in needs.items())
-        raise PrepareError(
-            f"{model} need about {sum(needs.values()) / _GIB:.1f} GiB on this machine ({parts}), there are "
-            f"{host / _GIB:.1f}: choose a smaller model, fewer replicas, a higher trainer.zeroStage, a smaller "
-            "trainer.microBatchTokens or generator.kvCache, or accelerators"
-        )
+    if one_machine and (problem := host_memory_problem(size, spec, host)) is not None:
+        raise PrepareError(f"{model}: {problem.problem}: {problem.advice}")
 
 
 def memory_bytes() -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scalerl_api.engines import ENGINES
 from scalerl_api.memory.model_size import ModelSize
-from scalerl_api.memory.roles import offloaded_bytes, server_memory, trainer_rank_bytes
+from scalerl_api.memory.roles import host_memory, offloaded_bytes, server_memory, trainer_rank_bytes
 from scalerl_api.memory.trainer_rank import trainer_rank_memory, with_trainer
 from scalerl_api.spec import RunSpec
 
@@ -15,10 +15,10 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class TooLittle:
-    """A role needs more memory of an accelerator than it has."""
+    """A run needs more memory than there is."""
 
     field: str
-    """Of the spec, below ``spec``: the role."""
+    """Of the spec, below ``spec``."""
     problem: str
     """The figures."""
     advice: str
@@ -47,6 +47,24 @@ def device_memory_problem(
                 "choose a smaller model or more generator.devices",
             )
     return None
+
+
+def host_memory_problem(size: ModelSize, spec: RunSpec, there: int) -> TooLittle | None:
+    """A run whose roles need together more than ``there``, bytes of the machine that they share; None if they fit."""
+    needs = host_memory(size, spec)
+    if sum(needs.values()) <= there:
+        return None
+    of = {
+        "generator": f"{spec.generator.replicas} generators",
+        "trainer": f"{spec.trainer.ranks} trainer ranks",
+    }
+    parts = ", ".join(f"{of[role]} {need / _GIB:.1f}" for role, need in needs.items())
+    return TooLittle(
+        "model",
+        f"about {sum(needs.values()) / _GIB:.1f} GiB are needed on this machine ({parts}), {there / _GIB:.1f} GiB are available",
+        "take a smaller model, dtype: bfloat16, a higher trainer.zeroStage, fewer replicas, a smaller trainer.microBatchTokens or "
+        "generator.kvCache, or accelerators",
+    )
 
 
 def trainer_advice(size: ModelSize, spec: RunSpec, there: int) -> str:
