@@ -1,4 +1,4 @@
-"""``spec.trainer.lora``: low-rank adapters."""
+"""``spec.trainer.lora``: low-rank adapters, what their modes imply, and the rules of these."""
 
 from __future__ import annotations
 
@@ -48,10 +48,20 @@ class LoraSpec(Model):
             "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
             "inFlight",
             lambda lora: (
-                not lora.finishes_on_own or (lora.publish == "Adapter" and lora.rank <= LORA_RANKS[-1])
+                not lora.finishes_on_own or (lora.publishes_adapters and lora.rank <= LORA_RANKS[-1])
             ),
         ),
     )
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether generators get adapters, and not weights."""
+        return self.publish == "Adapter"
+
+    @property
+    def exports_adapters(self) -> bool:
+        """Whether exports have adapters, and not models."""
+        return self.export == "Adapter"
 
     @property
     def finishes_on_own(self) -> bool:

@@ -77,7 +77,7 @@ class TrainerSpec(Model):
     @property
     def publishes_adapters(self) -> bool:
         """Whether generators get adapters, and not weights."""
-        return self.lora is not None and self.lora.publish == "Adapter"
+        return self.lora is not None and self.lora.publishes_adapters
 
     @property
     def ranks(self) -> int:

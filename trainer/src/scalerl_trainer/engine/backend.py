@@ -122,16 +122,22 @@ def open_frozen(
 
 def _library(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., Frozen]]:
     """What makes a module that is trained, and one that is not. A library is imported if it is used."""
-    if engine == "FSDP2":
-        from scalerl_trainer.engine.fsdp_engine import FsdpEngine, FsdpFrozen
+    match engine:
+        case "FSDP2":
+            from scalerl_trainer.engine.fsdp_engine import FsdpEngine, FsdpFrozen
 
-        return FsdpEngine, FsdpFrozen
+            return FsdpEngine, FsdpFrozen
+        case "DeepSpeed":
+            _need_deepspeed()
+            from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModule
+
+            return DeepSpeedEngine, FrozenModule
+
+
+def _need_deepspeed() -> None:
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise EngineError(
             f"trainer.engine: DeepSpeed needs the package deepspeed ({error}): install it, or set FSDP2"
         ) from error
-    from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModule
-
-    return DeepSpeedEngine, FrozenModule
