@@ -91,6 +91,8 @@ class Engine:
 
 
 class DeepSpeed(Engine):
+    """ZeRO by ``zeroStage``, with float32 master weights beside the model's."""
+
     partitions_all = False
     offloads = ("Optimizer", "OptimizerAndParameters")
     keeps_trained_weights = True

@@ -116,8 +116,9 @@ def rank_memory(
     The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
     Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. What ``offload`` moves to
-    the host is not counted (:func:`.roles.offloaded_bytes`). The ``frozen`` models have only parameters; their activations are freed before those of the policy are allocated. ``publish_bytes``: a
-    bucket of a publish, of which two are in use. ``trained``: parameters that have gradients, if adapters alone are trained.
+    the host is not counted (:func:`.roles.offloaded_bytes`). The ``frozen`` models have only parameters; their activations are freed
+    before those of the policy are allocated. ``publish_bytes``: a bucket of a publish, of which two are in use. ``trained``: parameters
+    that have gradients, if adapters alone are trained.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
     >>> memory = rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
