@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from scalerl_api.fields import (
@@ -127,7 +127,7 @@ class LossSpec(Model):
     @property
     def chosen(self) -> Model:
         """The given alternative."""
-        given = (getattr(self, name) for name in type(self).model_fields)
+        given: Iterator[Model | None] = (getattr(self, name) for name in type(self).model_fields)
         return next(one for one in given if one is not None)
 
 
