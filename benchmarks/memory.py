@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.memory import ModelSize, rank_memory
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.trainer_rank import rank_memory
 
 WORKER = Path(__file__).parent / "support" / "memory_worker.py"
 LIMIT_SECONDS = 600.0

@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from scalerl_api.load import load_run
-from scalerl_api.memory import ModelSize
-from scalerl_api.pod_memory import container_bytes
+from scalerl_api.memory.containers import container_bytes
+from scalerl_api.memory.model_size import ModelSize
 
 LIMIT_SECONDS = 900.0
 _MIB = 2**20

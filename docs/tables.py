@@ -12,8 +12,9 @@ from pathlib import Path
 import reference_pages
 import yaml
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.edits import EDITS
+from scalerl_api.reasons import Reason
 from scalerl_api.recipe.presets import PRESETS, Published
 
 DOCS = Path(__file__).parent

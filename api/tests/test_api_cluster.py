@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.load import SpecError, parse_run, run_from_object
 from scalerl_api.pods import PodTemplate, PullSecret
 from scalerl_api.process import ProcessEnvironment
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.spec_warnings import cluster_warnings_of
 from scalerl_api.status import Condition, RunStatus

@@ -6,21 +6,17 @@ from typing import Any
 import pytest
 
 from scalerl_api.load import load_run
-from scalerl_api.memory import (
-    ModelSize,
+from scalerl_api.memory.containers import container_bytes, directory_bytes
+from scalerl_api.memory.limits import device_memory_problem, trainer_advice
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import (
     checkpoint_copy,
-    device_memory_problem,
     host_memory,
     offloaded_bytes,
-    rank_memory,
     server_memory,
-    stage_plan,
-    trained_parameters,
-    trainer_advice,
     trainer_rank_bytes,
-    trainer_rank_memory,
 )
-from scalerl_api.pod_memory import container_bytes, directory_bytes
+from scalerl_api.memory.trainer_rank import rank_memory, stage_plan, trained_parameters, trainer_rank_memory
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.spec_warnings import warnings_of
 

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from scalerl_api.memory import ModelSize, checkpoint_copy
-from scalerl_api.pod_memory import ACCELERATOR_LIBRARY_BYTES, LIBRARY_BYTES, container_bytes, has_estimate
+from scalerl_api.memory.containers import (
+    ACCELERATOR_LIBRARY_BYTES,
+    LIBRARY_BYTES,
+    container_bytes,
+    has_estimate,
+)
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import checkpoint_copy
 from scalerl_api.spec import RunSpec
 
 MIB = 2**20

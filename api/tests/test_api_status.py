@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 
 NOW = "2026-01-01T00:00:00Z"

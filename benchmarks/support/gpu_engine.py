@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from scalerl_api.memory import ModelSize, rank_memory
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.trainer_rank import rank_memory
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import (
     Engine,

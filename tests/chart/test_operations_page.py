@@ -14,8 +14,9 @@ from queries import CHART, DASHBOARDS, ROOT
 from registered_metrics import registered
 from roles import granted
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.load import load_run
+from scalerl_api.reasons import Reason
 from scalerl_cli.main import parser
 from scalerl_operator import names
 from scalerl_operator.role_containers import plan
@@ -63,7 +64,7 @@ def test_every_phase_condition_and_reason_is_explained():
 
 def test_every_reason_is_used():
     source = "".join(path.read_text() for path in (ROOT / "operator" / "src").rglob("*.py"))
-    source += (ROOT / "api/src/scalerl_api/conditions.py").read_text().replace("cls.", "Reason.")
+    source += (ROOT / "api/src/scalerl_api/reasons.py").read_text().replace("cls.", "Reason.")
     for constants in (Phase, ConditionType, Reason):
         for name in constants.__members__:
             assert re.search(rf"\b{constants.__name__}\.{name}\b", source), name

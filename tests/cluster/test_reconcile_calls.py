@@ -9,7 +9,7 @@ import pytest
 from stage import Stage, condition, evaluations, tiny
 
 from scalerl_api import wire
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.report import AutoscalerReport
 from scalerl_operator.controller import apply

@@ -19,6 +19,7 @@ from deepspeed.utils import groups
 from stages import SKIPPED, Stage, engine_of
 
 from scalerl_api.load import load_run
+from scalerl_api.memory.model_size import Dtype
 from scalerl_api.spec import PromptSpec
 from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer import packing
@@ -33,7 +34,6 @@ from scalerl_trainer.engine import (
     init_process_group,
 )
 from scalerl_trainer.engine.backend import open_backend
-from scalerl_trainer.engine.settings import Dtype
 from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.export import write_model
 from scalerl_trainer.models import load_model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tiny_models
@@ -13,6 +15,8 @@ import torch
 from free_port import free_port
 from torch.distributed.fsdp import FSDPModule
 
+from scalerl_api.engines import ENGINES, EngineName, Offload
+from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.engine.backend import open_backend, open_frozen
 from scalerl_trainer.engine.fsdp_engine import check_unreached, units
 from scalerl_trainer.engine.settings import EngineSettings
@@ -58,7 +62,7 @@ def test_stages_that_leave_state_whole_are_refused(stage: int) -> None:
 def test_offload_that_no_engine_has_is_refused() -> None:
     with pytest.raises(EngineError, match="offload needs ZeRO stage 3, not 1"):
         EngineSettings(offload="Optimizer")
-    with pytest.raises(EngineError, match="FSDP2 offloads parameters with the optimizer"):
+    with pytest.raises(EngineError, match="FSDP2 does not offload Optimizer: choose OptimizerAndParameters"):
         EngineSettings(engine="FSDP2", zero_stage=3, offload="Optimizer")
 
 
@@ -84,6 +88,16 @@ def test_deepspeed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         arguments: Any = (torch.nn.Linear(2, 2), EngineSettings(), torch.device("cpu"))
         with pytest.raises(EngineError, match=r"needs the package deepspeed .* or set FSDP2"):
             opening(*arguments)
+
+
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+@pytest.mark.parametrize("engine", get_args(EngineName))
+def test_settings_take_what_the_spec_does(engine: EngineName, dtype: Dtype) -> None:
+    library = ENGINES[engine]
+    for stage, offload in itertools.product(range(4), get_args(Offload)):
+        takes = stage in library.zero_stages(offload, dtype) and offload in ("None", *library.offloads)
+        with nullcontext() if takes else pytest.raises(EngineError):
+            EngineSettings(engine=engine, zero_stage=stage, offload=offload, dtype=dtype)
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scalerl_api import wire
+from scalerl_api.trainer_spec import TrainerSpec
 from scalerl_trainer import leader_checkpoints, leader_publishes
 from scalerl_trainer.checkpointer import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
@@ -48,7 +49,7 @@ def publishing(
         autoscaling=SimpleNamespace(mode="Off"),
         model=SimpleNamespace(dtype="float32"),
         probe_limit=1e-6,
-        trainer=SimpleNamespace(lora=None),
+        trainer=TrainerSpec(),
     )
     worker = SimpleNamespace(
         spec=spec,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from free_port import free_port
 
-from scalerl_api.memory import ModelSize, rank_memory
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.trainer_rank import rank_memory
 from scalerl_api.model_source import ScratchExperts
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models.scratch import write_scratch
@@ -36,7 +37,7 @@ def test_estimate_is_within_a_tenth_of_measured(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_low_precision_gradients_are_freed_during_backward(dtype: str) -> None:
     """Stage 1 keeps 2 bytes less per parameter; the estimate counts on it. The full test measures it."""
-    from scalerl_api.memory import BUCKET_ELEMENTS
+    from scalerl_api.engines import BUCKET_ELEMENTS
     from scalerl_trainer.engine.deepspeed_engine import _config
     from scalerl_trainer.engine.settings import EngineSettings
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.errors import ModelError, ModelNotFoundError
 from scalerl_trainer.models import (

@@ -13,7 +13,7 @@ import torch
 from free_port import free_port
 from model_families import FAMILIES, write_family
 
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.model_source import ScratchExperts
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models import Policy, load_model, write_scratch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import DecimalString, Matches, Model, exactly_one
+from scalerl_api.source_kind import SourceKind
 
 
 class HubDataset(Model):
@@ -77,8 +79,12 @@ class DatasetFilterSpec(Model):
     as 13; default: only those with the same text."""
 
 
-class DatasetSource(Model):
+class DatasetSource(SourceKind):
     """Problems in files of any layout, read once by the preparation into a file of the run's directory."""
+
+    is_table = True
+    prompts_checked = 100_000
+    answers_checked = 20_000
 
     files: (
         Annotated[
@@ -104,3 +110,11 @@ class DatasetSource(Model):
     """Rows that are left out."""
 
     rules = (exactly_one("files", "hub"),)
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        return {f"files[{at}]": path for at, path in enumerate(self.files or ())}
+
+    @property
+    def uses_hub(self) -> bool:
+        return self.hub is not None

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from scalerl_api.source import SOURCES
 from scalerl_api.spec import RunSpec
 
 
@@ -106,46 +107,30 @@ _COMPLETIONS_STARTED_THEN = Edit(
 )
 _ALSO_PREPARATION = "The preparation also uses it, and is repeated."
 
+
+def _scoring(task: str) -> dict[str, Edit]:
+    """Entries of what scores the completions of a task."""
+    chosen = ("name", "python", "code", "range", "http", "parameters")
+    fixed = (*(f"verifier.{name}" for name in chosen), "verifiers", "combine")
+    limits = (f"verifier.{name}" for name in ("timeoutSeconds", "memory", "workers"))
+    of_environment = (f"environment.{name}" for name in ("turnTimeoutSeconds", "memory", "workers"))
+    return {
+        **{f"{task}.{name}": _of_the_run("the verifier") for name in fixed},
+        **{f"{task}.{name}": _GRADED_FROM_THEN for name in limits},
+        f"{task}.environment": _of_the_run("the environment"),
+        **{f"{task}.{name}": _GRADED_FROM_THEN for name in of_environment},
+    }
+
+
 EDITS: Final[Mapping[str, Edit]] = {
     "model": _of_the_run("the model"),
-    "task.reasoningGym": _of_the_run("the task"),
-    "task.jsonl": _of_the_run("the task"),
-    "task.dataset": _of_the_run("the task"),
-    "task.plugin": _of_the_run("the task"),
+    **{f"task.{source}": _of_the_run("the task") for source in SOURCES},
     "task.mix": _of_the_run("the mix"),
     "task.mix.maxCompletionTokens": _COMPLETIONS_STARTED_THEN,
-    "task.mix.verifier.name": _of_the_run("the verifier"),
-    "task.mix.verifier.python": _of_the_run("the verifier"),
-    "task.mix.verifier.code": _of_the_run("the verifier"),
-    "task.mix.verifier.range": _of_the_run("the verifier"),
-    "task.mix.verifier.http": _of_the_run("the verifier"),
-    "task.mix.verifier.parameters": _of_the_run("the verifier"),
-    "task.mix.verifiers": _of_the_run("the verifier"),
-    "task.mix.combine": _of_the_run("the verifier"),
-    "task.mix.verifier.timeoutSeconds": _GRADED_FROM_THEN,
-    "task.mix.verifier.memory": _GRADED_FROM_THEN,
-    "task.mix.verifier.workers": _GRADED_FROM_THEN,
-    "task.mix.environment": _of_the_run("the environment"),
-    "task.mix.environment.turnTimeoutSeconds": _GRADED_FROM_THEN,
-    "task.mix.environment.memory": _GRADED_FROM_THEN,
-    "task.mix.environment.workers": _GRADED_FROM_THEN,
+    **_scoring("task.mix"),
     "task.prompt": _of_the_run("the prompt"),
     "task.heldOut": _of_the_run("the held-out set"),
-    "task.verifier.name": _of_the_run("the verifier"),
-    "task.verifier.python": _of_the_run("the verifier"),
-    "task.verifier.code": _of_the_run("the verifier"),
-    "task.verifier.range": _of_the_run("the verifier"),
-    "task.verifier.http": _of_the_run("the verifier"),
-    "task.verifier.parameters": _of_the_run("the verifier"),
-    "task.verifiers": _of_the_run("the verifier"),
-    "task.combine": _of_the_run("the verifier"),
-    "task.environment": _of_the_run("the environment"),
-    "task.environment.turnTimeoutSeconds": _GRADED_FROM_THEN,
-    "task.environment.memory": _GRADED_FROM_THEN,
-    "task.environment.workers": _GRADED_FROM_THEN,
-    "task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
-    "task.verifier.memory": _GRADED_FROM_THEN,
-    "task.verifier.workers": _GRADED_FROM_THEN,
+    **_scoring("task"),
     "warmStart": Edit(
         Effect.REFUSED, "warmStart cannot change: it runs before the first step. Create another run"
     ),
@@ -259,21 +244,7 @@ EDITS: Final[Mapping[str, Edit]] = {
         Effect.COORDINATOR,
         "Applies to points completed afterwards; earlier ones keep their columns of pass@k.",
     ),
-    "evaluation.sets.task.verifier.name": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifier.python": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifier.code": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifier.range": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifier.http": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifier.parameters": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifiers": _of_the_run("the verifier"),
-    "evaluation.sets.task.combine": _of_the_run("the verifier"),
-    "evaluation.sets.task.verifier.timeoutSeconds": _GRADED_FROM_THEN,
-    "evaluation.sets.task.verifier.memory": _GRADED_FROM_THEN,
-    "evaluation.sets.task.verifier.workers": _GRADED_FROM_THEN,
-    "evaluation.sets.task.environment": _of_the_run("the environment"),
-    "evaluation.sets.task.environment.turnTimeoutSeconds": _GRADED_FROM_THEN,
-    "evaluation.sets.task.environment.memory": _GRADED_FROM_THEN,
-    "evaluation.sets.task.environment.workers": _GRADED_FROM_THEN,
+    **_scoring("evaluation.sets.task"),
     "evaluation.forecastSet": Edit(
         Effect.COORDINATOR,
         "Applies immediately: curve.csv has the other set's points. The forecast restarts.",

@@ -6,9 +6,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
-from scalerl_api.fields import Model, NonNegativeDecimal, Rule, at_most_one
+from scalerl_api.fields import Model, NonNegativeDecimal, Rule, Unique, at_most_one
 from scalerl_api.mix import PlainName
-from scalerl_api.pods import Unique
 from scalerl_api.source import EvaluationTaskSpec
 
 _EVALUATION_STEPS = Annotated[int, Field(ge=1, le=100_000_000)]

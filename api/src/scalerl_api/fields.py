@@ -297,3 +297,24 @@ MemoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("1Mi")), AfterValida
 """Part of a machine's memory."""
 GraderQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi"))]
 """Memory of a grading process; with less, its imports fail."""
+
+
+@dataclass(frozen=True)
+class Unique:
+    """Requires distinct values of ``key``, which all entries of the list have."""
+
+    key: str
+
+    def __call__(self, values: list[Any]) -> list[Any]:
+        seen: set[str] = set()
+        for value in values:
+            name = key_of(value, self.key)
+            if name in seen:
+                raise ValueError(f"{self.key} {name} is given twice")
+            seen.add(name)
+        return values
+
+
+def key_of(item: Any, key: str) -> Any:
+    """The value of ``key`` of an entry, a model or a Kubernetes object."""
+    return item[key] if isinstance(item, dict) else getattr(item, key)

@@ -196,12 +196,10 @@ def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
 
 
 def data_paths(spec: RunSpec) -> dict[str, str | None]:
-    """Paths of each task's data files and of its verifier's code, by path of the field; None if a task has no such file."""
-    tasks = spec.tasks_by_field
-    found = {f"{field}.jsonl.path": task.jsonl.path if task.jsonl else None for field, task in tasks.items()}
-    for field, task in tasks.items():
-        files = task.dataset.files or () if task.dataset else ()
-        found |= {f"{field}.dataset.files[{at}]": path for at, path in enumerate(files)}
+    """Paths of data files and of verifiers' code, by path of the field; None of code in an installed module."""
+    found: dict[str, str | None] = {}
+    for field, task in spec.tasks_by_field.items():
+        found |= {f"{field}.{task.source_field}.{name}": path for name, path in task.source.paths.items()}
         for at, one in enumerate(task.scoring):
             where = f"{field}.verifier" if task.verifier is not None else f"{field}.verifiers[{at}]"
             if one.python is not None:
@@ -212,9 +210,9 @@ def data_paths(spec: RunSpec) -> dict[str, str | None]:
             found |= {
                 f"{field}.environment.{name}": path for name, path in task.environment.tool_files.items()
             }
-    own = None if spec.warm_start is None else spec.warm_start.dataset
-    for at, path in enumerate(() if own is None else own.files or ()):
-        found[f"spec.warmStart.dataset.files[{at}]"] = path
+    warm = spec.warm_start
+    if warm is not None and warm.source is not None:
+        found |= {f"spec.{warm.own}.{name}": path for name, path in warm.source.paths.items()}
     return found
 
 

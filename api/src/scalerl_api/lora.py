@@ -1,4 +1,4 @@
-"""``spec.trainer.lora``: low-rank adapters."""
+"""``spec.trainer.lora``: low-rank adapters, what their modes imply, and the rules of these."""
 
 from __future__ import annotations
 
@@ -48,7 +48,43 @@ class LoraSpec(Model):
             "FinishOnOwn needs publish: Adapter, of which vLLM can hold several versions, and a rank of at most 512",
             "inFlight",
             lambda lora: (
-                lora.in_flight != "FinishOnOwn" or (lora.publish == "Adapter" and lora.rank <= LORA_RANKS[-1])
+                not lora.finishes_on_own or (lora.publishes_adapters and lora.rank <= LORA_RANKS[-1])
             ),
         ),
     )
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether generators get adapters, and not weights."""
+        return self.publish == "Adapter"
+
+    @property
+    def exports_adapters(self) -> bool:
+        """Whether exports have adapters, and not models."""
+        return self.export == "Adapter"
+
+    @property
+    def finishes_on_own(self) -> bool:
+        """Whether completions in flight finish on their own version, so that vLLM has several as adapters of its own."""
+        return self.in_flight == "FinishOnOwn"
+
+
+def reserved_rank(rank: int) -> int:
+    """The rank that vLLM reserves memory for, where it has versions of adapters of this rank."""
+    return next(one for one in LORA_RANKS if one >= rank)
+
+
+LORA_RULES: Final = (
+    Rule(
+        "!has(self.generator.speculation) || !has(self.trainer.lora) || !has(self.trainer.lora.inFlight) || "
+        "self.trainer.lora.inFlight == 'Continue'",
+        "trainer.lora.inFlight FinishOnOwn cannot go with generator.speculation: leave one of them out",
+        "trainer.lora.inFlight",
+        lambda spec: (
+            spec.generator.speculation is None
+            or spec.trainer.lora is None
+            or not spec.trainer.lora.finishes_on_own
+        ),
+    ),
+)
+"""Rules of a run's spec."""

@@ -9,8 +9,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field
 
 from scalerl_api.dataset_source import ShareDecimal
-from scalerl_api.fields import InRange, Matches, Rule, exactly_one
-from scalerl_api.pods import Unique
+from scalerl_api.fields import InRange, Matches, Rule, Unique, exactly_one
 from scalerl_api.source import (
     HELD_OUT_RULES,
     SCORED_BY,

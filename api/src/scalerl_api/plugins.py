@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from scalerl_api.fields import Model
 from scalerl_api.registry import Kind, PluginError, bound, entry_point, make
+from scalerl_api.source_kind import SourceKind
 
 MAX_DEPTH: Final = 32
 """Maximum depth of lists and objects in a parameter."""
@@ -55,7 +56,7 @@ class PluginSpec(Model):
     """Arguments of what it names; write fractions as strings (``"0.5"``)."""
 
 
-class SourcePlugin(PluginSpec):
+class SourcePlugin(PluginSpec, SourceKind):
     """A source of an installed package."""
 
     kind = Kind.SOURCE

@@ -8,40 +8,21 @@ here. The local runtime creates no pods and ignores the template.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from scalerl_api.fields import Matches, MemoryQuantity, Model, exactly_one, quantity_input
-
-RESERVED_VARIABLES = "SCALERL_"
-"""Prefix of the variables that a runtime sets."""
-RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+from scalerl_api.fields import Matches, MemoryQuantity, Model, Unique, exactly_one, key_of, quantity_input
+from scalerl_api.reserved_in_pods import (
+    RANK_VARIABLES,
+    RESERVED_VARIABLES,
+    RESERVED_VOLUMES,
+    Named,
+    Raw,
+    other_container,
+    own_path,
+    unreserved,
 )
-"""Variables of torch.distributed for the trainer's ranks; the runtime sets them too."""
-RESERVED_LABELS = ("scalerl.dev/", "app.kubernetes.io/", "batch.kubernetes.io/")
-"""Prefixes of the labels and annotations that select a run's objects."""
-RESERVED_PATHS = (
-    *("/run/scalerl", "/var/run/scalerl", "/etc/scalerl", "/tmp", "/dev/shm"),  # noqa: S108
-    *("/opt/scalerl", "/opt/scalerl-members"),
-)
-"""Mount paths of the operator (the run's volume, its spec and token, writable directories of the roles), and the directories of
-the images' programs. A user's mount may be neither at, nor below, nor above such a path. ``/var/run`` is a link to ``/run`` in
-the images."""
-SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr", "/usr/lib", "/usr/local")
-"""Directories without which no program starts. A user's mount may be below such a path, but not at it."""
-RESERVED_VOLUMES = "scalerl-"
-"""Prefix of the operator's own volumes."""
-ROLE_CONTAINERS = ("prepare", "fetch-model", "coordinator", "server", "actor", "trainer", "environment")
-"""Names of the operator's containers, which no other container of their pods may have."""
 
 _LABEL_VALUE = r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$"
 _QUALIFIED_NAME = (
@@ -58,46 +39,7 @@ SLICE_SIZE = "kueue.x-k8s.io/podset-slice-size"
 """Annotation of Kueue that the operator reads as a number."""
 COUNT = re.compile(r"[1-9][0-9]{0,8}")
 
-PLAIN_PATH = re.compile(r"(/|(/([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+))+/?)")
-PLAIN_PATH_MESSAGE = "must be written plainly: no //, no /./ and no /../"
-RESERVED_PATH_MESSAGE = "the operator mounts there itself, or below it; choose another path"
-RESERVED_MOUNT_MESSAGE = (
-    f"volumes whose names start with {RESERVED_VOLUMES} are the operator's, with the files of every run that shares the claim; "
-    "mount a volume of your own"
-)
-ROLE_CONTAINER_MESSAGE = (
-    f"the operator's own containers have the names {', '.join(ROLE_CONTAINERS)}; choose another"
-)
-SYSTEM_PATH_MESSAGE = "a mount there hides the image's own programs; choose another path"
-
 _T = TypeVar("_T")
-
-Raw = dict[str, Any]
-"""A Kubernetes object, as in the Kubernetes API reference."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """Requires a ``name`` that is not reserved."""
-
-    what: str
-    """Kind of entry, for error messages."""
-    reserved: str
-    """Reserved prefix of names."""
-    taken: tuple[str, ...] = ()
-    """Reserved names."""
-
-    def __call__(self, value: Raw) -> Raw:
-        name = value.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"every {self.what} needs a name")
-        if name.startswith(self.reserved):
-            raise ValueError(
-                f"{name}: names that start with {self.reserved} are the operator's; choose another"
-            )
-        if name in self.taken:
-            raise ValueError(f"{name}: the operator itself sets {', '.join(self.taken)}; leave it out")
-        return value
 
 
 def text_value(entry: Raw) -> Raw:
@@ -107,61 +49,11 @@ def text_value(entry: Raw) -> Raw:
     return entry
 
 
-def own_path(mount: Raw) -> Raw:
-    """Require the name of a user's volume, and an absolute mount path that the operator does not use."""
-    name, path = mount.get("name"), mount.get("mountPath")
-    if not isinstance(name, str) or not name or not isinstance(path, str) or not path:
-        raise ValueError("every mount needs a name (of a volume) and a mountPath")
-    if name.startswith(RESERVED_VOLUMES):
-        raise ValueError(f"{name}: {RESERVED_MOUNT_MESSAGE}")
-    if not path.startswith("/"):
-        raise ValueError(f"mountPath {path} must be absolute")
-    if not PLAIN_PATH.fullmatch(path):
-        raise ValueError(f"mountPath {path}: {PLAIN_PATH_MESSAGE}")
-    below = path if path.endswith("/") else path + "/"
-    if any(below.startswith(taken + "/") or taken.startswith(below) for taken in RESERVED_PATHS):
-        raise ValueError(f"mountPath {path}: {RESERVED_PATH_MESSAGE}")
-    if below[:-1] in SYSTEM_PATHS:
-        raise ValueError(f"mountPath {path}: {SYSTEM_PATH_MESSAGE}")
-    return mount
-
-
-@dataclass(frozen=True)
-class Unique:
-    """Requires distinct values of ``key``, which all entries of the list have."""
-
-    key: str
-
-    def __call__(self, values: list[Any]) -> list[Any]:
-        seen: set[str] = set()
-        for value in values:
-            name = _key(value, self.key)
-            if name in seen:
-                raise ValueError(f"{self.key} {name} is given twice")
-            seen.add(name)
-        return values
-
-
-def unreserved(values: dict[str, str]) -> dict[str, str]:
-    """Reject labels and annotations that the operator sets itself."""
-    for name in values:
-        if name.startswith(RESERVED_LABELS):
-            raise ValueError(f"{name}: {name.split('/')[0]}/ is the operator's own; choose another prefix")
-    return values
-
-
 def slice_size(annotations: dict[str, str]) -> dict[str, str]:
     """Reject a size of Kueue's slices that is no positive number."""
     if (size := annotations.get(SLICE_SIZE)) is not None and not COUNT.fullmatch(size):
         raise ValueError(f'{SLICE_SIZE} must be a positive number of pods, like "2", got {size!r}')
     return annotations
-
-
-def other_container(name: str) -> str:
-    """Reject the name of a role's own container."""
-    if name in ROLE_CONTAINERS:
-        raise ValueError(f"{name}: {ROLE_CONTAINER_MESSAGE}")
-    return name
 
 
 QualifiedName = Annotated[
@@ -400,9 +292,5 @@ def _appended(base: list[_T], role: list[_T]) -> list[_T]:
 
 def _joined(base: list[_T], role: list[_T], key: str) -> list[_T]:
     """Merged in the order of ``base``, followed by entries of the role alone: a variable may refer to an earlier one."""
-    own = {_key(item, key): item for item in role}
-    return [own.pop(_key(item, key), item) for item in base] + list(own.values())
-
-
-def _key(item: Any, key: str) -> Any:
-    return item[key] if isinstance(item, dict) else getattr(item, key)
+    own = {key_of(item, key): item for item in role}
+    return [own.pop(key_of(item, key), item) for item in base] + list(own.values())

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Final
 
 from scalerl_api.built_in import SERVER
+from scalerl_api.engines import ENGINE_RULES
 from scalerl_api.fields import Rule
+from scalerl_api.lora import LORA_RULES
 from scalerl_api.recipe import MAX_BATCH_COMPLETIONS, RecipeSpec
 from scalerl_api.recipe.presets import PRESETS, cel
+from scalerl_api.weight_backends import WEIGHT_BACKEND_RULES
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
 _RANKS: Final = "self.trainer.replicas * (self.trainer.devices > 1 ? self.trainer.devices : 1)"
@@ -67,17 +70,7 @@ RUN_RULES: Final = (
         "recipe.maxCompletionTokens",
         lambda spec: spec.recipe.max_completion_tokens < spec.model.context_tokens,
     ),
-    Rule(
-        "!has(self.generator.speculation) || !has(self.trainer.lora) || !has(self.trainer.lora.inFlight) || "
-        "self.trainer.lora.inFlight == 'Continue'",
-        "trainer.lora.inFlight FinishOnOwn cannot go with generator.speculation: leave one of them out",
-        "trainer.lora.inFlight",
-        lambda spec: (
-            spec.generator.speculation is None
-            or spec.trainer.lora is None
-            or spec.trainer.lora.in_flight == "Continue"
-        ),
-    ),
+    *LORA_RULES,
     Rule(
         "self.storage.mountedBy != 'Coordinator' || has(self.checkpoint.to)",
         "storage.mountedBy Coordinator needs checkpoint.to, from which the other pods get the model, and where checkpoints are kept",
@@ -156,23 +149,7 @@ RUN_RULES: Final = (
         "trainer.microBatchTokens",
         lambda spec: spec.micro_batch_tokens >= spec.model.context_tokens,
     ),
-    Rule(
-        "self.weightSync.backend != 'NCCL' || (self.generator.devices > 0 && self.trainer.devices > 0)",
-        "weightSync.backend NCCL needs generator.devices and trainer.devices above 0",
-        "weightSync.backend",
-        lambda spec: spec.weight_sync.backend != "NCCL" or spec.generator.devices * spec.trainer.devices > 0,
-    ),
-    Rule(
-        "self.weightSync.backend != 'Files' || has(self.weightSync.to) || self.storage.mountedBy != 'Coordinator'",
-        "weightSync.backend Files needs weightSync.to, or a volume that trainer and generators mount: leave out storage.mountedBy "
-        "Coordinator",
-        "weightSync.backend",
-        lambda spec: (
-            spec.weight_sync.backend != "Files"
-            or spec.weight_sync.to is not None
-            or spec.storage.mounted_by != "Coordinator"
-        ),
-    ),
+    *WEIGHT_BACKEND_RULES,
     Rule(
         "self.trainer.zeroStage > 0 || self.model.dtype != 'bfloat16'",
         "trainer.zeroStage 0 keeps no float32 copy of bfloat16 weights, and small updates would be lost: choose "
@@ -180,26 +157,7 @@ RUN_RULES: Final = (
         "trainer.zeroStage",
         lambda spec: spec.trainer.zero_stage > 0 or spec.model.dtype != "bfloat16",
     ),
-    Rule(
-        "self.trainer.engine != 'FSDP2' || self.trainer.zeroStage == 3",
-        "trainer.engine FSDP2 partitions all state: set trainer.zeroStage: 3",
-        "trainer.engine",
-        lambda spec: spec.trainer.engine != "FSDP2" or spec.trainer.zero_stage == 3,
-    ),
-    Rule(
-        "self.trainer.offload == 'None' || (self.trainer.zeroStage == 3 && self.trainer.devices > 0 && "
-        "(self.trainer.engine != 'FSDP2' || self.trainer.offload != 'Optimizer'))",
-        "trainer.offload needs trainer.zeroStage: 3 and trainer.devices above 0; FSDP2 offloads only OptimizerAndParameters",
-        "trainer.offload",
-        lambda spec: (
-            spec.trainer.offload == "None"
-            or (
-                spec.trainer.zero_stage == 3
-                and spec.trainer.devices > 0
-                and (spec.trainer.engine, spec.trainer.offload) != ("FSDP2", "Optimizer")
-            )
-        ),
-    ),
+    *ENGINE_RULES,
     Rule(
         "!self.trainer.routerReplay || (self.generator.devices > 0 && !has(self.generator.speculation))",
         "trainer.routerReplay needs generator.devices above 0 and no generator.speculation, with which vLLM does not report the "

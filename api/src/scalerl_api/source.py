@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
@@ -11,17 +11,14 @@ from scalerl_api.dataset_source import DatasetSource
 from scalerl_api.environment import USE_VERIFIER, EnvironmentSpec
 from scalerl_api.fields import Model, OpenUnitDecimal, Rule, exactly_one
 from scalerl_api.plugins import SourcePlugin
+from scalerl_api.source_kind import SourceKind
 from scalerl_api.verifier import VerifierList, VerifierSpec, parameter_value
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 """Any 64-bit integer."""
 
 
-SOURCES: Final = ("reasoningGym", "jsonl", "dataset", "plugin")
-"""Fields of a task of which one says where its problems are from."""
-
-
-class ReasoningGymSource(Model):
+class ReasoningGymSource(SourceKind):
     """A procedurally generated reasoning-gym data set."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -37,11 +34,18 @@ class ReasoningGymSource(Model):
     """Number of problems, including the held-out ones."""
 
 
-class JsonlSource(Model):
+class JsonlSource(SourceKind):
     """A file with one JSON object per line: ``prompt``, ``answer``, optional ``id``, ``difficulty``, ``solution``."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
     """Path of the file: on one machine, relative to the run file; on a cluster, absolute, on a mounted volume."""
+
+    prompts_checked = None
+    answers_checked = None
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        return {"path": self.path}
 
 
 class PromptSpec(Model):
@@ -100,6 +104,16 @@ class SourcesSpec(Model):
     """Problems from files of any layout, or of a hub; give this, reasoningGym, jsonl or plugin."""
     plugin: SourcePlugin | None = None
     """Problems of a source of the entry points ``scalerl.sources``, such as opgraph; give this, reasoningGym, jsonl or dataset."""
+
+    @property
+    def source(self) -> SourceKind:
+        """The one that is given. Without one, as in a mix, it implies nothing."""
+        given = (getattr(self, name) for name in SourcesSpec.model_fields)
+        return next((one for one in given if one is not None), SourceKind())
+
+
+SOURCES: Final = tuple(str(field.alias) for field in SourcesSpec.model_fields.values())
+"""Fields of a task of which one says where its problems are from."""
 
 
 class ScoringSpec(SourcesSpec):
@@ -201,8 +215,8 @@ class ProblemSpec(ScoringSpec):
     @property
     def source_field(self) -> str:
         """Name of the given source field."""
-        fields = {field.alias: name for name, field in type(self).model_fields.items()}
-        return next((name for name in SOURCES if getattr(self, fields[name]) is not None), "plugin")
+        fields = zip(SOURCES, SourcesSpec.model_fields, strict=True)
+        return next((alias for alias, name in fields if getattr(self, name) is not None), "plugin")
 
 
 class TaskSpec(ProblemSpec):

@@ -46,10 +46,12 @@ from scalerl_api.source import (
     ReasoningGymSource,
     TaskSpec,
 )
+from scalerl_api.source_kind import SourceKind
 from scalerl_api.speculation import SpeculationSpec
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.trainer_spec import DEFAULT_MICRO_BATCH_TOKENS, ExportSpec, TrainerSpec
 from scalerl_api.verifier import VerifierSpec
+from scalerl_api.weight_backends import WeightBackend, weight_backend
 from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS, WeightSyncSpec
 from scalerl_api.wire.prompts import HELD_OUT_SET, MEAN_SET
 
@@ -123,9 +125,14 @@ class WarmStartSpec(Model):
     rules = (at_most_one("jsonl", "dataset"),)
 
     @property
+    def source(self) -> SourceKind | None:
+        """The separate problems, if there are some."""
+        return self.jsonl or self.dataset
+
+    @property
     def own(self) -> str:
         """Field of the separate problems; empty if there are none."""
-        if self.jsonl is None and self.dataset is None:
+        if self.source is None:
             return ""
         return f"warmStart.{'jsonl' if self.dataset is None else 'dataset'}"
 
@@ -276,6 +283,12 @@ class RunSpec(Model):
         return list(self.tasks_by_field.values())
 
     @property
+    def sources(self) -> list[SourceKind]:
+        """Of all tasks, and of the separate problems of ``warmStart``."""
+        own = None if self.warm_start is None else self.warm_start.source
+        return [task.source for task in self.tasks] + ([] if own is None else [own])
+
+    @property
     def server_environments(self) -> dict[str, EnvironmentSpec]:
         """Different environments whose steps a server makes, by path of the field of the first task with each. A generator opens sessions
         for each of them."""
@@ -294,8 +307,7 @@ class RunSpec(Model):
     @property
     def has_dataset(self) -> bool:
         """Whether the preparation makes tables of ``task.dataset``, which the other processes read."""
-        own = None if self.warm_start is None else self.warm_start.dataset
-        return own is not None or any(task.dataset is not None for task in self.tasks)
+        return any(source.is_table for source in self.sources)
 
     @property
     def completion_limits(self) -> list[int]:
@@ -339,20 +351,16 @@ class RunSpec(Model):
     @property
     def lora_versions(self) -> int:
         """Versions of adapters that a generator samples with at the same time; 0: it has whole weights."""
-        lora = self.trainer.lora
-        if lora is None or lora.in_flight != "FinishOnOwn":
+        if self.trainer.lora is None or not self.trainer.lora.finishes_on_own:
             return 0
         # A completion ends before its version is more than k steps old; one version is being installed.
         return self.recipe.max_staleness_steps + 2
 
     @property
-    def weight_backend(self) -> Literal["gloo", "nccl", "files"]:
-        """Process-group backend of weight updates, from ``weightSync.backend`` and the run's devices; or files, without a group."""
-        if self.weight_sync.backend == "Files":
-            return "files"
-        if self.weight_sync.backend == "Auto":
-            return "nccl" if self.generator.devices and self.trainer.devices else "gloo"
-        return "nccl" if self.weight_sync.backend == "NCCL" else "gloo"
+    def weight_backend(self) -> WeightBackend:
+        """That of ``weightSync.backend`` and the run's devices."""
+        on_devices = self.generator.devices > 0 and self.trainer.devices > 0
+        return weight_backend(self.weight_sync.backend, on_devices=on_devices)
 
     @property
     def probe_limit(self) -> float:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Final
 
@@ -15,9 +15,11 @@ from scalerl_api.built_in import SERVER
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.generator_spec import MAX_LEASED
 from scalerl_api.load import SpecProblem, data_paths
-from scalerl_api.memory import ModelSize, state_bytes
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import state_bytes
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import RecipeSpec
+from scalerl_api.recipe.loss import LossKind
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire.prompts import MAIN_TASK
 
@@ -86,8 +88,6 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     if spec.trackers.tensor_board is not None:
         paths["spec.trackers.tensorBoard.directory"] = spec.trackers.tensor_board.directory
     paths |= {field: path for field, path in data_paths(spec).items() if path is not None}
-    if spec.warm_start is not None and spec.warm_start.jsonl is not None:
-        paths["spec.warmStart.jsonl.path"] = spec.warm_start.jsonl.path
     return [
         *_of_trackers(spec),
         *_of_paths(paths, mounted),
@@ -204,20 +204,14 @@ def _of_the_recipe(spec: RunSpec) -> Iterator[SpecProblem]:
         )
 
 
-def _without_effect_under_correction(recipe: RecipeSpec) -> list[str]:
+def _without_effect_under_correction(recipe: RecipeSpec) -> Sequence[str]:
     """Fields of the loss that bound a ratio which is always 1."""
     if recipe.correction.truncated is None and recipe.correction.masked is None:
-        return []
+        return ()
     if recipe.updates_per_sampled_weights > 1:
-        return []
-    loss = recipe.loss
-    if loss.cispo is not None:
-        return ["ratioCap"] if float(loss.cispo.ratio_cap) >= 1 else []
-    if loss.dppo is not None:
-        return ["threshold", "ratioCap"]
-    if loss.ppo_clip is not None:
-        return ["clipLow", "clipHigh", *(["dualClip"] if loss.ppo_clip.dual_clip is not None else [])]
-    return [] if loss.gspo is None else ["clipLow", "clipHigh"]
+        return ()
+    loss = recipe.loss.chosen
+    return loss.ratio_bounds if isinstance(loss, LossKind) else ()
 
 
 def _of_steps(spec: RunSpec) -> Iterator[SpecProblem]:

@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from scalerl_api.conditions import Phase as Phase
-from scalerl_api.fields import Model
-from scalerl_api.memory import ModelSize
-from scalerl_api.pods import Unique
+from scalerl_api.fields import Model, Unique
+from scalerl_api.memory.model_size import ModelSize
 
 Count = Annotated[int, Field(ge=0)]
 Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from scalerl_api.engines import EngineName, Offload
 from scalerl_api.fields import Matches, MemoryQuantity, Model
 from scalerl_api.lora import LoraSpec
 from scalerl_api.pods import PodTemplate
@@ -46,11 +47,11 @@ class TrainerSpec(Model):
     runs one rank per node on CPU."""
     cpu_threads: Annotated[int, Field(ge=1, le=512)] | None = None
     """Compute threads per rank on CPU; default: chosen by the runtime."""
-    engine: Literal["DeepSpeed", "FSDP2"] = "DeepSpeed"
+    engine: EngineName = "DeepSpeed"
     """Library that partitions the model over the ranks. ``FSDP2`` is part of torch and needs zeroStage 3."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """State sharded over the ranks: 1 optimizer state, 2 also gradients, 3 also weights; 0 none."""
-    offload: Literal["None", "Optimizer", "OptimizerAndParameters"] = "None"
+    offload: Offload = "None"
     """State that is kept in the host's memory and updated there, at zeroStage 3. Parameters are copied to the device a layer at a time."""
     micro_batch_tokens: Annotated[int, Field(ge=64, le=1_048_576)] | None = None
     """Maximum number of tokens in one forward and backward pass of a rank; default: 4096, or the model's
@@ -72,6 +73,11 @@ class TrainerSpec(Model):
     preemption, lost devices) do not count."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for the trainer and the preparation; ignored by the local runtime."""
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether generators get adapters, and not weights."""
+        return self.lora is not None and self.lora.publishes_adapters
 
     @property
     def ranks(self) -> int:

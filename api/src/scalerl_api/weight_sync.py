@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from scalerl_api.fields import Model, PositiveDecimal, PositiveQuantity, Rule, StorePrefix
+from scalerl_api.weight_backends import BackendName
 
 DEFAULT_PROBE_LIMITS: Final[Mapping[str, float]] = {"bfloat16": 0.01, "float32": 1e-6}
 """Default of ``weightSync.probeLimit``. With equal weights, tiny random models gave 3e-13 in float32 and 1e-4 (dense) to 1e-2
@@ -23,7 +24,7 @@ ones before are again."""
 class WeightSyncSpec(Model):
     """Transfer of new weights to the generators: one broadcast per bucket over a separate process group, or files."""
 
-    backend: Literal["Auto", "Gloo", "NCCL", "Files"] = "Auto"
+    backend: BackendName = "Auto"
     """``Auto``: NCCL if both sides have accelerators, otherwise gloo. ``Files``: through the run's volume, mostly as differences from
     the version before; without connections between trainer and generators for it, with a copy of the weights in the memory of each."""
     to: StorePrefix | None = None

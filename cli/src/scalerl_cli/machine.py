@@ -18,10 +18,9 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import ModelSize, device_memory_problem, host_memory
+from scalerl_api.memory.limits import TooLittle, device_memory_problem, host_memory_problem
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import RunSpec
-
-_GIB = 2**30
 
 
 def model_size(spec: RunSpec) -> ModelSize | None:
@@ -78,17 +77,7 @@ def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem |
     available = available_bytes() if available is None else available
     if size is None or available is None:
         return None
-    needed = host_memory(size, spec)
-    if sum(needed.values()) <= available:
-        return None
-    parts = ", ".join(f"{role} {amount / _GIB:.1f}" for role, amount in needed.items())
-    return SpecProblem(
-        "spec.model",
-        f"{size.parameters / 1e6:,.0f} M parameters need about {sum(needed.values()) / _GIB:.1f} GiB here ({parts}), "
-        f"{available / _GIB:.1f} GiB are available",
-        "take a smaller model, dtype: bfloat16, a higher trainer.zeroStage, fewer replicas, a smaller "
-        "trainer.microBatchTokens, or a smaller generator.kvCache",
-    )
+    return _problem(size, host_memory_problem(size, spec, available), "spec.model")
 
 
 def declared_memory_problem(spec: RunSpec) -> SpecProblem | None:
@@ -101,9 +90,12 @@ def declared_memory_problem(spec: RunSpec) -> SpecProblem | None:
         for role in (spec.trainer, spec.generator)
     )
     found = device_memory_problem(size, spec, trainer, generator)
+    return _problem(size, found, "" if found is None else f"spec.{found.field}.deviceMemory")
+
+
+def _problem(size: ModelSize, found: TooLittle | None, where: str) -> SpecProblem | None:
     if found is None:
         return None
-    where = f"spec.{found.field}.deviceMemory"
     return SpecProblem(where, f"{size.parameters / 1e6:,.0f} M parameters: {found.problem}", found.advice)
 
 

@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.memory import (
-    ModelSize,
-    RankMemory,
-    checkpoint_copy,
-    offloaded_bytes,
-    server_memory,
-    stage_plan,
-    trainer_advice,
-)
+from scalerl_api.memory.limits import trainer_advice
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import checkpoint_copy, offloaded_bytes, server_memory
+from scalerl_api.memory.trainer_rank import RankMemory, stage_plan
 from scalerl_api.spec import HubModel, RunSpec
 from scalerl_cli.machine import available_bytes, folder_size, model_size
 

@@ -140,13 +140,11 @@ async def run_actor(
     state, busy = ServerState(), BusyClock()
     metrics = ActorMetrics(state, busy)
     async with contextlib.AsyncExitStack() as stack:
-        lora = spec.trainer.lora
-        own_adapters = lora is not None and lora.in_flight == "FinishOnOwn"
         server = await stack.enter_async_context(
             VllmClient(
                 arguments.server,
                 environment.token,
-                own_adapters=own_adapters,
+                own_adapters=spec.lora_versions > 0,
                 routed_experts=spec.trainer.router_replay,
             )
         )

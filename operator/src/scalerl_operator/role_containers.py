@@ -23,7 +23,6 @@ from scalerl_operator.workloads import (
     Probe,
     Resources,
     Role,
-    Volume,
     Workload,
     literal,
     port_variable,
@@ -116,43 +115,17 @@ def _graders_memory_bytes(spec: RunSpec) -> int:
     )
 
 
-def _volumes(spec: RunSpec, *, sources: bool, writable: bool = True) -> tuple[Volume, ...]:
-    run = Volume(f"$({DIR})", writable=writable)
-    files = dict.fromkeys(task.jsonl.path for task in spec.tasks if task.jsonl)
-    files |= dict.fromkeys(
-        path for task in spec.tasks if task.environment for path in task.environment.tool_files.values()
-    )
-    jsonl = (Volume(literal(path)) for path in files)
-    code = dict.fromkeys(
-        one.python.path
-        for task in spec.tasks
-        for one in (*task.scoring, task.environment)
-        if one and one.python and one.python.path
-    )
-    model = (Volume(literal(spec.model.path)),) if sources and spec.model.path else ()
-    files = dict.fromkeys(
-        path for task in spec.tasks if sources and task.dataset for path in task.dataset.files or ()
-    )
-    return (run, *model, *jsonl, *(Volume(literal(path)) for path in (*files, *code)))
-
-
 def _listen(port: str) -> str:
     return f"$({BIND}):$({port_variable(port)})"
 
 
-def _uses_hub(spec: RunSpec) -> bool:
-    data = [task.dataset for task in spec.tasks]
-    if spec.warm_start is not None:
-        data.append(spec.warm_start.dataset)
-    return spec.model.hub is not None or any(one is not None and one.hub is not None for one in data)
-
-
 def _prepare(spec: RunSpec) -> Workload:
+    uses_hub = spec.model.hub is not None or any(source.uses_hub for source in spec.sources)
     container = Container(
         name="prepare",
         argv=("python", "-m", "scalerl_trainer.prepare"),
-        env=_ONLINE if _uses_hub(spec) else ENVIRONMENT,
-        volumes=_volumes(spec, sources=True),
+        env=_ONLINE if uses_hub else ENVIRONMENT,
+        writes_run=True,
     )
     return Workload(Role.PREPARE, Lifetime.ONCE, (container,))
 
@@ -164,7 +137,7 @@ def _coordinator(spec: RunSpec) -> Workload:
         env=ENVIRONMENT,
         ports=("http",),
         resources=Resources(cpu_threads=1),
-        volumes=_volumes(spec, sources=False),
+        writes_run=True,
         **_probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=60),
     )
     return Workload(Role.COORDINATOR, Lifetime.SERVICE, (container,))
@@ -188,7 +161,6 @@ def _generator(spec: RunSpec) -> Workload:
         ports=("vllm",),
         loopback=("vllm",),
         resources=Resources(generator.devices, threads, workers * cache + drafts or None),
-        volumes=_volumes(spec, sources=False, writable=False),
         **_probes("/health", "/health", "vllm", stuck_seconds=120),
     )
     actor = Container(
@@ -207,7 +179,6 @@ def _generator(spec: RunSpec) -> Workload:
         env=ENVIRONMENT,
         ports=("control",),
         resources=Resources(cpu_threads=1, memory_bytes=_graders_memory_bytes(spec)),
-        volumes=_volumes(spec, sources=False, writable=False),
         **_probes(endpoints.HEALTH, endpoints.READY, "control", stuck_seconds=60),
     )
     return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
@@ -285,7 +256,7 @@ def _trainer(spec: RunSpec) -> Workload:
         env=environment,
         ports=("http",),
         resources=Resources(min(1, trainer.devices), trainer.cpu_threads),
-        volumes=_volumes(spec, sources=False),
+        writes_run=True,
         **_probes(endpoints.HEALTH, endpoints.READY, "http", stuck_seconds=300),
     )
     return Workload(

@@ -71,14 +71,6 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Volume:
-    """A path that is mounted in the container."""
-
-    path: str
-    writable: bool = False
-
-
-@dataclass(frozen=True)
 class Container:
     """One process: its command, its ports and its probes.
 
@@ -87,6 +79,7 @@ class Container:
         startup: runs before the other probes until it succeeds once; at its threshold the process is restarted.
         liveness: at its threshold the process is restarted.
         readiness: whether the process accepts work; a failure restarts nothing.
+        writes_run: whether it may write to the run's directory.
     """
 
     name: str
@@ -98,7 +91,7 @@ class Container:
     liveness: Probe | None = None
     readiness: Probe | None = None
     resources: Resources = Resources()
-    volumes: tuple[Volume, ...] = ()
+    writes_run: bool = False
 
 
 @dataclass(frozen=True)

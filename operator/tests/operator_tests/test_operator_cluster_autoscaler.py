@@ -13,7 +13,7 @@ from operator_tests.decision_service import DOWN, LOST, DecisionService
 from operator_tests.manifests import cluster_run
 from operator_tests.scaling import evaluations, flat_curve, status
 from scalerl_api import forecast as wire
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.wire import BROKEN, FORECAST, Counts, EvaluationPoint
 from scalerl_operator.autoscaling import decision_log
 from scalerl_operator.autoscaling.autoscaler import FIRST_RETRY_SECONDS, Autoscaler

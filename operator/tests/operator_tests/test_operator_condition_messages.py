@@ -11,7 +11,8 @@ from operator_tests import builders
 from operator_tests.builders import Object
 from operator_tests.manifests import UID, cluster_run, findings
 from operator_tests.test_operator_degraded import QUIET
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import QUIET, RUN
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects

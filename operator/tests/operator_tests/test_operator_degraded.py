@@ -9,8 +9,9 @@ import pytest
 
 from operator_tests.manifests import cluster_run, findings
 from scalerl_api import wire
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.exports import ExportedModel, Exports
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker, Uploads
 from scalerl_operator.controller.conditions import event_type

@@ -9,7 +9,8 @@ import pytest
 
 from operator_tests.builders import pod
 from operator_tests.manifests import UID, cluster_run, findings
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.diagnosis import (
     RECENT_CREATION_SECONDS,

@@ -11,7 +11,8 @@ from operator_tests import builders
 from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import RUN
 from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import LOST_SECONDS, observe_objects, pod_view
 from scalerl_operator.controller.run_state import RunState

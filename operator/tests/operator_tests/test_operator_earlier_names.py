@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
-from scalerl_api.conditions import Reason
 from scalerl_api.forecast import Collapse
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.autoscaling.models import State
 from scalerl_operator.autoscaling.replay import verify

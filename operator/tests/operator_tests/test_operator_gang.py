@@ -15,7 +15,8 @@ from operator_tests.builders import container, pod
 from operator_tests.manifests import EVERYTHING, UID, cluster_run, findings, pod_spec, rendered
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.check import queue_problem
 from scalerl_operator.controller.claimed_runs import Parts, reconciler

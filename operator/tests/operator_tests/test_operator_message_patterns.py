@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operator_tests import builders
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.policy.persisted_state import rfc3339
 from scalerl_operator.policy.problems import mount_problem, placing_problem

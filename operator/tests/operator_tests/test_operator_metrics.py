@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.status import Condition, OutlookStatus, RunStatus, TrainerStatus
 from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube.cache import Cache

@@ -11,10 +11,12 @@ import pytest
 from operator_tests.builders import container as container_status
 from operator_tests.builders import job, pod
 from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, container, findings
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.memory import ModelSize, trainer_rank_memory
-from scalerl_api.pod_memory import container_bytes
+from scalerl_api.memory.containers import container_bytes
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.trainer_rank import trainer_rank_memory
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus
 from scalerl_operator.controller.apply import fingerprint

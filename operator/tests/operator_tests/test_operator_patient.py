@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from operator_tests.manifests import UID
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import ignore_young_pods, observe_objects
 from scalerl_operator.names import COMPONENT, RUN_UID

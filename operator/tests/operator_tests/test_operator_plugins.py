@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from operator_tests.children import run_spec
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.accept import accept, plugin_problem

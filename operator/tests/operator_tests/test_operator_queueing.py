@@ -10,7 +10,8 @@ import pytest
 from operator_tests.manifests import UID, cluster_run, findings
 from operator_tests.test_operator_degraded import QUIET
 from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, reported
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_operator.controller.parts import Observed

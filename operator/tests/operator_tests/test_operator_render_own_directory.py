@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operator_tests.manifests import EVERYTHING, IMAGES, PODS, UID, cluster_run, container, pod_spec, rendered
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.manifests import render

@@ -26,7 +26,7 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_api import process
-from scalerl_api.pods import RANK_VARIABLES
+from scalerl_api.reserved_in_pods import RANK_VARIABLES
 from scalerl_api.spec_warnings import warnings_of
 from scalerl_operator.manifests.probes import probes
 from scalerl_operator.manifests.scope import Desired

@@ -187,7 +187,7 @@ def test_probes_name_ports_and_arguments_can_be_expanded() -> None:
             variables = {k: v for k, v in GIVEN.items() if not k.startswith("SCALERL_PORT")}
             shared = [p for c in workload.containers for p in c.ports]
             variables |= {port_variable(port): "1" for port in shared}
-            for text in [*container.argv, *container.env.values(), *(v.path for v in container.volumes)]:
+            for text in [*container.argv, *container.env.values()]:
                 expand(text, variables)
             for probe in (container.startup, container.liveness, container.readiness):
                 assert probe is None or probe.port in container.ports

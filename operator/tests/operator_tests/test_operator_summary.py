@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from operator_tests.manifests import cluster_run, findings
 from operator_tests.scaling import EVERY, TOKENS, evaluations, status
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.status import Condition, RunStatus, UsageStatus
 from scalerl_api.wire import Status

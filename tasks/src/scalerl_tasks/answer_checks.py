@@ -29,12 +29,8 @@ from scalerl_tasks.scoring import open_grading_pool
 if TYPE_CHECKING:
     from scalerl_api.spec import ProblemSpec
 
-GENERATED_PROMPTS = 1000
-"""Number of evenly spaced prompts that are checked of a generated source."""
-DATASET_PROMPTS = 20_000
-"""The same for a data set without a run's directory; in one, and by ``scalerl data``, all are checked."""
 OWN_CODE_PROMPTS = 200
-"""The same for a verifier of the user's own code, which may take seconds for each."""
+"""Number of evenly spaced prompts that are checked with a verifier of the user's own code, which may take seconds for each."""
 _MAX_WORKERS = 32
 _MAX_KNOWN = 1 << 20
 """Different answers whose result is kept, about 100 bytes each."""
@@ -82,8 +78,8 @@ def check_answers(
     Args:
         source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
-        limit: number of prompts, evenly spread; default: all of a JSONL file, :data:`DATASET_PROMPTS` of a data set,
-            :data:`GENERATED_PROMPTS` of another source, :data:`OWN_CODE_PROMPTS` with a verifier of the user's own code.
+        limit: number of prompts, evenly spread; default: ``answers_checked`` of the source's kind, :data:`OWN_CODE_PROMPTS` with a
+            verifier of the user's own code.
         directory: base of a relative path of a verifier.
         progress: as in :func:`task_problems`.
 
@@ -106,8 +102,8 @@ def check_answers(
         return
     if limit is None and has_own_code(spec):
         limit = OWN_CODE_PROMPTS
-    elif limit is None and spec.jsonl is None:
-        limit = GENERATED_PROMPTS if spec.dataset is None else DATASET_PROMPTS
+    elif limit is None:
+        limit = spec.source.answers_checked
     total = len(source)
     count = total if limit is None else min(limit, total)
     where = source.path if isinstance(source, JsonlSource) else spec.source_field

@@ -19,13 +19,10 @@ from pathlib import Path
 from scalerl_api import plugins, registry
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import (
-    ModelSize,
-    device_memory_problem,
-    host_memory,
-    trainer_rank_bytes,
-    trainer_rank_memory,
-)
+from scalerl_api.memory.limits import device_memory_problem, host_memory_problem
+from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.roles import trainer_rank_bytes
+from scalerl_api.memory.trainer_rank import trainer_rank_memory
 from scalerl_api.spec import RunSpec, TrainingTask
 from scalerl_tasks import (
     DatasetSource,
@@ -49,10 +46,6 @@ log = logging.getLogger(__name__)
 
 TOO_LONG_FRACTION = 0.01
 """Largest allowed fraction of prompts without room for a completion; also the threshold of the alert ScaleRLSlotsGivenUp."""
-GENERATED_PROMPTS = 2000
-"""Number of evenly spaced prompts checked in a generated task; in a file all prompts are checked."""
-DATASET_PROMPTS = 100_000
-"""Number of evenly spaced prompts checked in a data set."""
 _BATCH = 1024
 _GIB = 2.0**30
 
@@ -123,10 +116,7 @@ def check_prompts(
     room = spec.model.context_tokens - most
     too_long: list[tuple[int, int]] = []
     seen = 0
-    for batch in _batches(
-        source,
-        None if given.section.jsonl else DATASET_PROMPTS if given.section.dataset else GENERATED_PROMPTS,
-    ):
+    for batch in _batches(source, given.section.source.prompts_checked):
         lengths = list(map(len, tokenizer.encode_prompts([task.render(prompt) for _, prompt in batch])))
         seen += len(batch)
         too_long += [(index, n) for (index, _), n in zip(batch, lengths, strict=True) if n > room]
@@ -318,16 +308,8 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
             f"written from, there are {host / _GIB:.1f} here: choose a smaller model, a higher "
             "trainer.zeroStage, more trainer.replicas, a smaller trainer.microBatchTokens or trainer.activationCheckpointing"
         )
-    needs = host_memory(size, spec)
-    if one_machine and sum(needs.values()) > host:
-        replicas = {"generator": spec.generator.replicas, "trainer": spec.trainer.ranks}
-        words = {"generator": "servers", "trainer": "trainer ranks"}
-        parts = ", ".join(f"{replicas[r]} {words[r]} {need / _GIB:.1f}" for r, need in needs.items())
-        raise PrepareError(
-            f"{model} need about {sum(needs.values()) / _GIB:.1f} GiB on this machine ({parts}), there are "
-            f"{host / _GIB:.1f}: choose a smaller model, fewer replicas, a higher trainer.zeroStage, a smaller "
-            "trainer.microBatchTokens or generator.kvCache, or accelerators"
-        )
+    if one_machine and (problem := host_memory_problem(size, spec, host)) is not None:
+        raise PrepareError(f"{model}: {problem.problem}: {problem.advice}")
 
 
 def memory_bytes() -> int:

@@ -130,7 +130,7 @@ def commit_model(staged: Path, target: Path) -> None:
 def exports_adapter(spec: RunSpec) -> Lora | None:
     """Settings of the adapters that exports contain; None if they contain models."""
     lora = spec.trainer.lora
-    return Lora.of(spec) if lora is not None and lora.export == "Adapter" else None
+    return Lora.of(spec) if lora is not None and lora.exports_adapters else None
 
 
 def exported_config(config: dict[str, Any], spec: RunSpec) -> dict[str, Any]:

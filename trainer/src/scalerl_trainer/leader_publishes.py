@@ -355,12 +355,13 @@ class LeaderPublishes:
 
     def _weights(self) -> WeightSource:
         """The current weights, or the adapters, as they are published."""
-        worker, lora = self._worker, self._worker.spec.trainer.lora
-        adapters, weights = lora is not None and lora.publish == "Adapter", worker.engine.weights
+        worker, trainer = self._worker, self._worker.spec.trainer
+        adapters, weights = trainer.publishes_adapters, worker.engine.weights
         shapes = weights.adapter_shapes(PUBLISHED) if adapters else weights.checkpoint_shapes()
         manifest = [wire.TensorSpec(name, worker.spec.model.dtype, list(shape)) for name, shape in shapes]
-        if lora is not None and adapters:
-            return WeightSource(manifest, partial(self.adapters, PUBLISHED), lora.alpha / lora.rank)
+        if trainer.lora is not None and adapters:
+            scale = trainer.lora.alpha / trainer.lora.rank
+            return WeightSource(manifest, partial(self.adapters, PUBLISHED), scale)
         return WeightSource(manifest, self.stream)
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:

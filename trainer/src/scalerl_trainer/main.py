@@ -150,7 +150,7 @@ def run(
     opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
     model, weights = opened()
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
-    if spec.trainer.lora is not None and spec.trainer.lora.publish == "Adapter":
+    if spec.trainer.publishes_adapters:
         engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
     if spec.recipe.proximal_updates:
         proximal, base = opened()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.load import SpecProblem
-from scalerl_api.memory import Dtype
+from scalerl_api.memory.model_size import Dtype
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import MAX_ROUTED_BYTES
 from scalerl_tasks.environments.tool_calls import tools_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from scalerl_api.fields import (
@@ -19,14 +20,27 @@ from scalerl_api.plugins import LossPlugin
 from scalerl_api.recipe.presets import ONE_OF
 
 
-class CispoLoss(Model):
+class LossKind(Model):
+    """What a loss implies for a run."""
+
+    @property
+    def ratio_bounds(self) -> Sequence[str]:
+        """Its fields that bound the importance ratio, without an effect where the ratio is always 1."""
+        return ()
+
+
+class CispoLoss(LossKind):
     """Truncates the importance ratio and detaches it from the gradient, so that every token keeps a gradient."""
 
     ratio_cap: PositiveDecimal = "5"
     """Upper bound of the ratio; there is no lower clip (4, 5 and 8 made no difference [P])."""
 
+    @property
+    def ratio_bounds(self) -> Sequence[str]:
+        return ("ratioCap",) if float(self.ratio_cap) >= 1 else ()
 
-class PpoClipLoss(Model):
+
+class PpoClipLoss(LossKind):
     """PPO's clipped surrogate, as in GRPO, Dr. GRPO, DAPO and Magistral: clipped tokens have no gradient."""
 
     clip_low: UnitDecimal = "0.2"
@@ -47,8 +61,12 @@ class PpoClipLoss(Model):
         ),
     )
 
+    @property
+    def ratio_bounds(self) -> Sequence[str]:
+        return ("clipLow", "clipHigh", *(("dualClip",) if self.dual_clip is not None else ()))
 
-class GspoLoss(Model):
+
+class GspoLoss(LossKind):
     """The clipped surrogate with one ratio per completion: the geometric mean over its tokens."""
 
     clip_low: UnitDecimal = "3e-4"
@@ -56,18 +74,26 @@ class GspoLoss(Model):
     clip_high: NonNegativeDecimal = "4e-4"
     """Ratio ≤ 1 + clipHigh."""
 
+    @property
+    def ratio_bounds(self) -> Sequence[str]:
+        return ("clipLow", "clipHigh")
 
-class ReinforceLoss(Model):
+
+class ReinforceLoss(LossKind):
     """The policy gradient without an importance ratio, as if the current policy had sampled every token."""
 
 
-class DppoLoss(Model):
+class DppoLoss(LossKind):
     """Masks tokens whose probability differs too much from that of the policy that sampled them."""
 
     threshold: PositiveUnitDecimal = "0.2"
     """Maximum difference of a token's probability; beyond it, gradients that increase the difference are masked."""
     ratio_cap: AtLeastOneDecimal = "20"
     """Upper bound of the ratio in the gradient, which the difference does not bound (20 in the paper [S])."""
+
+    @property
+    def ratio_bounds(self) -> Sequence[str]:
+        return ("threshold", "ratioCap")
 
 
 class LossSpec(Model):
@@ -97,6 +123,12 @@ class LossSpec(Model):
         'ppoClip'
         """
         return _chosen(self, "loss")
+
+    @property
+    def chosen(self) -> Model:
+        """The given alternative."""
+        given: Iterator[Model | None] = (getattr(self, name) for name in type(self).model_fields)
+        return next(one for one in given if one is not None)
 
 
 class NoCorrection(Model):

@@ -6,6 +6,9 @@ from typing import Literal
 
 from scalerl_api.wire.base import Struct
 
+GroupBackend = Literal["gloo", "nccl"]
+"""Backend of the process group over which weights are sent."""
+
 
 class GroupJoin(Struct, frozen=True, kw_only=True):
     """``POST /v1/weights/join``: join a new process group as ``rank`` and leave any older one.
@@ -19,7 +22,7 @@ class GroupJoin(Struct, frozen=True, kw_only=True):
     store_port: int
     rank: int
     world_size: int
-    backend: Literal["gloo", "nccl"]
+    backend: GroupBackend
     timeout_seconds: float
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase, Reason
+from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
 from scalerl_cli.exits import NOT_FOUND
 from scalerl_operator.kube import errors

@@ -8,7 +8,8 @@ import json
 import re
 from typing import Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_cli.clusters.get import summary
 from scalerl_cli.clusters.runs import ENDED_PHASES, Run, advice, find, plain, since
 from scalerl_cli.clusters.session import Session

@@ -18,8 +18,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from scalerl_api.conditions import Reason
 from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest
+from scalerl_api.http_client import Backoff
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Status
 from scalerl_operator.autoscaling.balance import MIN_STEPS, LoadMeter, balance
@@ -101,7 +102,7 @@ class Autoscaler:
         self._meter = LoadMeter()
         self._decided_on: object = None
         # Separate, so that a sidecar that is down does not delay the balance, and a successful balance not the forecast.
-        self._forecast_retry, self._balance_retry, self._step_retry = (Backoff(monotonic) for _ in range(3))
+        self._forecast_retry, self._balance_retry, self._step_retry = (Retry(monotonic) for _ in range(3))
         self._task: asyncio.Task[None] | None = None
         self._was_resumed = False
         self._problem: tuple[Reason, str] | None = None
@@ -291,26 +292,28 @@ class Autoscaler:
         return observe(self.spec, status, points, generators, unix_seconds=self._unix())
 
 
-class Backoff:
+class Retry:
     """When to try again after consecutive failures."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._failures = 0
-        self._retry_at = 0.0
+        self._pauses = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS)
+        self._retry_at: float | None = None
 
     @property
     def waits(self) -> bool:
         """Whether the pause has not ended."""
-        return self._failures > 0 and self._monotonic() < self._retry_at
+        return self._retry_at is not None and self._monotonic() < self._retry_at
 
     @property
     def is_due(self) -> bool:
         """Whether the pause after a failure has ended."""
-        return self._failures > 0 and not self.waits
+        return self._retry_at is not None and not self.waits
 
     def note(self, *, failed: bool) -> None:
         """Counts a failure; a success resets the count."""
-        pause = FIRST_RETRY_SECONDS * 2.0 ** min(self._failures, 10)
-        self._retry_at = self._monotonic() + min(pause, LAST_RETRY_SECONDS)
-        self._failures = self._failures + 1 if failed else 0
+        if failed:
+            self._retry_at = self._monotonic() + self._pauses.next_seconds()
+        else:
+            self._pauses.reset()
+            self._retry_at = None

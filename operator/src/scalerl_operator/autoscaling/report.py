@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from scalerl_api.autoscaling import AutoscalingSpec
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.status import DecisionStatus, OutlookStatus
 from scalerl_api.wire import BROKEN, FORECAST

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from scalerl_api import plugins
-from scalerl_api.conditions import Reason
 from scalerl_api.load import SpecError, SpecProblem, accepted_run, run_from_object
+from scalerl_api.reasons import Reason
 from scalerl_api.registry import Kind
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.status import MAX_ACCEPTED_SPEC

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.cluster import StorageSpec
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_operator.controller.accept import plugin_problem

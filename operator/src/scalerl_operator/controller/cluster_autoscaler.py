@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.forecast import EarlierRun
 from scalerl_api.load import accepted_run
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.autoscaling.earlier_runs import select

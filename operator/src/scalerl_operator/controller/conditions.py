@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
-from scalerl_api.conditions import ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition

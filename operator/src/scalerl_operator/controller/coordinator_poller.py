@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
 from scalerl_operator.controller.coordinator_problems import update_trouble

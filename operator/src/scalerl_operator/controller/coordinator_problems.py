@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.status import TroubleStatus
 from scalerl_api.wire import Status
 from scalerl_operator.policy.persisted_state import rfc3339, seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import CLAIM, Findings, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi

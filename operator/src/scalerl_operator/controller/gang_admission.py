@@ -11,7 +11,8 @@ import logging
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import WORKLOADS, Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.controller.refusals import name_taken, refused
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.autoscaling.autoscaler import Autoscaler
 from scalerl_operator.controller import gang_admission

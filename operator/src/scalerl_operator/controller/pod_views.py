@@ -1,6 +1,6 @@
 """The observation of a run's objects: the state of its Jobs, and of its pods. Pure.
 
-Phase, container states and conditions of a pod become one :class:`Problem`, with a reason of :mod:`scalerl_api.conditions` and
+Phase, container states and conditions of a pod become one :class:`Problem`, with a reason of :mod:`scalerl_api.reasons` and
 the cluster's message.
 """
 
@@ -11,13 +11,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
     DIVERGED_EXIT_CODE,
     PUBLISH_REFUSED_EXIT_CODE,
     STEPS_LOST_EXIT_CODE,
 )
+from scalerl_api.reasons import Reason
 from scalerl_api.status import ModelStatus
 from scalerl_operator.controller.parts import Observed, PodView
 from scalerl_operator.kube.objects import belongs, label, true_condition

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import KIND
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.kube import errors

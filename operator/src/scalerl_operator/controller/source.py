@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Run
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.kinds import RUN as RUN_KIND

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import JOB_NAME, attempt_of
 from scalerl_operator.kube.client import KubeApi

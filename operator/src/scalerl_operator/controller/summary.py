@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from scalerl_api.compute import rl_token_cost
-from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase, Reason
+from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.status import Condition, RunStatus
 from scalerl_operator.controller.parts import Findings
 from scalerl_operator.policy.budget import used_fractions

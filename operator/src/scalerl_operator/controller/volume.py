@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kubernetes.utils.quantity import parse_quantity
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Observed, Run
 from scalerl_operator.kube.client import KubeApi

@@ -13,7 +13,6 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from scalerl_api.autoscaling import MOMENT, on_the_calendar, timestamp_input
-from scalerl_api.conditions import Reason
 from scalerl_api.dataset_source import DatasetSource
 from scalerl_api.environment import PythonEnvironment
 from scalerl_api.fields import (
@@ -24,13 +23,15 @@ from scalerl_api.fields import (
     InRange,
     Matches,
     Rule,
+    Unique,
     decimal_input,
     quantity_input,
 )
 from scalerl_api.model_source import ModelSpec
 from scalerl_api.plugins import free_value
-from scalerl_api.pods import (
-    COUNT,
+from scalerl_api.pods import COUNT, SLICE_SIZE, enough_memory, slice_size, text_value
+from scalerl_api.reasons import Reason
+from scalerl_api.reserved_in_pods import (
     PLAIN_PATH,
     PLAIN_PATH_MESSAGE,
     RESERVED_LABELS,
@@ -40,16 +41,11 @@ from scalerl_api.pods import (
     RESERVED_VOLUMES,
     ROLE_CONTAINER_MESSAGE,
     ROLE_CONTAINERS,
-    SLICE_SIZE,
     SYSTEM_PATH_MESSAGE,
     SYSTEM_PATHS,
     Named,
-    Unique,
-    enough_memory,
     other_container,
     own_path,
-    slice_size,
-    text_value,
     unreserved,
 )
 from scalerl_api.source import JsonlSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_operator.autoscaling.autoscaler import Autoscaler

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_api import process as api
-from scalerl_api.pods import RANK_VARIABLES, PodTemplate
+from scalerl_api.pods import PodTemplate
+from scalerl_api.reserved_in_pods import RANK_VARIABLES
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.scope import Scope

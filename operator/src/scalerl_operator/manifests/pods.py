@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from scalerl_api import endpoints
-from scalerl_api.pod_memory import directory_bytes
+from scalerl_api.memory.containers import directory_bytes
 from scalerl_api.pods import EnvSource, InitContainer, PodResources, PodTemplate
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.alias_generators import to_snake
 
 from scalerl_api.edits import EDITS, Effect, edit_of, entry_model, nested_model
-from scalerl_api.memory import ModelSize
+from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun

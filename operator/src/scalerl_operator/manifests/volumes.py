@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api import process as api
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodTemplate
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPILE_CACHE_DIR, MODELS_DIR, RUN_DIR, SOURCE_DIR, SPEC_DIR, TOKEN_DIR
 from scalerl_operator.role_containers import ENVIRONMENT
-from scalerl_operator.workloads import Container, Role, Volume, Workload, expand
+from scalerl_operator.workloads import Container, Role, Workload
 
 SHM_GIB_PER_PROCESS: Final = 1
 """Of ``/dev/shm`` if the spec sets no size; torch needs more than a container's default of 64 MiB."""
@@ -45,7 +44,7 @@ FETCH: Final = Container(
     name="fetch-model",
     argv=("python", "-m", "scalerl_trainer.fetch_model"),
     env=ENVIRONMENT,
-    volumes=(Volume(f"$({api.DIR})", writable=True),),
+    writes_run=True,
 )
 FETCH_TOKENIZER: Final = replace(FETCH, argv=(*FETCH.argv, "--without-weights"))
 
@@ -144,12 +143,11 @@ def _compiled_mount(scope: Scope, container: Container) -> list[Object]:
 
 def mounts_of(scope: Scope, role: Role, container: Container, main: bool) -> list[Object]:
     """What a container mounts of them. main: the first container of its role."""
-    shared = [volume for volume in container.volumes if expand(volume.path, {api.DIR: RUN_DIR}) == RUN_DIR]
     run: Object = {"name": _RUN, "mountPath": RUN_DIR}
     if not is_own_directory(scope, role):
         # Other runs may share the claim, and a later run of the same name resumes from a claim that outlives its run.
         run["subPath"] = scope.run.metadata.name
-    if not any(volume.writable for volume in shared):
+    if not container.writes_run:
         run["readOnly"] = True
     models: list[Object] = []
     if (cache := scope.spec.model.cache) is not None and container.name in _READ_MODELS:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Reason
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, PUBLISH_REFUSED_EXIT_CODE
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.failures import failed_outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Reason
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.edits_of_run import restarts_a_role

@@ -31,8 +31,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
 from scalerl_api.process import BAD_INPUT_EXIT_CODE
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_api.wire import Phase as CoordinatorPhase

@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.wire import Status
 from scalerl_operator.policy import restarts
 from scalerl_operator.policy.edits_of_run import SpecEdit

@@ -9,8 +9,9 @@ import math
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from scalerl_api.conditions import NOTHING_TO_DO, ConditionType, Phase, Reason
+from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.exports import ExportedModel, Exports
+from scalerl_api.reasons import NOTHING_TO_DO, Reason
 from scalerl_api.status import (
     MAX_MESSAGE,
     Condition,

@@ -1,6 +1,6 @@
 """Problems of a run or a pod, and their reasons from Kubernetes messages for which no field has the reason. Pure.
 
-A message only selects the reason, which has the remedy (:mod:`scalerl_api.conditions`). Users get the complete message.
+A message only selects the reason, which has the remedy (:mod:`scalerl_api.reasons`). Users get the complete message.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from scalerl_api.conditions import Phase, Reason
+from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 
 _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]+" not found')
 _VOLUME_TERMS: Final = ("volume", "free storage")

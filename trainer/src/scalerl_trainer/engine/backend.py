@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from scalerl_api.engines import EngineName
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.weight_stream import WeightStream
@@ -104,14 +105,8 @@ def open_backend(
         EngineError: DeepSpeed is asked for and not installed.
         ModelError: the weights cannot be read, or the module cannot be partitioned.
     """
-    if settings.engine == "FSDP2":
-        from scalerl_trainer.engine.fsdp_engine import FsdpEngine
-
-        return FsdpEngine(module, settings, device, weights)
-    _need_deepspeed()
-    from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(module, settings, device, weights)
+    trained, _ = _library(settings.engine)
+    return trained(module, settings, device, weights)
 
 
 def open_frozen(
@@ -121,14 +116,22 @@ def open_frozen(
     weights: WeightStream | None = None,
 ) -> Frozen:
     """As :func:`open_backend`, of a module that is not trained."""
-    if settings.engine == "FSDP2":
-        from scalerl_trainer.engine.fsdp_engine import FsdpFrozen
+    _, frozen = _library(settings.engine)
+    return frozen(module, settings, device, weights)
 
-        return FsdpFrozen(module, settings, device, weights)
-    _need_deepspeed()
-    from scalerl_trainer.engine.deepspeed_engine import FrozenModule
 
-    return FrozenModule(module, settings, device, weights)
+def _library(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., Frozen]]:
+    """What makes a module that is trained, and one that is not. A library is imported if it is used."""
+    match engine:
+        case "FSDP2":
+            from scalerl_trainer.engine.fsdp_engine import FsdpEngine, FsdpFrozen
+
+            return FsdpEngine, FsdpFrozen
+        case "DeepSpeed":
+            _need_deepspeed()
+            from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModule
+
+            return DeepSpeedEngine, FrozenModule
 
 
 def _need_deepspeed() -> None:

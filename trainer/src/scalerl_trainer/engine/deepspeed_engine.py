@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from scalerl_api.memory import BUCKET_ELEMENTS
+from scalerl_api.engines import BUCKET_ELEMENTS
 from scalerl_trainer.engine import adamw
 from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
 from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of

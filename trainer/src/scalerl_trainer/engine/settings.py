@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from scalerl_api.memory import Offload
+from scalerl_api.engines import ENGINES, EngineName, Offload
+from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.lora import Lora
-
-Dtype = Literal["bfloat16", "float32"]
-EngineName = Literal["DeepSpeed", "FSDP2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +53,19 @@ class EngineSettings:
     """Compute with the experts that the generator recorded (:mod:`.models.router_replay`)."""
 
     def __post_init__(self) -> None:
+        library = ENGINES[self.engine]
         if self.zero_stage not in (0, 1, 2, 3):
             raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
-        if self.engine == "FSDP2" and self.zero_stage != 3:
-            raise EngineError(f"FSDP2 partitions all state, as ZeRO stage 3: choose 3, not {self.zero_stage}")
+        if library.partitions_all and self.zero_stage != 3:
+            raise EngineError(
+                f"{self.engine} partitions all state, as ZeRO stage 3: choose 3, not {self.zero_stage}"
+            )
         if self.offload != "None" and self.zero_stage != 3:
             raise EngineError(f"offload needs ZeRO stage 3, not {self.zero_stage}")
-        if self.engine == "FSDP2" and self.offload == "Optimizer":
-            raise EngineError("FSDP2 offloads parameters with the optimizer: choose OptimizerAndParameters")
+        if self.offload not in ("None", *library.offloads):
+            raise EngineError(
+                f"{self.engine} does not offload {self.offload}: choose {' or '.join(library.offloads)}"
+            )
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
         for name in ("micro_batch_tokens", "temperature", "logit_chunk_bytes"):

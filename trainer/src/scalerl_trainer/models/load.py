@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from scalerl_api.memory import Dtype
+from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.errors import ModelError, ModelNotFoundError, first_line
 from scalerl_trainer.models.files import named
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from scalerl_api.memory import Dtype
+from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.errors import EngineError, ModelError
 
 

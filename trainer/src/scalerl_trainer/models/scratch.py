@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scalerl_api.memory import BYTES, Dtype
+from scalerl_api.memory.model_size import BYTES, Dtype
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.errors import ModelError
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.memory import Dtype
+from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models.files import FLOATS, StoredTensor, named, read_json, stored_tensors
 from scalerl_trainer.models.lora import Adapters, Lora

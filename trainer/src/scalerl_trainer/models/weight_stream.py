@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from scalerl_api.memory import Dtype
+from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.errors import ModelError, ModelNotFoundError, first_line
 from scalerl_trainer.models.files import StoredTensor, read_header, stored_tensors
 from scalerl_trainer.models.load import check_source, check_weights_are_parameters

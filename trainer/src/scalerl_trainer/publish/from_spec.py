@@ -34,9 +34,9 @@ def make_publisher(
     weights = environment.paths.weights
     folder: WeightFolder = VolumeFolder(weights / name)
     begin = begin_attempt(folder, fence)
-    if (spec.weight_backend != "files" or to is not None) and weights.exists():
+    if (spec.weight_backend.group is not None or to is not None) and weights.exists():
         begin()  # deletes those of attempts that published through the volume
-    if spec.weight_backend != "files":
+    if spec.weight_backend.group is not None:
         return GroupPublisher(publish_settings(spec, environment.trainer_host, device), control)
     if to is not None:
         store = ObjectStore(to)
@@ -55,14 +55,14 @@ def make_publisher(
 def publish_limit_seconds(spec: RunSpec) -> float:
     """Bound on the time until a publish no longer reads the weights: a member that is lost late in its last attempt adds one
     timeout."""
-    timeouts = WRITE_TIMEOUTS if spec.weight_backend == "files" else MAX_TIMEOUTS
+    timeouts = MAX_TIMEOUTS if spec.weight_backend.group is not None else WRITE_TIMEOUTS
     return (timeouts + 1) * spec.weight_sync.timeout_seconds
 
 
 def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:
     """Settings of a publisher with a process group. ``host``: address of this process for the actors."""
-    backend = spec.weight_backend
-    assert backend != "files"
+    backend = spec.weight_backend.group
+    assert backend is not None
     return PublishSettings(
         host=host,
         backend=backend,

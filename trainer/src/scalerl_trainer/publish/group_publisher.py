@@ -22,6 +22,7 @@ import torch
 
 from scalerl_api import endpoints, wire
 from scalerl_api.weight_layout import Bucket, lay_out
+from scalerl_api.wire.control import GroupBackend
 from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.buckets import NamedTensors, fill
 from scalerl_trainer.publish.errors import GroupError
@@ -34,7 +35,7 @@ from scalerl_trainer.publish.publisher import (
     stats_of,
 )
 from scalerl_trainer.publish.rounds import Rounds
-from scalerl_trainer.publish.sender_group import Backend, SenderGroup, Store, open_group
+from scalerl_trainer.publish.sender_group import SenderGroup, Store, open_group
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 class PublishSettings:
     host: str
     """Address of the group's rendezvous, which members can reach."""
-    backend: Backend
+    backend: GroupBackend
     bucket_bytes: int
     timeout_seconds: float
     """Of one join, and of one transfer."""

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed
 
+from scalerl_api.wire.control import GroupBackend
 from scalerl_trainer.background import device_of_thread, new_stream
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.errors import GroupError
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 c10d: Any = torch.distributed  # untyped: torch's typed exports lack these classes
 
 POLL_SECONDS = 0.001
-Backend = Literal["gloo", "nccl"]
 Check = Callable[[], None]
 """A function that is called while waiting, and raises to end the wait."""
 
@@ -68,7 +68,7 @@ class SenderGroup:
     """
 
     def __init__(
-        self, epoch: int, backend: Backend, world_size: int, store: Store, process_groups: list[Any]
+        self, epoch: int, backend: GroupBackend, world_size: int, store: Store, process_groups: list[Any]
     ) -> None:
         self.epoch = epoch
         self.world_size = world_size
@@ -115,7 +115,7 @@ class SenderGroup:
 
 def open_group(
     epoch: int,
-    backend: Backend,
+    backend: GroupBackend,
     world_size: int,
     store: Store,
     device: torch.device,
@@ -198,7 +198,7 @@ def _release_in_thread(process_groups: list[Any], on_gpu: bool) -> None:
 
 
 def _new_process_group(
-    epoch: int, backend: Backend, world_size: int, address: Address, timeout_seconds: float
+    epoch: int, backend: GroupBackend, world_size: int, address: Address, timeout_seconds: float
 ) -> Any:
     timeout = timedelta(seconds=timeout_seconds)
     client = c10d.TCPStore(

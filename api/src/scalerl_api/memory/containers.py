@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeGuard
 
 from scalerl_api.fields import quantity_bytes
-from scalerl_api.memory import (
-    BYTES,
-    ModelSize,
+from scalerl_api.memory.model_size import BYTES, ModelSize
+from scalerl_api.memory.roles import (
     checkpoint_copy,
     offloaded_bytes,
     published_copy,
@@ -81,7 +80,7 @@ def _prepare(size: ModelSize, spec: RunSpec) -> int:
 
 
 def _server(size: ModelSize, spec: RunSpec) -> int:
-    """With accelerators one tensor at a time; on CPUs also what :func:`.server_memory` counts, a second copy of the weights,
+    """With accelerators one tensor at a time; on CPUs also what :func:`.roles.server_memory` counts, a second copy of the weights,
     which vLLM lays out anew, and the float32 weights of the head."""
     tensor, bucket = (
         4 * size.largest_tensor,
@@ -101,7 +100,7 @@ DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
 
 def _trainer(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, what it offloads, and buffers
-    of a publish over gloo. On CPUs :func:`.trainer_rank_bytes`."""
+    of a publish over gloo. On CPUs :func:`.roles.trainer_rank_bytes`."""
     if not spec.trainer.devices:
         return trainer_rank_bytes(size, spec)
     return (

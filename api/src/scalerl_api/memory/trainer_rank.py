@@ -1,0 +1,186 @@
+"""Peak memory of a trainer rank in a step, by ZeRO stage.
+
+Parameters, gradients, optimizer state and the engine's buffers (:mod:`scalerl_api.engines`) are those that ``benchmarks/memory.py``
+measures, activations a rough bound. On accelerators an allowance for the libraries and for fragmentation is added; on CPUs the
+libraries' own memory is not included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from scalerl_api.engines import BUCKET_ELEMENTS, ENGINES, MOMENTS_BYTES, EngineName, Offload, Partition
+from scalerl_api.fields import quantity_bytes
+from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
+from scalerl_api.spec import RunSpec
+
+CHUNK_BYTES = 64 * 2**20
+"""Logits that the output head computes at a time on a CPU."""
+ACCELERATOR_CHUNK_BYTES = 2**30
+"""The same on an accelerator."""
+CONTEXT_BYTES = 5 * 2**28
+"""Memory of an accelerator for CUDA's context, NCCL's channels and cuBLAS's workspaces: 1.25 GiB [by reading]."""
+FRAGMENTATION = 0.05
+"""Share of the tensors' memory that torch's allocator cannot use [by reading]."""
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one trainer rank in bytes: of its accelerator, or without one of the host."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for the backward pass, and recomputed ones of a layer."""
+    gathered: int = 0
+    """Partitioned parameters that are whole while they are used."""
+    head: int = 0
+    """The output head: on a CPU its weight in float32; the weight's gradient in float32 and in the model's dtype, chunks of logits."""
+    buckets: int = 0
+    """Buffers of a publish, communication buckets, and what an update (under FSDP2 the reduction of a layer) needs beyond head,
+    activations and gathered parameters, which are free by then."""
+    reference: int = 0
+    """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
+    allowance: int = 0
+    """For the accelerator's libraries and fragmentation."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+    def __str__(self) -> str:
+        optional = ("gathered", "reference", "allowance")
+        named = {part.name: getattr(self, part.name) for part in fields(self)}
+        parts = ", ".join(f"{n} {v / _GIB:.1f}" for n, v in named.items() if v or n not in optional)
+        return f"{self.total / _GIB:.1f} GiB ({parts})"
+
+
+def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
+    """Memory of one rank for training a model of this size with ``spec``."""
+    return rank_memory(
+        size,
+        dtype=spec.model.dtype,
+        zero_stage=spec.trainer.zero_stage,
+        engine=spec.trainer.engine,
+        offload=spec.trainer.offload,
+        world=spec.trainer.ranks,
+        micro_batch_tokens=spec.micro_batch_tokens,
+        activation_checkpointing=spec.trainer.activation_checkpointing,
+        frozen=frozen_models(spec),
+        trained=None if spec.trainer.lora is None else trained_parameters(size, spec),
+        fp32_head=spec.recipe.fp32_logits in ("Both", "Trainer"),
+        publish_bytes=quantity_bytes(spec.weight_sync.bucket),
+        accelerator=spec.trainer.devices > 0,
+    )
+
+
+def trained_parameters(size: ModelSize, spec: RunSpec) -> int:
+    """Number of trained parameters; with ``trainer.lora`` those of :meth:`.ModelSize.adapter_parameters`.
+
+    >>> small = ModelSize(parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocabulary_size=1000)
+    >>> small.adapter_parameters(8)
+    17408
+    """
+    lora = spec.trainer.lora
+    return size.parameters if lora is None else size.adapter_parameters(lora.rank)
+
+
+def frozen_models(spec: RunSpec) -> int:
+    """Models beside the policy. The reference of adapters is the policy without them, except after a warm start."""
+    second = spec.trainer.lora is None or spec.warm_start is not None
+    return (spec.recipe.kl.penalty is not None and second) + (spec.recipe.proximal_updates > 0)
+
+
+def rank_memory(
+    size: ModelSize,
+    *,
+    dtype: Dtype,
+    zero_stage: int,
+    world: int,
+    micro_batch_tokens: int,
+    engine: EngineName = "DeepSpeed",
+    offload: Offload = "None",
+    activation_checkpointing: bool = False,
+    frozen: int = 0,
+    trained: int | None = None,
+    fp32_head: bool = True,
+    publish_bytes: int = 0,
+    accelerator: bool = False,
+    bucket_elements: int = BUCKET_ELEMENTS,
+) -> RankMemory:
+    """Peak memory per rank of a step with AdamW.
+
+    The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
+    that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
+    Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. What ``offload`` moves to
+    the host is not counted (:func:`.roles.offloaded_bytes`). The ``frozen`` models have only parameters; their activations are freed
+    before those of the policy are allocated. ``publish_bytes``: a bucket of a publish, of which two are in use. ``trained``: parameters
+    that have gradients, if adapters alone are trained.
+
+    >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
+    >>> memory = rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
+    >>> memory.parameters, memory.gradients, memory.optimizer
+    (2000, 4000, 6000)
+
+    Raises:
+        ValueError: ``zero_stage`` does not exist, or ``world`` is less than 1.
+    """
+    if zero_stage not in (0, 1, 2, 3) or world < 1:
+        raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
+    count, hidden, each = size.parameters, size.hidden_size, BYTES[dtype]
+    own, library = count if trained is None else trained, ENGINES[engine]
+    parameters = count + (trained or 0)
+    kept = parameters if library.keeps_trained_weights else parameters - own
+    part = Partition(size, own, parameters, each, zero_stage, world, offload, bucket_elements)
+    gradients = part.share(2, own) * 4
+    if dtype == "float32" and zero_stage == 1:
+        gradients += part.share(1, own) * 4  # the reduced partition, beside the whole gradients
+    optimizer = part.share(1, own) * (MOMENTS_BYTES + (0 if dtype == "float32" and zero_stage == 0 else 4))
+    layers = (size.layers * hidden + size.activation_values(dtype)) if activation_checkpointing else 0
+    values = layers or size.layers * size.activation_values(dtype)
+    parts = RankMemory(
+        parameters=part.share(3, kept) * each * (offload != "OptimizerAndParameters"),
+        gradients=gradients * (offload == "None"),
+        optimizer=optimizer * (offload == "None"),
+        activations=micro_batch_tokens * values * each,
+        gathered=library.gathered_elements(part) * each,
+        head=_head(
+            size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head, accelerator=accelerator
+        ),
+        reference=part.share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
+    )
+    free = sum(getattr(parts, field) for field in library.freed_before_update)
+    buckets = library.bucket_bytes(part) + max(0, library.update_bytes(part) - free)
+    # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
+    largest = max(size.vocabulary_size * hidden, size.largest_parameter)
+    publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
+    parts = replace(parts, buckets=buckets + publish)
+    if not accelerator:
+        return parts
+    return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))
+
+
+def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, accelerator: bool) -> int:
+    """Bytes of the weight's float32 gradient and that in the model's dtype, and of chunks of logits: three in float32, or on an
+    accelerator two and one in the model's dtype. On a CPU also the weight's float32 copy: there products of bfloat16 are not
+    accumulated in float32.
+    """
+    output = size.vocabulary_size * size.hidden_size
+    gradient = (4 * output + (each * output if each != 4 else 0)) if trains else 0
+    copies = gradient + (4 * output if fp32 and each != 4 and not accelerator else 0)
+    chunk = min(ACCELERATOR_CHUNK_BYTES if accelerator else CHUNK_BYTES, 4 * tokens * size.vocabulary_size)
+    return copies + (5 * chunk // 2 if accelerator else 3 * chunk)
+
+
+def stage_plan(size: ModelSize, spec: RunSpec) -> dict[int, RankMemory]:
+    """The memory of one rank by the ZeRO stages that can train ``spec``, which differs in nothing else."""
+    stages = ENGINES[spec.trainer.engine].zero_stages(spec.trainer.offload, spec.model.dtype)
+    return {stage: trainer_rank_memory(size, with_trainer(spec, zero_stage=stage)) for stage in stages}
+
+
+def with_trainer(spec: RunSpec, **changes: object) -> RunSpec:
+    """The spec with other fields of its trainer."""
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
