@@ -14,8 +14,8 @@ from engine_worker import share
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.losses.from_spec import make_loss
-from scalerl_trainer.checkpoint import CheckpointStore
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.engine.fsdp_engine import FsdpEngine
 from scalerl_trainer.models import load_model

@@ -9,11 +9,11 @@ import torch
 from test_trainer_checkpointer import OnlyRank
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointStore, Disk
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoints.engine_files import KEYS, EngineHeader, HostBuffers, Piece
+from scalerl_trainer.checkpoints.volume import CheckpointStore, Disk
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import EngineSettings, EngineState
 from scalerl_trainer.fence import Fence
-from scalerl_trainer.saved_state import KEYS, EngineHeader, HostBuffers, Piece
 
 given: dict[str, Any] = WRITER  # type: ignore[name-defined]  # noqa: F821
 PARAMETERS, ELEMENTS = 4, 100_000

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import (
+from scalerl_trainer.checkpoints.engine_files import SavedState
+from scalerl_trainer.checkpoints.volume import (
     MANIFEST,
     STAGED,
     CheckpointError,
@@ -23,7 +24,6 @@ from scalerl_trainer.checkpoint import (
     Manifest,
     files_in,
 )
-from scalerl_trainer.saved_state import SavedState
 
 SHAPE = {"ranks": "2"}
 

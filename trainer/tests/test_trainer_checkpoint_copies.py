@@ -28,16 +28,22 @@ from trainer_run import until
 from scalerl_api import wire
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
-from scalerl_trainer.checkpoint_copies import (
+from scalerl_trainer.checkpoints.object_store import (
     RUN_FILE,
     CheckpointCopies,
     PrefixTaken,
 )
-from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint, Timings
+from scalerl_trainer.checkpoints.upload import Uploader, UploadState
+from scalerl_trainer.checkpoints.volume import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointStore,
+    FileRecord,
+    Manifest,
+)
+from scalerl_trainer.checkpoints.write import Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer.uploader import Uploader, UploadState
 
 pytestmark = pytest.mark.slow
 
@@ -295,7 +301,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store cannot be reached, and no pause is waited for."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 0})
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("scalerl_trainer.checkpoints.object_store.time.sleep", lambda seconds: None)
 
 
 def on_volume(root: Path) -> list[str]:
@@ -407,8 +413,8 @@ def test_store_that_fails_within_a_fetch(
         s3.refuse(float("inf"))
 
     monkeypatch.setattr(obstore, "get_range", then_refused)
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.READERS", 1)
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", pause)
+    monkeypatch.setattr("scalerl_trainer.checkpoints.object_store.READERS", 1)
+    monkeypatch.setattr("scalerl_trainer.checkpoints.object_store.time.sleep", pause)
     empty(tmp_path)
     assert Trainer(tmp_path, to, writer="b").version == 4
     assert len(paused) == 1
@@ -661,11 +667,11 @@ KILLED = """
 import sys, threading
 from pathlib import Path
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointStore
-from scalerl_trainer.checkpoint_copies import CheckpointCopies
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.object_store import CheckpointCopies
 from scalerl_trainer.metrics import Metrics
 from scalerl_api.object_store import ObjectStore
-from scalerl_trainer.uploader import Uploader
+from scalerl_trainer.checkpoints.upload import Uploader
 
 root, to, run = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
 copies, volume = CheckpointCopies(ObjectStore(to), run, "killed"), CheckpointStore(RunPaths(root), 2)

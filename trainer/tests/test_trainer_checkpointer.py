@@ -17,13 +17,13 @@ import torch
 
 from scalerl_api.paths import RunPaths
 from scalerl_trainer import checkpointer as checkpointer_module
-from scalerl_trainer.checkpoint import CheckpointStore, Disk
-from scalerl_trainer.checkpointer import (
+from scalerl_trainer.checkpoints.random_state import RandomStateError, load_random_state, save_random_state
+from scalerl_trainer.checkpoints.volume import CheckpointStore, Disk
+from scalerl_trainer.checkpoints.write import (
     Checkpointer,
     NoUsableCheckpoint,
 )
 from scalerl_trainer.engine import EngineSettings
-from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 
 
 class OnlyRank:

@@ -14,7 +14,7 @@ import pytest
 
 from scalerl_api.attempts import Attempt
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk, files_in
+from scalerl_trainer.checkpoints.volume import CheckpointError, CheckpointStore, Disk, files_in
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import FOLDER, Fence
 

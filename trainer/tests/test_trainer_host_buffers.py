@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scalerl_trainer import saved_state
-from scalerl_trainer.saved_state import (
+from scalerl_trainer.checkpoints.engine_files import (
     CHUNK_BYTES,
     KEYS,
     PROXIMAL,

@@ -12,7 +12,7 @@ import torch
 
 from scalerl_api import wire
 from scalerl_trainer import leader_checkpoints, leader_publishes
-from scalerl_trainer.checkpointer import TIMINGS
+from scalerl_trainer.checkpoints.write import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics

@@ -9,14 +9,14 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
        │                                                   Policy ▶ log-probs ▶ Loss ▶ Backend.backward()
        │                                                 Backend.step(): gradients ▶ weights of the next version
        │◀ step report ──────────────────────── sums ──  Trained
-       │ PUBLISH       LeaderPublishes.publish() ────▶ Worker.gather() whole parameters, a bucket at a time, while
+       │ PUBLISH       PermittedPublishes.publish() ────▶ Worker.gather() whole parameters, a bucket at a time, while
        │                 Publisher.publish()               the next step is computed; its update waits
        │                   GroupPublisher: open_group() ▶ fill() a bucket ▶ start_broadcast() ─────────────▶ │
        │                   or FilePublisher: WeightWriter.write() ▶ files, which the generators read         │
        │                   both: ActorControl.start(), a request to each actor ────────────────── receive ──▶ │
        │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤
        │◀ commit ───────   Coordinator.publish_commit(): which members hold the version
-       │ every n steps LeaderCheckpoints.save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
+       │ every n steps RunCheckpoints.save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
 
     ``algo``          losses, advantages, aggregation, mismatch: pure functions of tensors
     ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens

@@ -58,9 +58,10 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.algo.losses.from_spec import make_loss
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
-from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
-from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
+from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTaken, identity
+from scalerl_trainer.checkpoints.upload import Uploader
+from scalerl_trainer.checkpoints.volume import CheckpointError, CheckpointStore, Disk
+from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
@@ -81,14 +82,13 @@ from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
+from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.from_spec import make_publisher, publish_limit_seconds
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
-from scalerl_trainer.stored_files import EXPORTS
-from scalerl_trainer.uploader import Uploader
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")

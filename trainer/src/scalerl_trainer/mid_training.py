@@ -27,8 +27,8 @@ from scalerl_tasks import (
     TokenizerError,
 )
 from scalerl_tasks.text import ModelTokenizer
-from scalerl_trainer.checkpoint import STAGE, CheckpointError, CheckpointStore
-from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, FailedSave, Timings, held_by
+from scalerl_trainer.checkpoints.volume import STAGE, CheckpointError, CheckpointStore
+from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, FailedSave, Timings, held_by
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped

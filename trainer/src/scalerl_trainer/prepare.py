@@ -31,7 +31,7 @@ from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.text import ModelTokenizer
-from scalerl_trainer.checkpoint import flush
+from scalerl_trainer.checkpoints.volume import flush
 from scalerl_trainer.checks import (
     PrepareError,
     check_length,
@@ -50,7 +50,7 @@ from scalerl_trainer.fork import ForkError, take_over
 from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
-from scalerl_trainer.stored_files import fetch, of_run, upload
+from scalerl_trainer.object_store_folders import fetch, of_run, upload
 
 log = logging.getLogger("scalerl_trainer.prepare")
 

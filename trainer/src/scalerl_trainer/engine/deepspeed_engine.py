@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from scalerl_api.memory import BUCKET_ELEMENTS
+from scalerl_trainer.checkpoints.engine_files import Piece
 from scalerl_trainer.engine import adamw
 from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
 from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.weight_stream import WeightStream
-from scalerl_trainer.saved_state import Piece
 
 # Without this, DeepSpeed warns on a machine without GPUs that it guesses the accelerator.
 if not torch.cuda.is_available():

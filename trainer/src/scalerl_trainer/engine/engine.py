@@ -23,6 +23,14 @@ import torch.distributed as dist
 
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.algo.mismatch import RatioStatistics
+from scalerl_trainer.checkpoints.engine_files import (
+    HEADER,
+    PROXIMAL,
+    EngineHeader,
+    HostBuffers,
+    Piece,
+    SavedState,
+)
 from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
 from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
@@ -41,14 +49,6 @@ from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.packing import MicroBatch, Sequence
-from scalerl_trainer.saved_state import (
-    HEADER,
-    PROXIMAL,
-    EngineHeader,
-    HostBuffers,
-    Piece,
-    SavedState,
-)
 from scalerl_trainer.train_batch import PackedShard, TrainBatch, pack_shard
 from scalerl_trainer.utilization import flops_per_token
 

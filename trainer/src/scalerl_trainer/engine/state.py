@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalerl_trainer.checkpoints.engine_files import EngineHeader, Piece, write_header, write_pieces
 from scalerl_trainer.engine.start_kl import StartSample
-from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EngineState:
     """Completions of the start of the run; on rank 0, if it had some."""
 
     def write(self, directory: Path, progress: Callable[[int], None] | None = None) -> list[Path]:
-        """Write the files of :mod:`.saved_state`, and return them; ``progress`` is called with numbers of written bytes.
+        """Write the files of :mod:`.checkpoints.engine_files`, and return them; ``progress`` is called with numbers of written bytes.
 
         Raises:
             OSError

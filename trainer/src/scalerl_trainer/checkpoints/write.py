@@ -1,4 +1,4 @@
-"""Writes and loads the checkpoints of all ranks, in the files of :mod:`.checkpoint`.
+"""Writes and loads the checkpoints of all ranks, in the files of :mod:`.volume`.
 
 ``start`` copies the current state to the host while training waits. On each rank, a thread then writes, flushes and hashes the
 rank's files in the staging folder while training continues, and ``finish`` commits the checkpoint once all ranks are done
@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scalerl_api.object_store import StoreError
-from scalerl_trainer.checkpoint import (
+from scalerl_trainer.checkpoints.object_store import PrefixTaken, lower_priority, read_with_retries
+from scalerl_trainer.checkpoints.random_state import (
+    RandomStateError,
+    load_random_state,
+    random_state,
+    save_random_state,
+)
+from scalerl_trainer.checkpoints.upload import Uploader
+from scalerl_trainer.checkpoints.volume import (
     STAGE,
     CheckpointError,
     CheckpointStore,
@@ -25,12 +33,9 @@ from scalerl_trainer.checkpoint import (
     StagedCheckpoint,
     VolumeState,
 )
-from scalerl_trainer.checkpoint_copies import PrefixTaken, lower_priority, read_with_retries
 from scalerl_trainer.engine import Engine, EngineState
 from scalerl_trainer.errors import AttemptSuperseded, Stopped, TrainerError
-from scalerl_trainer.random_state import RandomStateError, load_random_state, random_state, save_random_state
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.uploader import Uploader
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@
 ``writer.json``               the start of the trainer that writes; an earlier one stops writing
 ``step-<step>/…``             a checkpoint's files, as on the volume
 ``step-<step>/manifest.json`` written last: a folder without it is no checkpoint
-``warm-started/…``            the weights after a warm start, as on the volume, in the form of :mod:`.stored_files`
+``warm-started/…``            the weights after a warm start, as on the volume, in the form of :mod:`.object_store_folders`
 ============================= ==================================================================================
 
-:mod:`.uploader` writes them. Of two attempts of the trainer the later one writes (:meth:`CheckpointCopies.claim`). ``writer.json`` is read
+:mod:`.upload` writes them. Of two attempts of the trainer the later one writes (:meth:`CheckpointCopies.claim`). ``writer.json`` is read
 before each file and each manifest, but a bucket has no rename that could fence out an earlier attempt, as on the volume (:mod:`.fence`):
 a file that it is sending when the later one claims the prefix may still replace the later one's file of the same step. The manifest
 finds that. It has the SHA-256 of every file, and what is read from the store is compared with it before it gets a checkpoint's name:
@@ -31,9 +31,9 @@ from pathlib import Path, PurePosixPath
 from scalerl_api.attempts import Attempt
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import ScaleRLRun
-from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, FileRecord, Manifest, flush
+from scalerl_trainer.checkpoints.volume import MANIFEST, CheckpointError, FileRecord, Manifest, flush
 from scalerl_trainer.errors import AttemptSuperseded, TrainerError
-from scalerl_trainer.stored_files import DamagedError, fetch, is_there, upload
+from scalerl_trainer.object_store_folders import DamagedError, fetch, is_there, upload
 
 log = logging.getLogger(__name__)
 
