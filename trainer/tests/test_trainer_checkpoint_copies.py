@@ -28,20 +28,16 @@ from trainer_run import until
 from scalerl_api import wire
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
+from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, FileRecord, Manifest
 from scalerl_trainer.checkpoints.object_store import (
     RUN_FILE,
     CheckpointCopies,
     PrefixTaken,
 )
 from scalerl_trainer.checkpoints.upload import Uploader, UploadState
-from scalerl_trainer.checkpoints.volume import (
-    MANIFEST,
-    CheckpointError,
-    CheckpointStore,
-    FileRecord,
-    Manifest,
-)
-from scalerl_trainer.checkpoints.write import Checkpointer, NoUsableCheckpoint, Timings
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import Checkpointer, Timings
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
 
@@ -143,7 +139,7 @@ class Trainer:
     def __init__(
         self, root: Path, to: str, *, keep: int = 2, run: dict[str, Any] = RUN, writer: str = "a"
     ) -> None:
-        volume = CheckpointStore(RunPaths(root), keep)
+        self.volume = volume = CheckpointStore(RunPaths(root), keep)
         copies = CheckpointCopies(ObjectStore(to), run, writer)
         self.metrics = Metrics()
         self.uploader = Uploader(
@@ -154,7 +150,10 @@ class Trainer:
         ranks: Any = OnlyRank(60.0)
         engine: Any = self.engine
         self.checkpointer = Checkpointer(volume, ranks, engine, uploader=self.uploader, timings=QUICK)
-        self.version = self.checkpointer.load()
+        self.version = CheckpointLoader(
+            volume, ranks, engine, uploader=self.uploader, exchange_seconds=QUICK.exchange
+        ).load()
+        self.checkpointer.continue_from(self.version)
 
     def save(self, step: int, size: int = 0, best: int = -1) -> None:
         self.engine.save = lambda directory: (directory / "weights").write_bytes(
@@ -211,7 +210,7 @@ def test_empty_volume_continues_from_store(tmp_path: Path, s3: S3Server, to: str
     again = Trainer(tmp_path, to, writer="b")
     assert again.version == 8
     assert again.engine.loaded == b"weights 8"
-    assert again.checkpointer.snapshot(8) == b"snapshot 8"
+    assert again.volume.snapshot(8) == b"snapshot 8"
     after = {
         p.relative_to(tmp_path): p.read_bytes()
         for p in RunPaths(tmp_path).checkpoint(8).rglob("*")

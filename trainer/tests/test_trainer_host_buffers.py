@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 
 from scalerl_trainer import saved_state
 from scalerl_trainer.checkpoints.engine_files import (
-    CHUNK_BYTES,
     KEYS,
     PROXIMAL,
     EngineHeader,
-    HostBuffers,
     Piece,
     SavedState,
-    place_on_host,
     write_header,
     write_pieces,
 )
+from scalerl_trainer.checkpoints.host_copy import CHUNK_BYTES, HostBuffers, place_on_host
 
 MIB = 1 << 20
 LLAMA_8B = [(128256 * 4096, 12)] * 2 + 32 * [

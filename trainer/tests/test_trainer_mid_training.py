@@ -24,7 +24,7 @@ from scalerl_generator.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task, task_problems
 from scalerl_tasks.text import ModelTokenizer
 from scalerl_trainer import mid_training
-from scalerl_trainer.checkpoints.volume import CheckpointError
+from scalerl_trainer.checkpoints.manifest import CheckpointError
 from scalerl_trainer.checkpoints.write import Timings
 from scalerl_trainer.checks import PrepareError
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped

@@ -26,8 +26,8 @@ from scalerl_api.object_store import NewObject, ObjectStore, StoreError
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
 from scalerl_generator import weight_files
 from scalerl_generator.weight_files import StoreUnreachable, WeightFetcher, WeightReader
+from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.checkpoints.object_store import PrefixTaken, claim_prefix
-from scalerl_trainer.checkpoints.volume import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer

@@ -29,15 +29,12 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``fork``          copies another run's checkpoint into the directory of a new one
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
-    ``leader_publishes``, ``leader_checkpoints``
-                      rank 0's part of both, from the coordinator's permission to what it is to know
     ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
     ``shard_conversion``
                       a shard of a step from the wire to a ``TrainBatch`` of tensors (``train_batch``), with advantages and weights
     ``publish``       sends weights to the generators
-    ``checkpointer``  checkpoints of all ranks; ``checkpoint`` has the files, ``saved_state`` the engine's state,
-                      ``checkpoint_copies`` the copies in an object store, ``uploader`` sends them
+    ``checkpoints``   what is in a checkpoint, how it is written, found again and copied to an object store
     ``exporter``      exports models of evaluated versions; ``export`` writes them, ``export_targets`` copies them elsewhere
 
 This package does not choose prompts, grade or decide staleness (the coordinator does), does not sample (the generator

@@ -24,7 +24,7 @@ from scalerl_api import wire
 from scalerl_api.exports import Exports
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO
-from scalerl_trainer.checkpoints.volume import CheckpointError
+from scalerl_trainer.checkpoints.manifest import CheckpointError
 from scalerl_trainer.checkpoints.when_to_save import POLL_SECONDS, RunCheckpoints
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.coordinator_silence import CoordinatorSilence

@@ -58,10 +58,13 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
+from scalerl_trainer.checkpoints.manifest import CheckpointError
 from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTaken, identity
 from scalerl_trainer.checkpoints.upload import Uploader
-from scalerl_trainer.checkpoints.volume import CheckpointError, CheckpointStore, Disk
-from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
@@ -162,10 +165,16 @@ def run(
         uploader = Uploader(
             copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
         )
-    checkpointer = Checkpointer(
-        volume, ranks, engine, uploader=uploader, stopped=stop.is_set, timings=timings
-    )
-    version = checkpointer.load()
+    version = CheckpointLoader(
+        volume,
+        ranks,
+        engine,
+        uploader=uploader,
+        stopped=stop.is_set,
+        exchange_seconds=timings.exchange,
+    ).load()
+    checkpointer = Checkpointer(volume, ranks, engine, uploader, timings)
+    checkpointer.continue_from(version)
     if version is None and spec.source is not None:
         # Without this, the fork would begin again from the base model.
         raise NoUsableCheckpoint(
@@ -216,7 +225,7 @@ def run(
         return
     worker.probes = first_probes(environment.paths.base_model, spec)
     control = ActorControl(environment.token)
-    snapshot = checkpointer.snapshot(version) if version is not None else None
+    snapshot = volume.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
     exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)

@@ -23,7 +23,8 @@ import msgspec
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import RunSpec
 from scalerl_tasks.dataset.source import FOLDER as DATA
-from scalerl_trainer.checkpoints.volume import Disk, FileRecord, check_space
+from scalerl_trainer.checkpoints.disk import Disk, check_space
+from scalerl_trainer.checkpoints.manifest import FileRecord
 
 MODEL = "model"
 EXPORTS = "hf"

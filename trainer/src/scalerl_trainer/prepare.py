@@ -31,7 +31,7 @@ from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.text import ModelTokenizer
-from scalerl_trainer.checkpoints.volume import flush
+from scalerl_trainer.checkpoints.disk import flush
 from scalerl_trainer.checks import (
     PrepareError,
     check_length,

@@ -31,7 +31,8 @@ from pathlib import Path, PurePosixPath
 from scalerl_api.attempts import Attempt
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import ScaleRLRun
-from scalerl_trainer.checkpoints.volume import MANIFEST, CheckpointError, FileRecord, Manifest, flush
+from scalerl_trainer.checkpoints.disk import flush
+from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, FileRecord, Manifest
 from scalerl_trainer.errors import AttemptSuperseded, TrainerError
 from scalerl_trainer.object_store_folders import DamagedError, fetch, is_there, upload
 

@@ -1,4 +1,4 @@
-"""Writes and loads the checkpoints of all ranks, in the files of :mod:`.volume`.
+"""Writes the checkpoints of all ranks, in the files of :mod:`.volume`.
 
 ``start`` copies the current state to the host while training waits. On each rank, a thread then writes, flushes and hashes the
 rank's files in the staging folder while training continues, and ``finish`` commits the checkpoint once all ranks are done
@@ -11,30 +11,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scalerl_api.object_store import StoreError
-from scalerl_trainer.checkpoints.object_store import PrefixTaken, lower_priority, read_with_retries
+from scalerl_trainer.checkpoints.disk import VolumeState
+from scalerl_trainer.checkpoints.manifest import CheckpointError, FileRecord
+from scalerl_trainer.checkpoints.object_store import lower_priority
 from scalerl_trainer.checkpoints.random_state import (
-    RandomStateError,
-    load_random_state,
     random_state,
     save_random_state,
 )
 from scalerl_trainer.checkpoints.upload import Uploader
-from scalerl_trainer.checkpoints.volume import (
-    STAGE,
-    CheckpointError,
-    CheckpointStore,
-    FileRecord,
-    Manifest,
-    StagedCheckpoint,
-    VolumeState,
-)
+from scalerl_trainer.checkpoints.volume import STAGE, CheckpointStore, StagedCheckpoint
 from scalerl_trainer.engine import Engine, EngineState
-from scalerl_trainer.errors import AttemptSuperseded, Stopped, TrainerError
+from scalerl_trainer.errors import TrainerError
 from scalerl_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -64,10 +54,6 @@ class Timings:
 
 
 TIMINGS = Timings()
-
-
-class NoUsableCheckpoint(TrainerError):
-    """Checkpoints exist, but none can be loaded; a restart does not help."""
 
 
 @dataclass
@@ -140,48 +126,11 @@ class SaveResult:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class _Remote:
-    """The checkpoints in the object store, or why they are not known."""
-
-    steps: list[int] = field(default_factory=list)
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """A checkpoint that is read from the object store."""
-
-    manifest: Manifest | None = None
-    directory: str = ""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a rank's part of a task came to."""
-
-    ended: bool = False
-    failure: str = ""
-    """One of ``_FAILURES``, ``damaged``, or empty."""
-    message: str = ""
-
-
-_FAILURES: dict[str, type[Exception]] = {
-    "superseded": AttemptSuperseded,
-    "taken": PrefixTaken,
-    "disk": CheckpointError,
-    "store": StoreError,
-}
-"""Errors of a task that are raised on all ranks; the first counts."""
-
-
 class Checkpointer:
-    """Checkpoints of one run. Every method is a collective, except where noted.
+    """Writes the checkpoints of one run, one at a time. Every method is a collective, except where noted.
 
     Args:
-        otherwise: what to do without a good copy of a damaged checkpoint, for the error message.
-        uploader: copies each checkpoint to an object store, and has those that the volume has not.
-        stopped: whether this rank is to stop, which ends the reading of a checkpoint from the store.
+        uploader: copies each checkpoint to an object store.
     """
 
     def __init__(
@@ -189,13 +138,11 @@ class Checkpointer:
         store: CheckpointStore,
         ranks: Ranks,
         engine: Engine,
-        otherwise: str = "start a new run",
         uploader: Uploader | None = None,
-        stopped: Callable[[], bool] = lambda: False,
         timings: Timings = TIMINGS,
     ) -> None:
         self.timings = timings
-        self._otherwise, self.uploader, self._stopped = otherwise, uploader, stopped
+        self.uploader = uploader
         self._store, self._ranks, self._engine = store, ranks, engine
         settings = engine.settings
         self._shape = {
@@ -213,6 +160,10 @@ class Checkpointer:
         self.committed_step: int | None = None
         """The newest committed step, or the loaded one."""
 
+    def continue_from(self, step: int | None) -> None:
+        """Set the step of the loaded checkpoint; None without one. Not a collective."""
+        self.last_step = self.committed_step = step
+
     @property
     def pending(self) -> bool:
         return self._pending is not None
@@ -223,8 +174,6 @@ class Checkpointer:
         and hashed, or the write hangs, which fails it."""
         pending = self._pending
         return pending is not None and (pending.is_written or pending.hangs(self._idle_seconds))
-
-    # --- writing ------------------------------------------------------------------------------------------
 
     def start(
         self, step: int, snapshot: bytes | None, best: int = -1, stage: bytes | None = None
@@ -348,209 +297,6 @@ class Checkpointer:
     def volume(self) -> VolumeState:
         """The state of the checkpoints' volume. Not a collective."""
         return self._store.volume()
-
-    # --- reading ------------------------------------------------------------------------------------------
-
-    def load(self) -> int | None:
-        """Load the newest valid checkpoint, of the volume or the object store; returns its step, or None if the run never had a
-        checkpoint.
-
-        Raises:
-            NoUsableCheckpoint: all checkpoints are damaged, including those quarantined by an earlier start (a run that had
-                checkpoints never restarts from step 0 by itself), or the newest valid one does not fit this run.
-            PrefixTaken: the object store has another run's checkpoints under the prefix.
-            AttemptSuperseded: a later attempt has begun.
-            StoreError: the object store cannot be read, and the volume has no valid checkpoint, or a damaged one that is newer.
-            CheckpointError: a checkpoint of the object store cannot be written to the volume.
-            Stopped: a rank is to stop.
-        """
-        if self._ranks.is_leader:
-            self._store.remove_staged()
-        steps = self._ranks.broadcast(self._store.steps() if self._ranks.is_leader else None, list[int])
-        remote = self._remote_steps()
-        for step in sorted({*steps, *remote.steps}, reverse=True):
-            if (step in steps and self._is_valid(step)) or (
-                step in remote.steps and self._fetch(step) and self._is_valid(step, copied=True)
-            ):
-                if remote.error:
-                    self._check_none_newer(step, steps, remote.error)
-                directory = self._store.directory(step)
-                self._engine.load(directory)
-                load_random_state(directory, self._ranks.rank)  # again: loading may have drawn numbers
-                self.last_step = self.committed_step = step
-                self._resumed(step, remote)
-                return step
-        if remote.error:
-            raise StoreError(f"{self._store.root} has no valid checkpoint, and {remote.error}")
-        quarantined = self._quarantined()
-        if steps or quarantined or remote.steps:
-            raise NoUsableCheckpoint(
-                f"{self._store.root}: all checkpoints are damaged: {', '.join(quarantined) or sorted({*steps, *remote.steps})} (the "
-                "log of the start that found it has the reasons). Restore a good copy as step-*, or "
-                f"{self._otherwise}"
-            )
-        self._resumed(None, remote)
-        return None
-
-    def _check_none_newer(self, step: int, steps: list[int], error: str) -> None:
-        """Raise ``StoreError`` if a checkpoint after ``step`` is damaged, of which the store, which failed with ``error``, may have a copy."""
-        newer = {name: found for name, found in self._quarantined().items() if found > step}
-        newer |= {
-            f"step-{found:08d}": found for found in steps if found > step and found not in newer.values()
-        }
-        if newer:
-            raise StoreError(
-                f"checkpoint {max(newer.values())} in {self._store.root} is damaged, and the store, which may have a copy, cannot be read. "
-                "The trainer continues from that copy once the store answers. To continue from checkpoint "
-                f"{step} instead, and train the steps since again, remove {', '.join(newer)}. {error}"
-            )
-
-    def _quarantined(self) -> dict[str, int]:
-        return self._ranks.broadcast(
-            self._store.quarantined() if self._ranks.is_leader else None, dict[str, int]
-        )
-
-    def _is_valid(self, step: int, *, copied: bool = False) -> bool:
-        """Whether a checkpoint on the volume is valid; one that is not is quarantined, or removed if the store has it."""
-        errors = [e for e in self._ranks.all_gather(self._verify(step), str) if e]
-        if errors and self._ranks.is_leader:
-            if copied:
-                log.error("checkpoint %d is damaged in its copy and is not used: %s", step, errors[0])
-                self._store.remove(step)
-            else:
-                self._store.quarantine(step, errors[0])
-        return not errors
-
-    # --- the object store -----------------------------------------------------------------------------------
-
-    def _resumed(self, step: int | None, remote: _Remote) -> None:
-        if self.uploader is not None:
-            self.uploader.resumed(step, remote.steps, opened=not remote.error)
-
-    def _remote_steps(self) -> _Remote:
-        """Claim the prefix, and list its checkpoints. Raises ``PrefixTaken``, ``Stopped``."""
-        if self.uploader is None:
-            return _Remote()
-        copies, found = self.uploader.copies, [_Remote()]
-
-        def list_steps() -> None:
-            if self._ranks.is_leader:
-                self._store.check()
-                copies.claim()
-                found[0] = _Remote(copies.steps())
-
-        try:
-            self._read_together(list_steps)
-        except StoreError as error:
-            log.error("continuing without the copies of checkpoints, if the volume has some: %s", error)
-            return _Remote(error=str(error))
-        return self._ranks.broadcast(found[0] if self._ranks.is_leader else None, _Remote)
-
-    def _fetch(self, step: int) -> bool:
-        """Read a checkpoint from the store, each rank its part, and put it on the volume; False, and nothing, if it is damaged.
-
-        Raises:
-            CheckpointError: the volume cannot be written, or has no space.
-            StoreError: the store could not be read.
-            Stopped
-        """
-        assert self.uploader is not None
-        copies, begun = self.uploader.copies, [_Fetch()]
-
-        def begin() -> None:
-            if self._ranks.is_leader:
-                manifest = copies.manifest(step)
-                copies.fetch_warm_started(self._store.warm_started_weights)
-                begun[0] = _Fetch(manifest, str(self._store.stage_copy(manifest).directory))
-
-        log.info("reading checkpoint %d from %s", step, copies.to)
-        damaged = self._read_together(begin)
-        fetched = self._ranks.broadcast(begun[0] if self._ranks.is_leader else None, _Fetch)
-        if fetched.manifest is not None:
-            manifest, staged = fetched.manifest, StagedCheckpoint(step, Path(fetched.directory))
-            records = manifest.files[self._ranks.rank :: self._ranks.world]
-
-            def commit() -> None:
-                if self._ranks.is_leader:
-                    self._store.commit_copy(staged, manifest)
-
-            try:
-                damaged = self._read_together(lambda: copies.fetch(step, staged.directory, records))
-                if not damaged:
-                    self._read_together(commit)
-            finally:
-                if self._ranks.is_leader:  # after a commit it is gone
-                    self._store.discard(staged)
-        if damaged:
-            log.error("checkpoint %d in %s is damaged and is not used: %s", step, copies.to, damaged)
-            return False
-        return True
-
-    def _read_together(self, read: Callable[[], None]) -> str:
-        """Call ``read`` on all ranks, with retries while the store fails; returns why the checkpoint is damaged.
-
-        Raises:
-            AttemptSuperseded, PrefixTaken, CheckpointError, StoreError: see ``_FAILURES``; on all ranks.
-            Stopped
-        """
-        outcomes = self._together(lambda: read_with_retries(read, self._stopped))
-        messages = {o.failure: o.message for o in reversed(outcomes)}
-        for failure, error in _FAILURES.items():
-            if failure in messages:
-                raise error(messages[failure])
-        return messages.get("damaged", "")
-
-    def _together(self, task: Callable[[], None]) -> list[_Outcome]:
-        """Call ``task`` on all ranks; returns their outcomes. It may take longer than the timeout of a collective.
-
-        Raises:
-            Stopped: a rank is to stop; its task is abandoned.
-        """
-        outcome = [_Outcome()]
-
-        def guarded() -> None:
-            lower_priority()
-            try:
-                task()
-                outcome[0] = _Outcome(ended=True)
-            except CheckpointError as error:
-                outcome[0] = _Outcome(ended=True, failure="damaged", message=str(error) or "damaged")
-            except Exception as error:
-                kinds = (kind for kind, raised in _FAILURES.items() if isinstance(error, raised))
-                failure = next(kinds, "disk" if isinstance(error, OSError) else "store")
-                text = str(error) if isinstance(error, TrainerError | StoreError | OSError) else repr(error)
-                outcome[0] = _Outcome(ended=True, failure=failure, message=text)
-
-        thread = threading.Thread(target=guarded, name="read", daemon=True)
-        thread.start()
-        while True:
-            thread.join(self.timings.exchange)
-            states = self._ranks.all_gather((outcome[0], self._stopped()), tuple[_Outcome, bool])
-            if all(o.ended for o, _ in states):
-                return [o for o, _ in states]
-            if any(stopped for _, stopped in states):
-                raise Stopped("stopped while a checkpoint was read from the object store")
-
-    def snapshot(self, step: int) -> bytes:
-        """The coordinator's state of a loaded checkpoint. Not a collective."""
-        return self._store.snapshot(step)
-
-    def stage(self, step: int) -> bytes:
-        """The state of mid-training in a loaded checkpoint. Not a collective."""
-        return (self._store.directory(step) / STAGE).read_bytes()
-
-    def _verify(self, step: int) -> str:
-        """Why the checkpoint is damaged; empty if it is not. Restores this rank's random states, which shows that they are some."""
-        try:
-            manifest = self._store.manifest(step)
-            self._store.verify(manifest, self._ranks.rank, self._ranks.world)
-        except CheckpointError as error:
-            return str(error) or "damaged"
-        try:
-            load_random_state(self._store.directory(step), self._ranks.rank)
-        except RandomStateError as error:
-            return f"rank {self._ranks.rank}: {error}"
-        return ""
 
 
 def held_by(world: int) -> str:

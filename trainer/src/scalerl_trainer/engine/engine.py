@@ -23,14 +23,8 @@ import torch.distributed as dist
 
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.algo.mismatch import RatioStatistics
-from scalerl_trainer.checkpoints.engine_files import (
-    HEADER,
-    PROXIMAL,
-    EngineHeader,
-    HostBuffers,
-    Piece,
-    SavedState,
-)
+from scalerl_trainer.checkpoints.engine_files import HEADER, PROXIMAL, EngineHeader, Piece, SavedState
+from scalerl_trainer.checkpoints.host_copy import HostBuffers
 from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
 from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
