@@ -229,7 +229,7 @@ def engine(*, fp32_head: bool = True, frozen: bool = False) -> Engine:
     if frozen:
         made.set_reference(model(tied=False))
         made.keep_proximal(model(tied=True))
-        made._proximal_updates = 1
+        made._proximal.updates = 1
     return made
 
 

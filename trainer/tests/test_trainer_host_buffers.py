@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalerl_trainer import saved_state
+from scalerl_trainer.checkpoints import host_copy
 from scalerl_trainer.checkpoints.engine_files import (
     KEYS,
     PROXIMAL,
@@ -63,7 +63,7 @@ def test_host_memory_is_the_state_and_at_most_a_twentieth_more(ranks: int) -> No
 
 
 def test_split_copies_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_state, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(host_copy, "CHUNK_BYTES", MIB)
     torch.manual_seed(0)
     sizes = {"a": 200_001, "b": 7, "c": 90_000}
 

@@ -37,10 +37,10 @@ def test_estimate_is_within_a_tenth_of_measured(name: str) -> None:
 def test_low_precision_gradients_are_freed_during_backward(dtype: str) -> None:
     """Stage 1 keeps 2 bytes less per parameter; the estimate counts on it. The full test measures it."""
     from scalerl_api.memory import BUCKET_ELEMENTS
-    from scalerl_trainer.engine.deepspeed_engine import _config
+    from scalerl_trainer.engine.deepspeed_config import deepspeed_config
     from scalerl_trainer.engine.settings import EngineSettings
 
-    config = _config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9)  # type: ignore[arg-type]
+    config = deepspeed_config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9)  # type: ignore[arg-type]
     assert config["bf16"]["immediate_grad_update"] == (dtype == "bfloat16")
     # The estimate's buckets are the engine's.
     assert config["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS

@@ -19,7 +19,8 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
        │ every n steps RunCheckpoints.save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
 
     ``algo``          losses, advantages, aggregation, mismatch: pure functions of tensors
-    ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens
+    ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens; ``row_layout`` which
+                      sequences share them
     ``models``        the policy: loading, from scratch, head
     ``engine``        the update, by DeepSpeed or FSDP2
     ``sft``           supervised steps; ``mid_training`` runs them from the spec, with checkpoints, on the pairs of
