@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from scalerl_api.attempts import Attempt
-from scalerl_api.object_store import ObjectStore, StoreError
+from scalerl_api.object_store import BucketAbsent, ObjectStore, StoreError
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.checkpoints.disk import flush
 from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, FileRecord, Manifest
@@ -81,6 +81,21 @@ def folder_of(step: int) -> str:
 def lower_priority() -> None:
     """Let the compute go before the calling thread and the client library's threads, which the first request of a process starts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def check_bucket(field: str, to: str | None) -> None:
+    """Raise ``BucketAbsent`` if the bucket of ``field`` does not exist. What fails otherwise, its user reports."""
+    if to is None:
+        return
+    try:
+        ObjectStore(to).read(RUN_FILE)
+    except BucketAbsent as error:
+        raise BucketAbsent(
+            f"{field}: the bucket does not exist, and nothing is written: create it, or correct {field}, or the region and the endpoint in "
+            f"the trainer's environment ({error})"
+        ) from error
+    except StoreError as error:
+        log.warning("%s cannot be read yet: %s", field, error)
 
 
 def claim_prefix(store: ObjectStore, run: dict[str, object], field: str, allowed: str) -> None:
@@ -308,7 +323,7 @@ def read_with_retries(
         try:
             read()
         except StoreError as error:
-            if pause is None or stopped():
+            if pause is None or stopped() or isinstance(error, BucketAbsent):
                 raise
             log.warning("another attempt follows in %g s: %s", pause, error)
             time.sleep(pause)
