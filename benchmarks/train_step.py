@@ -38,6 +38,7 @@ from support.vllm_process import free_port
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scalerl_api.trainer_spec import DEFAULT_MICRO_BATCH_TOKENS
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import (
     Engine,
@@ -82,13 +83,7 @@ SUMS = {
     "vocab_size": 128,
 }
 """The model of ``make run``."""
-LONG = {
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "intermediate_size": 768,
-    "num_attention_heads": 4,
-    "vocab_size": 8192,
-}
+LONG = SUMS | {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 8192}
 GROUPS = {
     "sums of 14 tokens, 8 a prompt": (SUMS, 10, 14, 8, 64),
     "sums of 14 tokens, 16 a prompt": (SUMS, 10, 14, 16, 32),
@@ -167,8 +162,10 @@ def group_batch(case: tuple[dict[str, Any], int, int, int, int], tokens: int, se
 def shared_prompts(name: str, rounds: int) -> dict[str, Any]:
     """Medians of processor seconds of a step with the layout and without, and the computed positions of both."""
     case = GROUPS[name]
-    sizes, prompt_tokens, tokens, completions, _ = case
-    settings = EngineSettings(warmup_steps=0, micro_batch_tokens=completions * tokens + prompt_tokens)
+    sizes, prompt_tokens, tokens, *_ = case
+    # A group of 8 fits.
+    room = max(DEFAULT_MICRO_BATCH_TOKENS, 8 * tokens + prompt_tokens)
+    settings = EngineSettings(dtype="float32", warmup_steps=0, micro_batch_tokens=room)
     seconds: dict[str, list[float]] = {"once": [], "each": []}
     positions, norms, engines = dict[str, int](), dict[str, float](), dict[str, Engine]()
     for way in seconds:
