@@ -85,7 +85,14 @@ async def test_tokens_of_another_generator_have_no_record(bench: Bench) -> None:
     """Reports of unfinished completions have none. What is computed again here may be of other weights: it is not asked for."""
     lost = bench.streams(PROMPT, completions=1)
     await lost.extend(lost.completions, 100)
-    report = PartialGroup("l", b"", [completion.unreported() for completion in lost.completions])
+    report = PartialGroup(
+        lease_id="l",
+        prompt=lost.lease.prompt,
+        slot=0,
+        temperature=1.0,
+        prompt_token_ids=b"",
+        completions=[completion.unreported() for completion in lost.completions],
+    )
     streams = bench.streams(PROMPT, completions=1)
     streams.completions = read_partials(
         report, streams.lease, streams.prompt, vocabulary_size=1 << 20, max_staleness_steps=1
