@@ -193,5 +193,8 @@ def test_a_bucket_that_does_not_exist_ends_a_new_run(new_run: Any, s3: S3Server)
     run.start_trainer(**s3.environ)
     assert run.wait_trainer() == [BAD_INPUT_EXIT_CODE]
     (line,) = [line for line in run.log("trainer-0").splitlines() if " ERROR " in line]
-    assert "weightSync.to: the bucket does not exist, and nothing is written: create it" in line
+    assert (
+        "weightSync.to: s3://absent-bucket/run: there is no such bucket, and nothing is written: create it"
+        in line
+    )
     assert not run.checkpoints()

@@ -115,6 +115,19 @@ def test_layers_of_experts_are_estimated_as_on_the_meta_device(name: str) -> Non
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 4}),
         ("qwen2_moe", {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}),
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "head_dim": 32},
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 48, "head_dim": 64},
+        ),
+        ("qwen3", {"num_key_value_heads": 2, "head_dim": 64}),
+        ("olmo2", {}),
+        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 4}),
+        ("gemma2", {"head_dim": 32}),
+        ("gemma3_text", {"head_dim": 32}),
     ],
 )
 def test_activations_are_within_a_tenth_of_what_autograd_keeps(

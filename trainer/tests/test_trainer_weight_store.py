@@ -433,7 +433,9 @@ def test_an_absent_bucket_is_no_damaged_file(s3: S3Server, to: str, tmp_path: Pa
     training.update()
     elsewhere = msgspec.structs.replace(training.write(writer, 1), to="s3://absent-bucket/x")
     begun = time.monotonic()
-    with pytest.raises(StoreUnreachable, match=r"delta-00000001: s3://absent-bucket/x: .*NoSuchBucket"):
+    with pytest.raises(
+        StoreUnreachable, match=r"delta-00000001: s3://absent-bucket/x: there is no such bucket$"
+    ):
         reader.read(1, training.manifest, BUCKET_BYTES, elsewhere, retry_seconds=60.0)
     assert time.monotonic() - begun < 30
     assert reader.version == 0
@@ -441,7 +443,7 @@ def test_an_absent_bucket_is_no_damaged_file(s3: S3Server, to: str, tmp_path: Pa
         0, WeightSource(training.manifest, training.stream), [MEMBER]
     )
     assert (outcome.updated, outcome.failed) == ([], [])
-    assert "NoSuchBucket" in outcome.error
+    assert "s3://absent-bucket/x: there is no such bucket" in outcome.error
 
 
 def test_an_absent_bucket_is_refused_at_start(s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +451,7 @@ def test_an_absent_bucket_is_refused_at_start(s3: S3Server, to: str, monkeypatch
     check_bucket("weightSync.to", None)
     check_bucket("weightSync.to", to)
     with pytest.raises(
-        BucketAbsent, match=r"^weightSync\.to: the bucket does not exist, .* \(s3://absent-bucket/x: "
+        BucketAbsent, match=r"^weightSync\.to: s3://absent-bucket/x: there is no such bucket, and nothing"
     ):
         check_bucket("weightSync.to", "s3://absent-bucket/x")
     for method in ("read", "open", "sizes"):

@@ -183,7 +183,11 @@ class ObjectStore:
         try:
             yield
         except self._errors as error:
-            raise self._kind(error)(f"{self.to}: {type(error).__name__}: {first_line(error)}") from error
+            kind = self._kind(error)
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            if kind is BucketAbsent:
+                problem = "there is no such bucket"
+            raise kind(f"{self.to}: {problem}") from error
 
     def _kind(self, error: Exception) -> type[StoreError]:
         if isinstance(error, self._denied):

@@ -91,8 +91,7 @@ def check_bucket(field: str, to: str | None) -> None:
         ObjectStore(to).read(RUN_FILE)
     except BucketAbsent as error:
         raise BucketAbsent(
-            f"{field}: the bucket does not exist, and nothing is written: create it, or correct {field}, or the region and the endpoint in "
-            f"the trainer's environment ({error})"
+            f"{field}: {error}, and nothing is written: create it, or correct {field}, or region and endpoint in the trainer's environment"
         ) from error
     except StoreError as error:
         log.warning("%s cannot be read yet: %s", field, error)
