@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scalerl_api.paths import RunPaths
 from scalerl_trainer.algo.losses import Cispo
-from scalerl_trainer.checkpoint import CheckpointStore, Disk, files_in
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.ranks import Ranks

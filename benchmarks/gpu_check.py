@@ -87,6 +87,9 @@ POSITIONS = (0, 256, 1024, 4096, 8192)
 TOLERANCE = 0.02
 """Mean difference of a log-probability, in nats, that rounding explains; a rotary table in bfloat16 gives .1 to 2."""
 
+GRADIENT_TOLERANCE = 0.01
+"""Error of a gradient of the float32 head, of its norm: rounding to bfloat16 gives .002."""
+
 
 # --- the checks ------------------------------------------------------------------------------------------
 
@@ -173,73 +176,110 @@ def check_positions(options: Options) -> dict[str, Any]:
 
 
 def check_head(options: Options) -> dict[str, Any]:
+    """Of a plain head, and of one with all that a family's may have: a bias, a scale and a cap of logits, a temperature."""
     import torch
     from support.gpu_models import SHAPES, TINY
 
-    from scalerl_trainer.models import head as head_module
-    from scalerl_trainer.models.head import LogprobHead
+    from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
     device = open_device(options)
     shape = (TINY if options.tiny else SHAPES)["0.5B"]
     count = shape.sequence * shape.rows
-    linear = torch.nn.Linear(
-        shape.hidden, shape.vocabulary, bias=False, device=device, dtype=torch.bfloat16
-    ).requires_grad_(True)
-    torch.nn.init.normal_(linear.weight, std=0.05)
     hidden = torch.randn(count, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(shape.vocabulary, (count,), device=device)
-    # Weights of single tokens of both signs, and errors on some of them: the exact gradients are in float64.
+    # Weights of single tokens of both signs.
     weights = torch.randn(count, device=device)
-    some = slice(0, min(count, 256))
-    parts = [x.detach()[some] if x is hidden else x.detach() for x in (hidden, linear.weight)]
-    exact = _exact_head(parts[0], parts[1], target[some], weights[some])
     result: dict[str, Any] = {"tokens": count, "vocabulary": shape.vocabulary, "hidden": shape.hidden}
-    own = head_module._operand
+    transformed = LogitTransform(scale=0.5, cap=4.0)
+    for bias, transform, temperature in ((False, PLAIN, 1.0), (True, transformed, 0.7)):
+        linear = torch.nn.Linear(
+            shape.hidden, shape.vocabulary, bias=bias, device=device, dtype=torch.bfloat16
+        )
+        for parameter in linear.parameters():
+            torch.nn.init.normal_(parameter, std=0.05 if parameter is linear.weight else 2.0)
+        found = _compare_heads(linear, hidden, target, weights, transform, temperature, timed=not bias)
+        result |= {"bias, cap, temperature": found} if bias else found
+        _judge_heads(found, "bias, cap and temperature" if bias else "no bias, cap or temperature")
+    return result
+
+
+def _compare_heads(
+    linear: Any,
+    hidden: Any,
+    target: Any,
+    weights: Any,
+    transform: Any,
+    temperature: float,
+    *,
+    timed: bool,
+) -> dict[str, dict[str, float]]:
+    """Errors of the heads on some tokens against float64, and where ``timed``, seconds and bytes on all."""
+    import torch
+
+    from scalerl_trainer.models import head as head_module
+    from scalerl_trainer.models.head import LogprobHead
+
+    some, leaves = slice(0, min(len(target), 256)), [hidden, *linear.parameters()]
+    exact = _exact_head(
+        [hidden.detach()[some], *linear.parameters()], target[some], weights[some], transform, temperature
+    )
+    own, result = head_module._operand, dict[str, dict[str, float]]()
     for name, fp32, cast in (
         ("bfloat16", False, False),
         ("float32", True, False),
         ("cast to float32", True, True),
     ):
         head_module._operand = (lambda weight, fp32: weight.float()) if cast else own
-        head = LogprobHead(linear, fp32=fp32)
+        head = LogprobHead(linear, fp32=fp32, transform=transform)
 
-        def work(
-            head: LogprobHead = head, rows: slice = slice(None), factors: torch.Tensor = weights
-        ) -> torch.Tensor:
-            linear.weight.grad = hidden.grad = None
-            logprobs, _ = head(hidden[rows], target[rows], 1.0, True)
-            (logprobs * factors[rows]).sum().backward()
+        def work(head: LogprobHead = head, rows: slice = slice(None)) -> torch.Tensor:
+            for leaf in leaves:
+                leaf.grad = None
+            logprobs, _ = head(hidden[rows], target[rows], temperature, True)
+            (logprobs * weights[rows]).sum().backward()
             return logprobs
 
-        found = [work(rows=some).detach(), hidden.grad[some], linear.weight.grad]
-        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-        result[name] = {
-            "mean_error": float((found[0] - exact[0]).abs().mean()),
-            "hidden_gradient_error": errors[1],
-            "weight_gradient_error": errors[2],
-            "seconds": seconds_of(work, device, 3),
-        }
-        if device.type == "cuda":
-            result[name]["peak_bytes"] = peak_bytes(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        logprobs = work(rows=some).detach()
+        found = [hidden.grad[some], *(leaf.grad for leaf in leaves[1:])]
+        names = ("hidden_gradient_error", "weight_gradient_error", "bias_gradient_error")
+        result[name] = {"mean_error": float((logprobs - exact[0]).abs().mean())}
+        for what, mine, other in zip(names, found, exact[1:], strict=False):
+            result[name][what] = float((mine.double() - other).norm() / other.norm())
+        if timed:
+            result[name]["seconds"] = seconds_of(work, hidden.device, 3)
+            if hidden.device.type == "cuda":
+                result[name]["peak_bytes"] = peak_bytes(hidden.device)
+                torch.cuda.reset_peak_memory_stats(hidden.device)
     head_module._operand = own
-    found, cast_to = result["float32"], result["cast to float32"]
-    if not found["mean_error"] <= result["bfloat16"]["mean_error"]:
-        raise AssertionError(f"the float32 head is further off than the bfloat16 one: {json.dumps(result)}")
-    for what in ("hidden_gradient_error", "weight_gradient_error"):
-        if not found[what] <= 1.2 * cast_to[what]:
-            raise AssertionError(
-                f"{what} is more than 1.2 times that of operands in float32: {json.dumps(result)}"
-            )
     return result
 
 
-def _exact_head(hidden: Any, weight: Any, target: Any, weights: Any) -> list[Any]:
-    """Log-probabilities and the gradients of their weighted sum, in float64."""
+def _judge_heads(result: dict[str, dict[str, float]], kind: str) -> None:
+    found, cast_to = result["float32"], result["cast to float32"]
+    if not found["mean_error"] <= min(TOLERANCE, result["bfloat16"]["mean_error"]):
+        raise AssertionError(
+            f"{kind}: the float32 head is further off than {TOLERANCE} nats or the bfloat16 one: {json.dumps(result)}"
+        )
+    for what in found:
+        limit = min(GRADIENT_TOLERANCE, 1.2 * cast_to[what])
+        if what.endswith("gradient_error") and not found[what] <= limit:
+            raise AssertionError(
+                f"{kind}: {what} is more than {GRADIENT_TOLERANCE} or 1.2 times that of operands in float32: {json.dumps(result)}"
+            )
+
+
+def _exact_head(parts: list[Any], target: Any, weights: Any, transform: Any, temperature: float) -> list[Any]:
+    """Log-probabilities and the gradients of their weighted sum by hidden states, weight and bias, in float64."""
     import torch
 
-    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
-    logprobs = (leaves[0] @ leaves[1].t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
+    leaves = [x.detach().double().requires_grad_() for x in parts]
+    logits = leaves[0] @ leaves[1].t()
+    if len(leaves) > 2:
+        logits = logits + leaves[2]
+    logits = logits * transform.scale
+    if transform.cap is not None:
+        logits = transform.cap * (logits / transform.cap).tanh()
+    logprobs = (logits / temperature).log_softmax(-1).gather(1, target[:, None])[:, 0]
     return [logprobs.detach(), *torch.autograd.grad((logprobs * weights).sum(), leaves)]
 
 

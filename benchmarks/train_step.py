@@ -10,6 +10,11 @@ ZeRO 1, the default, or with FSDP2, with its FP32 head and its guards. Activatio
 case's; a micro-batch has two sequences of the longest, or one. Tokens a second count tokens of sequences, not padding. Peak memory is resident memory
 beyond that of the same process after steps of a tiny model. Each run is two processes of its own, and measures the second of two steps: the first has
 the beginnings of the sequences. Runs alternate; medians over rounds. The last line is one JSON object.
+
+    python benchmarks/train_step.py --prompts [--rounds N]
+
+Ours alone, of groups of completions of one prompt: processor time of a step in which a prompt is computed once for its completions, and
+of one in which each has its prompt. One rank of one thread at ZeRO 1 in float32; steps alternate, after one of each that is not counted.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from support.vllm_process import free_port
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from scalerl_api.trainer_spec import DEFAULT_MICRO_BATCH_TOKENS
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import (
     Engine,
@@ -69,6 +75,22 @@ CASES = {
 }
 """Model, longest sequence in tokens, and sequences a rank and step, which fit a case into four minutes and 24 GiB."""
 QUICK = ["30 M, 1k"]
+SUMS = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+"""The model of ``make run``."""
+LONG = SUMS | {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 8192}
+GROUPS = {
+    "sums of 14 tokens, 8 a prompt": (SUMS, 10, 14, 8, 64),
+    "sums of 14 tokens, 16 a prompt": (SUMS, 10, 14, 16, 32),
+    "prompts of 256 of 1,024 tokens, 8 a prompt": (LONG, 256, 1024, 8, 1),
+    "prompts of 256 of 1,024 tokens, 16 a prompt": (LONG, 256, 1024, 16, 1),
+}
+"""Model, tokens of a prompt and of a sequence, completions a prompt, and prompts a step."""
 PROMPT_TOKENS = 64
 LIMIT_SECONDS = 600.0
 
@@ -113,6 +135,63 @@ def ours(
         assert stats.applied, stats.skipped
 
     return step
+
+
+def group_batch(case: tuple[dict[str, Any], int, int, int, int], tokens: int, seed: int) -> TrainBatch:
+    """Groups of completions, of sequences of so many tokens."""
+    sizes, prompt_tokens, _, completions, prompts = case
+    generator, count = torch.Generator().manual_seed(seed), prompts * completions
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(3, sizes["vocab_size"], (length,), generator=generator).tolist()
+
+    rows = [
+        Sequence(prompt, draw(tokens - prompt_tokens))
+        for prompt in [draw(prompt_tokens) for _ in range(prompts)]
+        for _ in range(completions)
+    ]
+    trained = count * (tokens - prompt_tokens)
+    return TrainBatch(
+        rows,
+        torch.full((count,), 1 / trained),
+        torch.linspace(-1, 1, count),
+        torch.full((trained,), -math.log(sizes["vocab_size"])),
+    )
+
+
+def shared_prompts(name: str, rounds: int) -> dict[str, Any]:
+    """Medians of processor seconds of a step with the layout and without, and the computed positions of both."""
+    case = GROUPS[name]
+    sizes, prompt_tokens, tokens, *_ = case
+    # A group of 8 fits.
+    room = max(DEFAULT_MICRO_BATCH_TOKENS, 8 * tokens + prompt_tokens)
+    settings = EngineSettings(dtype="float32", warmup_steps=0, micro_batch_tokens=room)
+    seconds: dict[str, list[float]] = {"once": [], "each": []}
+    positions, norms, engines = dict[str, int](), dict[str, float](), dict[str, Engine]()
+    for way in seconds:
+        engines[way] = Engine(model(sizes), settings, torch.device("cpu"))
+        if way == "each":
+            engines[way]._checks._follows = False
+        engines[way].step(group_batch(case, prompt_tokens + 4, 0), Cispo(5.0))
+    for number in range(rounds):
+        batch = group_batch(case, tokens, number + 1)
+        for way, engine in engines.items():
+            begun = time.process_time()
+            stats = engine.step(batch, Cispo(5.0))
+            seconds[way].append(time.process_time() - begun)
+            assert stats.applied, stats.skipped
+            positions[way], norms[way] = stats.tokens + stats.padding, stats.gradient_norm
+        assert math.isclose(norms["once"], norms["each"], rel_tol=1e-3), norms
+    for engine in engines.values():
+        engine.close()
+    assert positions["once"] < positions["each"], "the layout was not taken"
+    medians = {way: statistics.median(found) for way, found in seconds.items()}
+    print(
+        f"{name}: {medians['once']:.3f} s a step, {medians['each']:.3f} with each completion's prompt "
+        f"({medians['once'] / medians['each']:.2f}×; positions {positions['once'] / positions['each']:.2f}×)",
+        flush=True,
+    )
+    return {"processor_seconds": medians, "positions": positions}
 
 
 def plain(
@@ -283,10 +362,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--engine", choices=["DeepSpeed", "FSDP2"], default="DeepSpeed")
     parser.add_argument("--trl", action="store_true", help="beside TRL too (requirements/bench.txt)")
+    parser.add_argument(
+        "--prompts", action="store_true", help="prompts computed once, or with each completion"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(json.loads(arguments.worker))
+        return
+    if arguments.prompts:
+        torch.set_num_threads(1)
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed reads it
+        init_process_group(Rank(0, 1, 0, "127.0.0.1", free_port()), device="cpu", timeout_seconds=60)
+        names = arguments.only.split(";") if arguments.only else list(GROUPS)
+        found = {name: shared_prompts(name, arguments.rounds) for name in names}
+        destroy_process_group()
+        print(json.dumps({"benchmark": "train_step, prompts", "figures": found}))
         return
     names = arguments.only.split(";") if arguments.only else QUICK if arguments.quick else list(CASES)
     figures: dict[str, Any] = {}

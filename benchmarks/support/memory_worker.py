@@ -18,7 +18,7 @@ from scalerl_trainer.engine import (
     EngineSettings,
     Rank,
     TrainBatch,
-    deepspeed_engine,
+    deepspeed_config,
     destroy_process_group,
     init_process_group,
 )
@@ -63,7 +63,7 @@ def make_engine(sizes: dict[str, Any], case: dict[str, Any], device: torch.devic
         made.config.use_cache = False
         return made
 
-    deepspeed_engine.BUCKET_ELEMENTS = case["bucket"]
+    deepspeed_config.BUCKET_ELEMENTS = case["bucket"]
     settings = EngineSettings(
         engine=case["engine"],
         zero_stage=case["stage"],

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from stand_in_vllm import COUNTED, counted
 from test_generator_streams import LENGTH, PROMPT, Bench
 
-from scalerl_api.wire import RoutedExperts, Split
+from scalerl_api.wire import PartialGroup, RoutedExperts, Split
 from scalerl_generator.rollouts.completion_streams import sample_plain
 from scalerl_generator.rollouts.group_packing import routed_experts
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import read_partials
 from scalerl_generator.server.server_options import ServerOptions, vllm_arguments
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import BadReply, RoutedRows, read_completions
@@ -79,6 +80,28 @@ async def test_forced_tokens_have_the_experts_of_the_request_that_read_them(benc
     spans, requests = recorded(completion)
     assert spans == [(0, first), (first, len(PROMPT) + LENGTH - 1)]
     assert requests == [1] * first + [2] * (LENGTH - 100)
+
+
+async def test_tokens_of_another_generator_have_no_record(bench: Bench) -> None:
+    """Reports of unfinished completions have none. What is computed again here may be of other weights: it is not asked for."""
+    lost = bench.streams(PROMPT, completions=1)
+    await lost.extend(lost.completions, 100)
+    report = PartialGroup(
+        lease_id="l",
+        prompt=lost.lease.prompt,
+        slot=0,
+        temperature=1.0,
+        prompt_token_ids=b"",
+        completions=[completion.unreported() for completion in lost.completions],
+    )
+    streams = bench.streams(PROMPT, completions=1)
+    streams.completions = read_partials(
+        report, streams.lease, streams.prompt, vocabulary_size=1 << 20, max_staleness_steps=1
+    )
+    await sample_plain(streams)
+    start, end = len(PROMPT) + 99, len(PROMPT) + LENGTH - 1
+    assert bench.server.requests[1]["routed_experts_prompt_start"] == start
+    assert recorded(streams.completions[0]) == ([(start, end)], [2] * (end - start))
 
 
 async def test_evaluations_and_other_runs_have_no_record(bench: Bench) -> None:

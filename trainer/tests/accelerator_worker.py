@@ -46,7 +46,7 @@ from scalerl_trainer.algo.losses import (
     Supervised,
     TokenBatch,
 )
-from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, passes, start_checks
+from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, attention, passes, start_checks
 from scalerl_trainer.engine import engine as engine_module
 from scalerl_trainer.engine.deepspeed_engine import ClippingAdamW
 from scalerl_trainer.engine.distributed import exchange_sizes
@@ -229,7 +229,7 @@ def engine(*, fp32_head: bool = True, frozen: bool = False) -> Engine:
     if frozen:
         made.set_reference(model(tied=False))
         made.keep_proximal(model(tied=True))
-        made._proximal_updates = 1
+        made._proximal.updates = 1
     return made
 
 
@@ -312,7 +312,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine_module.open_backend = PlainEngine  # type: ignore[assignment]
     engine_module.open_frozen = lambda module, *_: torch.no_grad()(module)  # type: ignore[assignment,return-value]
-    for each in (engine_module, passes):
+    for each in (engine_module, attention, passes):
         each.gather_vectors = gathered_vectors  # type: ignore[attr-defined]
     # It exchanges the shard's sizes, which have values, in tensors of the device.
     engine_module.exchange_sizes = lambda shard, device: exchange_sizes(shard, torch.device("cpu"))

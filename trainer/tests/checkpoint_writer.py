@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointStore, files_in
+from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
 
 given: dict[str, Any] = WRITER  # type: ignore[name-defined]  # noqa: F821
 store = CheckpointStore(RunPaths(Path(given["root"])), given["keep"])

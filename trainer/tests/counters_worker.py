@@ -16,7 +16,7 @@ from scalerl_trainer.engine import (
     EngineSettings,
     Rank,
     TrainBatch,
-    deepspeed_engine,
+    deepspeed_config,
     destroy_process_group,
     init_process_group,
 )
@@ -50,7 +50,7 @@ device = init_process_group(
     device="cpu",
     timeout_seconds=240,
 )
-deepspeed_engine.BUCKET_ELEMENTS = given["bucket"]
+deepspeed_config.BUCKET_ELEMENTS = given["bucket"]
 settings = EngineSettings(
     zero_stage=given["stage"], dtype=given["dtype"], warmup_steps=0, micro_batch_tokens=64, ratio_guard=None
 )

@@ -14,8 +14,9 @@ from engine_worker import share
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.losses.from_spec import make_loss
-from scalerl_trainer.checkpoint import CheckpointStore
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoints.load import CheckpointLoader
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.engine.fsdp_engine import FsdpEngine
 from scalerl_trainer.models import load_model
@@ -36,8 +37,9 @@ for path, manifest in given["runs"].items():
     spec = ScaleRLRun.model_validate(manifest).spec
     settings = engine_settings(spec)
     engine = Engine(load_model(given["model"], dtype=spec.model.dtype), settings, device)
-    checkpointer = Checkpointer(CheckpointStore(RunPaths(given["root"]), spec.checkpoint.keep), ranks, engine)
-    version = checkpointer.load()
+    store = CheckpointStore(RunPaths(given["root"]), spec.checkpoint.keep)
+    checkpointer = Checkpointer(store, ranks, engine)
+    version = CheckpointLoader(store, ranks, engine).load()
     if spec.recipe.kl.penalty is not None:
         engine.set_reference(load_model(given["model"], dtype=spec.model.dtype))
     steps = engine.steps_done

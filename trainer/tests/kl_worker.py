@@ -14,13 +14,13 @@ from engine_worker import SETTINGS, parameters, share, whole_batch
 
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo
+from scalerl_trainer.checkpoints.engine_files import SavedState
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import write_weights
-from scalerl_trainer.saved_state import SavedState
 
 given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
 out: Path = given["out"]

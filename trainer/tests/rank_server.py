@@ -64,7 +64,7 @@ while True:
         stats = engine.step(rank_batch(shard, job["recipe"]).batch, make_loss(job["recipe"]))
         pieces = [
             (piece.name, piece.start, {key: value.numpy().copy() for key, value in piece.values.items()})
-            for piece in engine._pieces(owned=True)
+            for piece in engine._trained.pieces()
         ]
         answer.append((stats, pieces))
         if folder := job.get("resumed", {}).get(shard.step):

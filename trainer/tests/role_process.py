@@ -23,7 +23,7 @@ try:
     torch.set_num_threads(1)
     given = {}
     if role.get("retry_seconds") is not None and role["module"] == "scalerl_trainer.main":
-        from scalerl_trainer.checkpointer import Timings
+        from scalerl_trainer.checkpoints.write import Timings
 
         given["timings"] = Timings(retry=role["retry_seconds"], blind_retry=role["retry_seconds"])
     code = importlib.import_module(role["module"]).main(role["argv"], **given)

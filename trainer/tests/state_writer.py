@@ -9,11 +9,14 @@ import torch
 from test_trainer_checkpointer import OnlyRank
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointStore, Disk
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.engine_files import KEYS, EngineHeader, Piece
+from scalerl_trainer.checkpoints.host_copy import HostBuffers
+from scalerl_trainer.checkpoints.load import CheckpointLoader
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import EngineSettings, EngineState
 from scalerl_trainer.fence import Fence
-from scalerl_trainer.saved_state import KEYS, EngineHeader, HostBuffers, Piece
 
 given: dict[str, Any] = WRITER  # type: ignore[name-defined]  # noqa: F821
 PARAMETERS, ELEMENTS = 4, 100_000
@@ -43,7 +46,7 @@ engine: Any = Weights()
 ranks: Any = OnlyRank(60.0)
 store = CheckpointStore(paths, 2, fence=Fence.begin(paths.checkpoints, None, Disk()))
 checkpointer = Checkpointer(store, ranks, engine)
-engine.step = checkpointer.load() or 0
+engine.step = CheckpointLoader(store, ranks, engine).load() or 0
 while True:
     engine.step += 1
     engine.values.fill_(float(engine.step))

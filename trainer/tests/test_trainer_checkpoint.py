@@ -14,16 +14,10 @@ from typing import Any
 import pytest
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import (
-    MANIFEST,
-    STAGED,
-    CheckpointError,
-    CheckpointStore,
-    Disk,
-    Manifest,
-    files_in,
-)
-from scalerl_trainer.saved_state import SavedState
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.engine_files import SavedState
+from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, Manifest
+from scalerl_trainer.checkpoints.volume import STAGED, CheckpointStore, files_in
 
 SHAPE = {"ranks": "2"}
 

@@ -28,16 +28,18 @@ from trainer_run import until
 from scalerl_api import wire
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, CheckpointStore, FileRecord, Manifest
-from scalerl_trainer.checkpoint_copies import (
+from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
+from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, FileRecord, Manifest
+from scalerl_trainer.checkpoints.object_store import (
     RUN_FILE,
     CheckpointCopies,
     PrefixTaken,
 )
-from scalerl_trainer.checkpointer import Checkpointer, NoUsableCheckpoint, Timings
+from scalerl_trainer.checkpoints.upload import Uploader, UploadState
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import Checkpointer, Timings
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer.uploader import Uploader, UploadState
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +139,7 @@ class Trainer:
     def __init__(
         self, root: Path, to: str, *, keep: int = 2, run: dict[str, Any] = RUN, writer: str = "a"
     ) -> None:
-        volume = CheckpointStore(RunPaths(root), keep)
+        self.volume = volume = CheckpointStore(RunPaths(root), keep)
         copies = CheckpointCopies(ObjectStore(to), run, writer)
         self.metrics = Metrics()
         self.uploader = Uploader(
@@ -148,7 +150,10 @@ class Trainer:
         ranks: Any = OnlyRank(60.0)
         engine: Any = self.engine
         self.checkpointer = Checkpointer(volume, ranks, engine, uploader=self.uploader, timings=QUICK)
-        self.version = self.checkpointer.load()
+        self.version = CheckpointLoader(
+            volume, ranks, engine, uploader=self.uploader, exchange_seconds=QUICK.exchange
+        ).load()
+        self.checkpointer.continue_from(self.version)
 
     def save(self, step: int, size: int = 0, best: int = -1) -> None:
         self.engine.save = lambda directory: (directory / "weights").write_bytes(
@@ -205,7 +210,7 @@ def test_empty_volume_continues_from_store(tmp_path: Path, s3: S3Server, to: str
     again = Trainer(tmp_path, to, writer="b")
     assert again.version == 8
     assert again.engine.loaded == b"weights 8"
-    assert again.checkpointer.snapshot(8) == b"snapshot 8"
+    assert again.volume.snapshot(8) == b"snapshot 8"
     after = {
         p.relative_to(tmp_path): p.read_bytes()
         for p in RunPaths(tmp_path).checkpoint(8).rglob("*")
@@ -295,7 +300,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store cannot be reached, and no pause is waited for."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 0})
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("scalerl_trainer.checkpoints.object_store.time.sleep", lambda seconds: None)
 
 
 def on_volume(root: Path) -> list[str]:
@@ -407,8 +412,8 @@ def test_store_that_fails_within_a_fetch(
         s3.refuse(float("inf"))
 
     monkeypatch.setattr(obstore, "get_range", then_refused)
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.READERS", 1)
-    monkeypatch.setattr("scalerl_trainer.checkpoint_copies.time.sleep", pause)
+    monkeypatch.setattr("scalerl_trainer.checkpoints.object_store.READERS", 1)
+    monkeypatch.setattr("scalerl_trainer.checkpoints.object_store.time.sleep", pause)
     empty(tmp_path)
     assert Trainer(tmp_path, to, writer="b").version == 4
     assert len(paused) == 1
@@ -661,11 +666,11 @@ KILLED = """
 import sys, threading
 from pathlib import Path
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointStore
-from scalerl_trainer.checkpoint_copies import CheckpointCopies
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.object_store import CheckpointCopies
 from scalerl_trainer.metrics import Metrics
 from scalerl_api.object_store import ObjectStore
-from scalerl_trainer.uploader import Uploader
+from scalerl_trainer.checkpoints.upload import Uploader
 
 root, to, run = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
 copies, volume = CheckpointCopies(ObjectStore(to), run, "killed"), CheckpointStore(RunPaths(root), 2)

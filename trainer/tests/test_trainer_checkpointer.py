@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer import checkpointer as checkpointer_module
-from scalerl_trainer.checkpoint import CheckpointStore, Disk
-from scalerl_trainer.checkpointer import (
-    Checkpointer,
-    NoUsableCheckpoint,
-)
+from scalerl_trainer.checkpoints import write
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
+from scalerl_trainer.checkpoints.random_state import RandomStateError, load_random_state, save_random_state
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import EngineSettings
-from scalerl_trainer.random_state import RandomStateError, load_random_state, save_random_state
 
 
 class OnlyRank:
@@ -78,6 +77,12 @@ def checkpointer(root: Path, timeout_seconds: float = 60.0, disk: Disk | None = 
     return Checkpointer(CheckpointStore(RunPaths(root), 2, disk), ranks, engine)
 
 
+def load(root: Path) -> int | None:
+    ranks: Any = OnlyRank(60.0)
+    engine: Any = Weights()
+    return CheckpointLoader(CheckpointStore(RunPaths(root), 2), ranks, engine).load()
+
+
 def save(root: Path, step: int) -> None:
     one = checkpointer(root)
     assert one.start(step, b"snapshot") is None
@@ -89,11 +94,10 @@ def damage(root: Path, step: int) -> None:
 
 
 def test_load_finds_saved_step(tmp_path: Path) -> None:
-    assert checkpointer(tmp_path).load() is None, "no checkpoint at all is a new run"
+    assert load(tmp_path) is None, "no checkpoint at all is a new run"
     save(tmp_path, 3)
-    again = checkpointer(tmp_path)
-    assert again.load() == 3
-    assert again.snapshot(3) == b"snapshot"
+    assert load(tmp_path) == 3
+    assert CheckpointStore(RunPaths(tmp_path), 2).snapshot(3) == b"snapshot"
 
 
 def test_load_all_damaged_raises(tmp_path: Path) -> None:
@@ -104,9 +108,9 @@ def test_load_all_damaged_raises(tmp_path: Path) -> None:
         with pytest.raises(
             NoUsableCheckpoint, match=r"damaged-step-00000002-.*damaged-step-00000004-.*good copy"
         ):
-            checkpointer(tmp_path).load()
+            load(tmp_path)
     save(tmp_path, 6)  # a good copy was put in place
-    assert checkpointer(tmp_path).load() == 6
+    assert load(tmp_path) == 6
 
 
 def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
@@ -187,7 +191,7 @@ def test_full_disk_fails_the_write_as_a_whole(tmp_path: Path) -> None:
     assert (saved.step, one.last_step) == (4, None)
     assert "rank 0: OSError: [Errno 28] No space left on device" in str(saved.error)
     assert [p.name for p in RunPaths(tmp_path).checkpoints.iterdir()] == ["step-00000003"]
-    assert checkpointer(tmp_path).load() == 3
+    assert load(tmp_path) == 3
 
 
 def test_load_other_shape(tmp_path: Path) -> None:
@@ -195,7 +199,7 @@ def test_load_other_shape(tmp_path: Path) -> None:
     one._shape = {"ranks": "8", "zeroStage": "3", "dtype": "bfloat16"}
     assert one.start(3, b"") is None
     assert one.finish().error is None
-    assert checkpointer(tmp_path).load() == 3
+    assert load(tmp_path) == 3
 
 
 def test_load_new_rank_gets_own_random_state(tmp_path: Path) -> None:
@@ -227,12 +231,12 @@ def test_load_without_random_states_takes_the_checkpoint_before(
     """The hashes are right: another program wrote it. All ranks agree before the engine loads."""
     save(tmp_path, 2)
     monkeypatch.setattr(
-        checkpointer_module,
+        write,
         "random_state",
         lambda: b"?",
     )
     save(tmp_path, 4)
-    assert checkpointer(tmp_path).load() == 2
+    assert load(tmp_path) == 2
     (name,) = CheckpointStore(RunPaths(tmp_path), 2).quarantined()
     assert name.startswith("damaged-step-00000004-")
 

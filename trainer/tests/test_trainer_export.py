@@ -20,11 +20,12 @@ from torch import nn
 from scalerl_api.load import SpecError, load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
-from scalerl_trainer.checkpoint import MANIFEST, CheckpointStore, Manifest, files_in
+from scalerl_trainer.checkpoints.engine_files import EngineHeader, Piece, write_header, write_pieces
+from scalerl_trainer.checkpoints.manifest import MANIFEST, Manifest
+from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
 from scalerl_trainer.export import ExportError, copy_run_file, export_checkpoint, main, write_model
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.models.lora import Adapters, Lora, is_adapter
-from scalerl_trainer.saved_state import EngineHeader, Piece, write_header, write_pieces
 from scalerl_trainer.tensor_files import TensorInfo
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tiny/run.yaml"

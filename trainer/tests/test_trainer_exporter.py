@@ -24,7 +24,7 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.wire import EvaluationPoint
-from scalerl_trainer.checkpoint import Disk
+from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.export_targets import Folder, Models, TargetError, open_target
 from scalerl_trainer.exporter import STOPPED_SECONDS, Exporter, SelectedPoints
 from scalerl_trainer.fence import Fence

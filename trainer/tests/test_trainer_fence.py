@@ -14,7 +14,9 @@ import pytest
 
 from scalerl_api.attempts import Attempt
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk, files_in
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.manifest import CheckpointError
+from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import FOLDER, Fence
 

@@ -22,7 +22,7 @@ from scalerl_api.load import parse_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_trainer import fork as module
-from scalerl_trainer.checkpoint import CheckpointStore, files_in
+from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
 from scalerl_trainer.fork import STAGED, ForkError, fork_directory, take_over
 
 MIB = 1 << 20

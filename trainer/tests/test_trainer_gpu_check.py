@@ -44,7 +44,10 @@ def test_gpu_check_runs_on_cpu(checks: tuple[str, ...], tmp_path: Path) -> None:
     assert (report["device"], report["tiny"]) == ("cpu", True)
     assert list(report["checks"]) == list(checks)
     assert {result["status"] for result in report["checks"].values()} == {"ok"}
-    assert report["checks"]["head"]["float32"]["mean_error"] < 1e-5
+    head = report["checks"]["head"]
+    assert head["float32"]["mean_error"] < 1e-5
+    assert head["bias, cap, temperature"]["float32"]["mean_error"] < 1e-5
+    assert 0 < head["bias, cap, temperature"]["float32"]["bias_gradient_error"] < 0.01
     if checks != CHECKS:
         return
     step = report["checks"]["step-0.5B"]
@@ -79,6 +82,29 @@ def test_gpu_check_without_gpu_gives_reasons(tmp_path: Path) -> None:
     checks = json.loads((tmp_path / "out.json").read_text())["checks"]
     for result in checks.values():
         assert (result["status"], result["reason"]) == ("not run", "torch sees no CUDA device")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["bias", "cap", "temperature", "slope"])
+def test_head_check_finds_what_the_head_leaves_out(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a head with all of them. The cap's derivative shows in gradients alone."""
+    import torch
+
+    from scalerl_trainer.models import head
+    from scalerl_trainer.models.logits import PLAIN
+
+    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
+    logits, forward = head._logits, head.LogprobHead.forward
+    if wrong == "bias":
+        monkeypatch.setattr(head, "_logits", lambda s, m, bias, *rest: logits(s, m, None, *rest))
+    elif wrong == "cap":
+        monkeypatch.setattr(head, "_logits", lambda s, m, b, transform, fp32: logits(s, m, b, PLAIN, fp32))
+    elif wrong == "temperature":
+        monkeypatch.setattr(head.LogprobHead, "forward", lambda self, h, t, _, e: forward(self, h, t, 1.0, e))
+    else:
+        monkeypatch.setattr(torch.Tensor, "square_", lambda self: self.zero_())
+    with pytest.raises(AssertionError, match=r"^bias, cap and temperature: "):
+        module["check_head"](module["Options"]("cpu", tiny=True))
 
 
 def test_gpu_check_writes_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

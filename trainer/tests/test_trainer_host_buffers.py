@@ -10,19 +10,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalerl_trainer import saved_state
-from scalerl_trainer.saved_state import (
-    CHUNK_BYTES,
+from scalerl_trainer.checkpoints import host_copy
+from scalerl_trainer.checkpoints.engine_files import (
     KEYS,
     PROXIMAL,
     EngineHeader,
-    HostBuffers,
     Piece,
     SavedState,
-    place_on_host,
     write_header,
     write_pieces,
 )
+from scalerl_trainer.checkpoints.host_copy import CHUNK_BYTES, HostBuffers, place_on_host
 
 MIB = 1 << 20
 LLAMA_8B = [(128256 * 4096, 12)] * 2 + 32 * [
@@ -65,7 +63,7 @@ def test_host_memory_is_the_state_and_at_most_a_twentieth_more(ranks: int) -> No
 
 
 def test_split_copies_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_state, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(host_copy, "CHUNK_BYTES", MIB)
     torch.manual_seed(0)
     sizes = {"a": 200_001, "b": 7, "c": 90_000}
 

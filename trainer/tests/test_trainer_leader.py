@@ -12,11 +12,12 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.trainer_spec import TrainerSpec
-from scalerl_trainer import leader_checkpoints, leader_publishes
-from scalerl_trainer.checkpointer import TIMINGS
+from scalerl_trainer.checkpoints import when_to_save
+from scalerl_trainer.checkpoints.write import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.publish import permits
 from scalerl_trainer.publish.probe import Measured
 from scalerl_trainer.publish.publisher import Outcome
 
@@ -76,7 +77,7 @@ def publishing(
             {"probe_kl": 3.0}, {i: torch.full((64,), kl, dtype=torch.float64) for i, kl in known.items()}
         )
 
-    monkeypatch.setattr(leader_publishes, "probe", measured)
+    monkeypatch.setattr(permits, "probe", measured)
     leader: Any = Leader(worker, publisher, None, SimpleNamespace(), None)  # type: ignore[arg-type]
     leader._checkpoints.save_last = lambda: ""
     return leader, commits
@@ -107,7 +108,7 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     leader, commits = publishing(monkeypatch, [MEMBER, other], {"new/1": 3.0})
     for earlier in range(publishes):
-        ends = earlier + 1 == leader_publishes.MAX_EQUAL_PUBLISH_FAILURES
+        ends = earlier + 1 == permits.MAX_EQUAL_PUBLISH_FAILURES
         with (
             pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row")
             if ends
@@ -270,14 +271,14 @@ def test_last_checkpoint_is_held_until_it_is_copied(monkeypatch: pytest.MonkeyPa
     leader, uploader, told = saving(own_directory=True)
     leader._worker.checkpointer.pending = False
     seconds = iter(range(0, 100_000, 20))
-    monkeypatch.setattr(leader_checkpoints.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(when_to_save.time, "monotonic", lambda: float(next(seconds)))
     uploader.problem = "403 Forbidden"
 
     def wait(_: float) -> None:
         if told.count((4, "403 Forbidden", True)) == 200:  # more than an hour
             copy_done(uploader)
 
-    monkeypatch.setattr(leader_checkpoints.time, "sleep", wait)
+    monkeypatch.setattr(when_to_save.time, "sleep", wait)
     assert leader._checkpoints.finish_upload() == ""
     assert told[-1] == (4, [2, 4])
 
@@ -287,8 +288,8 @@ def test_stop_ends_the_wait_for_the_last_copy(monkeypatch: pytest.MonkeyPatch) -
     leader._worker.checkpointer.pending = False
     leader._worker.sync = lambda: (True, False)
     seconds = iter(range(0, 100_000, 20))
-    monkeypatch.setattr(leader_checkpoints.time, "monotonic", lambda: float(next(seconds)))
-    monkeypatch.setattr(leader_checkpoints.time, "sleep", lambda _: None)
+    monkeypatch.setattr(when_to_save.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(when_to_save.time, "sleep", lambda _: None)
     lost = leader._checkpoints.finish_upload()
     assert lost.startswith("checkpoint 4 could not be copied, all updates since version 2 are lost")
     assert told == [(2, [2])]

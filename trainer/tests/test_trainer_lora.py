@@ -14,11 +14,11 @@ from free_port import free_port
 from stages import Stage
 
 from scalerl_trainer.algo.losses import Cispo, TokenBatch
+from scalerl_trainer.checkpoints.engine_files import HEADER, SavedState
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.lora import Adapters, Lora, LoraLinear, adapter_config, peft_name
 from scalerl_trainer.models.structure import problems
-from scalerl_trainer.saved_state import HEADER, SavedState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

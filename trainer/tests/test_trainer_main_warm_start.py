@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from trainer_run import Run, model_state, until
 
 from scalerl_api import wire
-from scalerl_trainer.checkpoint import MANIFEST, STAGE, Manifest
+from scalerl_trainer.checkpoints.manifest import MANIFEST, Manifest
+from scalerl_trainer.checkpoints.volume import STAGE
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.reference import load_reference
 

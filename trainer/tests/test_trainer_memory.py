@@ -38,10 +38,10 @@ def test_estimate_is_within_a_tenth_of_measured(name: str) -> None:
 def test_low_precision_gradients_are_freed_during_backward(dtype: str) -> None:
     """Stage 1 keeps 2 bytes less per parameter; the estimate counts on it. The full test measures it."""
     from scalerl_api.engines import BUCKET_ELEMENTS
-    from scalerl_trainer.engine.deepspeed_engine import _config
+    from scalerl_trainer.engine.deepspeed_config import deepspeed_config
     from scalerl_trainer.engine.settings import EngineSettings
 
-    config = _config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9)  # type: ignore[arg-type]
+    config = deepspeed_config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9)  # type: ignore[arg-type]
     assert config["bf16"]["immediate_grad_update"] == (dtype == "bfloat16")
     # The estimate's buckets are the engine's.
     assert config["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS
@@ -116,6 +116,19 @@ def test_layers_of_experts_are_estimated_as_on_the_meta_device(name: str) -> Non
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
         ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 4}),
         ("qwen2_moe", {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}),
+        (
+            "qwen3_moe",
+            {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "head_dim": 32},
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 48, "head_dim": 64},
+        ),
+        ("qwen3", {"num_key_value_heads": 2, "head_dim": 64}),
+        ("olmo2", {}),
+        ("olmoe", {"num_experts": 8, "num_experts_per_tok": 4}),
+        ("gemma2", {"head_dim": 32}),
+        ("gemma3_text", {"head_dim": 32}),
     ],
 )
 def test_activations_are_within_a_tenth_of_what_autograd_keeps(

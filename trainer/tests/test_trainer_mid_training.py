@@ -24,8 +24,8 @@ from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_tasks import JsonlSource, Prompt, PromptError, open_task, task_problems
 from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer import mid_training
-from scalerl_trainer.checkpoint import CheckpointError
-from scalerl_trainer.checkpointer import Timings
+from scalerl_trainer.checkpoints.manifest import CheckpointError
+from scalerl_trainer.checkpoints.write import Timings
 from scalerl_trainer.checks import PrepareError
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
 from scalerl_trainer.mid_training import MidTraining

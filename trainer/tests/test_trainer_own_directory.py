@@ -17,7 +17,7 @@ from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_tasks import SourceError, open_tasks
 from scalerl_trainer import fetch_model, prepare
-from scalerl_trainer.stored_files import fetch, upload
+from scalerl_trainer.object_store_folders import fetch, upload
 
 pytestmark = pytest.mark.slow
 

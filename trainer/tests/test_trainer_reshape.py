@@ -10,7 +10,7 @@ import torch
 from free_port import free_port
 from stages import Stage
 
-from scalerl_trainer.saved_state import KEYS, PROXIMAL, SavedState
+from scalerl_trainer.checkpoints.engine_files import KEYS, PROXIMAL, SavedState
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl_trainer import packing
+from scalerl_trainer import row_layout
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, destroy_process_group
 from scalerl_trainer.models import Policy
@@ -61,7 +61,7 @@ def groups(draw: st.DrawFn) -> list[Sequence]:
 def always() -> Iterator[None]:
     """Share prompts where it does not pay too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_PAYS", math.inf)
+        patch.setattr(row_layout, "PAYS", math.inf)
         yield
 
 
@@ -132,7 +132,7 @@ def test_logprobs_and_gradients_equal_those_of_whole_rows(
 
 def test_prompts_are_shared_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(packing, "_PAYS", 0.9)
+    monkeypatch.setattr(row_layout, "PAYS", 0.9)
     long, short = [1] * 100, [1] * 4
     for prompt, pays in ((long, True), (short, False)):
         batch = pack([Sequence(prompt, [2] * 50)] * 16, 4096, shared_rows=False, shared_prompts=True)
@@ -252,7 +252,7 @@ def test_recorded_experts_keep_each_prompt_with_its_completion() -> None:
 
 
 def test_a_long_sequence_does_not_decide_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_PAYS", 0.9)
+    monkeypatch.setattr(row_layout, "PAYS", 0.9)
     alike = [Sequence([1] * 200, [2] * 50)] * 16
     batch = pack([*alike, Sequence([3], [4] * 30000)], 32768, shared_rows=False, shared_prompts=True)
     assert batch.tokens == 199 + 16 * 50 + 30000

@@ -122,7 +122,7 @@ cannot change."""
 READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""
 NOT_READ = {
-    "stored_files.py": {
+    "object_store_folders.py": {
         *(f"task.verifier.{name}" for name in ("memory", "timeoutSeconds", "workers")),
         *(f"task.environment.{name}" for name in ("memory", "turnTimeoutSeconds", "workers")),
     }

@@ -26,7 +26,7 @@ from scalerl_api.weight_files import WeightFileError, base_name, delta_name
 from scalerl_generator.weights import weight_files as reading
 from scalerl_generator.weights.weight_files import SharedBuckets, WeightReader, apply_changes
 from scalerl_trainer.background import LimitedCalls
-from scalerl_trainer.checkpoint import Disk
+from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer

@@ -22,12 +22,12 @@ from test_trainer_weight_files import BUCKET_BYTES, Killed, Training, publisher_
 
 from scalerl_api import object_store, wire
 from scalerl_api.attempts import Attempt
-from scalerl_api.object_store import NewObject, ObjectStore, StoreError
+from scalerl_api.object_store import BucketAbsent, NewObject, ObjectAbsent, ObjectStore, StoreError
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
 from scalerl_generator.weights import weight_files
 from scalerl_generator.weights.weight_files import StoreUnreachable, WeightFetcher, WeightReader
-from scalerl_trainer.checkpoint import Disk
-from scalerl_trainer.checkpoint_copies import PrefixTaken, claim_prefix
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.object_store import PrefixTaken, check_bucket, claim_prefix
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer
@@ -422,6 +422,48 @@ def test_a_denied_write_fails_no_member(s3: S3Server, to: str, tmp_path: Path) -
     )
     files = training.write(writer, 2)
     training.read(reader, 2, files)
+
+
+def test_an_absent_bucket_is_no_damaged_file(s3: S3Server, to: str, tmp_path: Path) -> None:
+    """A generator whose endpoint has no such bucket: it keeps its version, asks once, and no base is written for it."""
+    training, reader = Training(), WeightReader(ELSEWHERE)
+    writer = make_writer(to)
+    files = training.write(writer, 0)
+    training.read(reader, 0, files)
+    training.update()
+    elsewhere = msgspec.structs.replace(training.write(writer, 1), to="s3://absent-bucket/x")
+    begun = time.monotonic()
+    with pytest.raises(
+        StoreUnreachable, match=r"delta-00000001: s3://absent-bucket/x: there is no such bucket$"
+    ):
+        reader.read(1, training.manifest, BUCKET_BYTES, elsewhere, retry_seconds=60.0)
+    assert time.monotonic() - begun < 30
+    assert reader.version == 0
+    outcome = publisher_of(claiming_writer("s3://absent-bucket/x", tmp_path)).publish(
+        0, WeightSource(training.manifest, training.stream), [MEMBER]
+    )
+    assert (outcome.updated, outcome.failed) == ([], [])
+    assert "s3://absent-bucket/x: there is no such bucket" in outcome.error
+
+
+def test_an_absent_bucket_is_refused_at_start(s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = s3.objects()
+    check_bucket("weightSync.to", None)
+    check_bucket("weightSync.to", to)
+    with pytest.raises(
+        BucketAbsent, match=r"^weightSync\.to: s3://absent-bucket/x: there is no such bucket, and nothing"
+    ):
+        check_bucket("weightSync.to", "s3://absent-bucket/x")
+    for method in ("read", "open", "sizes"):
+        with pytest.raises(BucketAbsent):
+            getattr(ObjectStore("s3://absent-bucket/x"), method)("run.json")
+    assert ObjectStore(to).read("run.json") is None
+    with pytest.raises(ObjectAbsent):
+        ObjectStore(to).open("run.json")
+    assert s3.objects() == before
+    s3.refuse()
+    check_bucket("weightSync.to", to)  # the publish reports it
+    s3.refuse(float("inf"))
 
 
 class Full(BaseHTTPRequestHandler):

@@ -20,8 +20,8 @@ from stages import Stage, trainer_of
 from scalerl_api import endpoints, wire
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
+from scalerl_trainer.checkpoints.engine_files import SavedState
 from scalerl_trainer.prepare import prepare
-from scalerl_trainer.saved_state import SavedState
 
 TOKEN = "secret"
 http = httpx.Client(trust_env=False, timeout=5, limits=httpx.Limits(max_keepalive_connections=0))

@@ -33,6 +33,8 @@ _MAX_PARTS = 9_000
 """An upload has at most 10,000 parts."""
 _CONCURRENCY = 4
 """Parts of a file that are sent or read at a time, and held in memory."""
+_NO_BUCKET = "NoSuchBucket"
+"""S3's code, in the body of an answer."""
 
 
 class StoreError(Exception):
@@ -41,6 +43,10 @@ class StoreError(Exception):
 
 class ObjectAbsent(StoreError):
     """There is no such object. A store answers so only to those who may list; to others it refuses the request."""
+
+
+class BucketAbsent(StoreError):
+    """There is no such bucket, so the request need not be tried again."""
 
 
 class StoreDenied(StoreError):
@@ -68,7 +74,7 @@ class ObjectStore:
         self._obstore: Any = obstore
         self._errors = (exceptions.BaseError, OSError, ValueError)
         self._exists = exceptions.AlreadyExistsError
-        self._absent = (exceptions.NotFoundError, FileNotFoundError)
+        self._not_found = (exceptions.NotFoundError, FileNotFoundError)
         self._denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
         bucket, _, prefix = self.to.removeprefix("s3://").partition("/")
         with self.translated():
@@ -107,11 +113,11 @@ class ObjectStore:
 
     def read(self, path: str) -> bytes | None:
         """The content of a small object; None if it does not exist."""
-        with self.translated():
-            try:
+        try:
+            with self.translated():
                 return bytes(self._obstore.get(self._store, path).bytes())
-            except self._absent:
-                return None
+        except ObjectAbsent:
+            return None
 
     def download(self, path: str, size: int, target: Path) -> str | None:
         """Write the first ``size`` bytes of an object to a file, part by part; returns their SHA-256, None if there is no such object.
@@ -123,11 +129,10 @@ class ObjectStore:
         with target.open("wb") as file:
             for start in range(0, size, _PART_BYTES):
                 length = min(_PART_BYTES, size - start)
-                with self.translated():
-                    try:
-                        part = self._obstore.get_range(self._store, path, start=start, length=length)
-                    except self._absent:
-                        return None
+                try:
+                    part = self.part(path, start, length)
+                except ObjectAbsent:
+                    return None
                 file.write(part)
                 digest.update(part)
         return digest.hexdigest()
@@ -147,8 +152,12 @@ class ObjectStore:
 
     def open(self, path: str) -> io.BufferedReader:
         """Open an object for reading, several parts of it at a time. Reads raise ``StoreError``, too."""
-        with self.translated():
-            size = self._obstore.head(self._store, path)["size"]
+        try:
+            with self.translated():
+                size = self._obstore.head(self._store, path)["size"]
+        except ObjectAbsent:
+            self.part(path, 0, 1)  # the answer to a HEAD does not say whether the bucket is absent
+            raise
         return io.BufferedReader(_StoredObject(self, path, size), _CONCURRENCY * _PART_BYTES)
 
     def part(self, path: str, start: int, length: int) -> memoryview:
@@ -174,9 +183,18 @@ class ObjectStore:
         try:
             yield
         except self._errors as error:
-            kind = ObjectAbsent if isinstance(error, self._absent) else StoreError
-            kind = StoreDenied if isinstance(error, self._denied) else kind
-            raise kind(f"{self.to}: {type(error).__name__}: {first_line(error)}") from error
+            kind = self._kind(error)
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            if kind is BucketAbsent:
+                problem = "there is no such bucket"
+            raise kind(f"{self.to}: {problem}") from error
+
+    def _kind(self, error: Exception) -> type[StoreError]:
+        if isinstance(error, self._denied):
+            return StoreDenied
+        if _NO_BUCKET in str(error):
+            return BucketAbsent
+        return ObjectAbsent if isinstance(error, self._not_found) else StoreError
 
 
 class NewObject:

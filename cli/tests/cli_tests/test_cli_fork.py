@@ -17,7 +17,7 @@ from scalerl_cli.main import main, parser
 from scalerl_operator.kube.kinds import Kind
 from scalerl_operator.kube.types import Object
 from scalerl_operator.local.run_directory import RunDirectory
-from scalerl_trainer.checkpoint import CheckpointStore, files_in
+from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
 
 SPEC: dict[str, Any] = {
     "model": {"path": "/models/a", "contextTokens": 64},

@@ -24,12 +24,14 @@ import torch
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, flush
+from scalerl_trainer.checkpoints.disk import flush
+from scalerl_trainer.checkpoints.engine_files import SavedState
+from scalerl_trainer.checkpoints.manifest import CheckpointError
+from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.errors import EngineError, ModelError, TrainerError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames, skeleton, stored_names
 from scalerl_trainer.models.load import load_model
 from scalerl_trainer.models.lora import Lora, adapter_config, adapter_names, merged, peft_name
-from scalerl_trainer.saved_state import SavedState
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
 
 log = logging.getLogger("scalerl_trainer.export")

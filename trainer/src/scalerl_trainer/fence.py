@@ -26,7 +26,7 @@ from scalerl_api.attempts import Attempt
 from scalerl_trainer.errors import AttemptSuperseded
 
 if TYPE_CHECKING:
-    from scalerl_trainer.checkpoint import Disk
+    from scalerl_trainer.checkpoints.disk import Disk
 
 log = logging.getLogger(__name__)
 

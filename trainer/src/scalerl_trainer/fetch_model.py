@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from scalerl_api.load import SpecError
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
-from scalerl_trainer.stored_files import fetch, of_run
+from scalerl_trainer.object_store_folders import fetch, of_run
 
 log = logging.getLogger("scalerl_trainer.fetch_model")
 

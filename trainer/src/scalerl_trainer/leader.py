@@ -8,8 +8,8 @@ After an update, rank 0 reports the step, starts to publish if the coordinator's
 due, and exports the model if the version is evaluated. Once the run is ending, the checkpoint comes first: publishing and
 evaluating the last weights may take long, and an interrupted run must not wait for them.
 
-A publish runs beside the next step (:mod:`.leader_publishes`). While an evaluation holds one, the steps that are closed are trained.
-How checkpoints are written, tried again and copied: :mod:`.leader_checkpoints`.
+A publish runs beside the next step (:mod:`.publish.permits`). While an evaluation holds one, the steps that are closed are trained.
+How checkpoints are written, tried again and copied: :mod:`.checkpoints.when_to_save`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from scalerl_api import wire
 from scalerl_api.exports import Exports
 from scalerl_api.spec import ScaleRLRun
 from scalerl_trainer.algo.mismatch import BEYOND_RATIO
-from scalerl_trainer.checkpoint import CheckpointError
+from scalerl_trainer.checkpoints.manifest import CheckpointError
+from scalerl_trainer.checkpoints.when_to_save import POLL_SECONDS, RunCheckpoints
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable, Unresumable
 from scalerl_trainer.coordinator_silence import CoordinatorSilence
 from scalerl_trainer.errors import DivergedError
 from scalerl_trainer.export import exports_adapter
 from scalerl_trainer.exporter import Exporter
-from scalerl_trainer.leader_checkpoints import POLL_SECONDS, LeaderCheckpoints
-from scalerl_trainer.leader_publishes import LeaderPublishes
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.actor_control import ActorControl
+from scalerl_trainer.publish.permits import PermittedPublishes
 from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.shard_conversion import UNUSABLE_FRACTION
 from scalerl_trainer.step_stats import stats_of_step
@@ -72,8 +72,8 @@ class Leader:
         self._own_directory = own_directory
         self._reported_exports: Exports | None = None
         self._silence = CoordinatorSilence(worker.stop)
-        self._checkpoints = LeaderCheckpoints(worker, load_run, own_directory)
-        self._publishes = LeaderPublishes(
+        self._checkpoints = RunCheckpoints(worker, load_run, own_directory)
+        self._publishes = PermittedPublishes(
             worker, publisher, control, self._checkpoints, self._silence, own_directory
         )
         self._consecutive_skipped_steps = 0

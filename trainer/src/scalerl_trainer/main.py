@@ -10,7 +10,7 @@ Exit codes:
 2
     A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
     another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
-    that is another run's.
+    that is another run's; at the start of a run, a bucket of checkpoint.to or weightSync.to that does not exist.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -46,7 +46,7 @@ import torch
 
 from scalerl_api.attempts import Attempt
 from scalerl_api.load import SpecError
-from scalerl_api.object_store import ObjectStore, StoreError
+from scalerl_api.object_store import BucketAbsent, ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
@@ -58,9 +58,13 @@ from scalerl_api.process import (
     ProcessEnvironment,
 )
 from scalerl_trainer.algo.losses.from_spec import make_loss
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Disk
-from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, identity
-from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, NoUsableCheckpoint, Timings
+from scalerl_trainer.checkpoints.disk import Disk
+from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
+from scalerl_trainer.checkpoints.manifest import CheckpointError
+from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTaken, check_bucket, identity
+from scalerl_trainer.checkpoints.upload import Uploader
+from scalerl_trainer.checkpoints.volume import CheckpointStore
+from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
@@ -81,14 +85,13 @@ from scalerl_trainer.mid_training import MidTraining, remove_checkpoints
 from scalerl_trainer.models import open_model
 from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
+from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
 from scalerl_trainer.publish.from_spec import make_publisher, publish_limit_seconds
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
-from scalerl_trainer.stored_files import EXPORTS
-from scalerl_trainer.uploader import Uploader
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
@@ -102,6 +105,7 @@ _BAD_INPUT = (
     NoUsableCheckpoint,
     MidTrainingError,
     PrefixTaken,
+    BucketAbsent,
 )
 
 
@@ -144,6 +148,10 @@ def run(
     ranks = Ranks(rank.rank, rank.world, 2 * COORDINATOR_TIMEOUT_SECONDS + publish_limit_seconds(spec))
     attempt, paths = environment.attempt, environment.paths
     fence = _begin(paths, attempt, ranks)
+    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence, removes_aside=True)
+    if ranks.is_leader and not volume.steps():
+        check_bucket("checkpoint.to", spec.checkpoint.to)
+        check_bucket("weightSync.to", spec.weight_sync.to)
     prefix = "" if attempt is None else f"{attempt}-"
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
@@ -155,17 +163,22 @@ def run(
     if spec.recipe.proximal_updates:
         proximal, base = opened()
         engine.keep_proximal(proximal, None if spec.trainer.lora is None else base)
-    volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence, removes_aside=True)
     uploader = None
     if spec.checkpoint.to is not None:
         copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
         uploader = Uploader(
             copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
         )
-    checkpointer = Checkpointer(
-        volume, ranks, engine, uploader=uploader, stopped=stop.is_set, timings=timings
-    )
-    version = checkpointer.load()
+    version = CheckpointLoader(
+        volume,
+        ranks,
+        engine,
+        uploader=uploader,
+        stopped=stop.is_set,
+        exchange_seconds=timings.exchange,
+    ).load()
+    checkpointer = Checkpointer(volume, ranks, engine, uploader, timings)
+    checkpointer.continue_from(version)
     if version is None and spec.source is not None:
         # Without this, the fork would begin again from the base model.
         raise NoUsableCheckpoint(
@@ -216,7 +229,7 @@ def run(
         return
     worker.probes = first_probes(environment.paths.base_model, spec)
     control = ActorControl(environment.token)
-    snapshot = checkpointer.snapshot(version) if version is not None else None
+    snapshot = volume.snapshot(version) if version is not None else None
     copy_run_file(environment.paths)
     own_directory, to = environment.own_directory, spec.checkpoint.to
     exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)

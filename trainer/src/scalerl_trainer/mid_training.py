@@ -27,8 +27,10 @@ from scalerl_tasks import (
     TokenizerError,
 )
 from scalerl_tasks.tokenizer import ModelTokenizer
-from scalerl_trainer.checkpoint import STAGE, CheckpointError, CheckpointStore
-from scalerl_trainer.checkpointer import TIMINGS, Checkpointer, FailedSave, Timings, held_by
+from scalerl_trainer.checkpoints.load import CheckpointLoader
+from scalerl_trainer.checkpoints.manifest import CheckpointError
+from scalerl_trainer.checkpoints.volume import STAGE, CheckpointStore
+from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, FailedSave, Timings, held_by
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorUnreachable, Unresumable
 from scalerl_trainer.engine import Engine, StepStats
 from scalerl_trainer.errors import BadBatchError, MidTrainingError, Stopped
@@ -69,10 +71,11 @@ class MidTraining:
         assert spec.warm_start is not None
         self._engine, self._spec, self._wanted = engine, spec, spec.warm_start
         self._paths, self._ranks, self._coordinator, self._stop = paths, ranks, coordinator, stop
-        store = CheckpointStore(paths.mid_training, spec.checkpoint.keep, fence=fence)
+        self._store = store = CheckpointStore(paths.mid_training, spec.checkpoint.keep, fence=fence)
         self._timings, self._poll_seconds, self._report_seconds = timings, poll_seconds, report_seconds
         otherwise = f"remove {paths.mid_training.root} to begin mid-training again"
-        self._checkpointer = Checkpointer(store, ranks, engine, otherwise, timings=timings)
+        self._loader = CheckpointLoader(store, ranks, engine, otherwise, exchange_seconds=timings.exchange)
+        self._checkpointer = Checkpointer(store, ranks, engine, timings=timings)
         self._failed: FailedSave | None = None
         """The last attempt to write a checkpoint, if it failed."""
         self._holding = False
@@ -92,7 +95,8 @@ class MidTraining:
         """
         self._begun = self._reported = time.monotonic()
         self._hello()
-        step = self._checkpointer.load()
+        step = self._loader.load()
+        self._checkpointer.continue_from(step)
         done = Progress()
         if step is not None:
             done = self._progress(step)
@@ -136,7 +140,7 @@ class MidTraining:
 
     def _progress(self, step: int) -> Progress:
         try:
-            return msgspec.json.decode(self._checkpointer.stage(step), type=Progress)
+            return msgspec.json.decode((self._store.directory(step) / STAGE).read_bytes(), type=Progress)
         except (OSError, msgspec.MsgspecError) as error:
             raise MidTrainingError(
                 f"{self._paths.mid_training.checkpoint(step) / STAGE} cannot be read: {error}: it is of another release, or of "

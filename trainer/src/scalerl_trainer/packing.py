@@ -21,19 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from scalerl_trainer import row_layout
 from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
+from scalerl_trainer.row_layout import Ints
 
-Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
-"""Of any width."""
 _MICRO_BATCH_POSITIONS = 256
 """What a micro-batch costs beyond its positions, in positions."""
-_PAYS = 0.9
-"""Prompts are computed apart only where that costs less than this share: rows that attend to them need a mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,12 +158,14 @@ def pack(
     lengths = length_s.tolist()
     spared = 0
     if shared_rows:
-        groups = [[row] for row in _first_fit_decreasing(lengths, micro_batch_tokens)]
+        groups = [[row] for row in row_layout.first_fit_decreasing(lengths, micro_batch_tokens)]
         micro_batches = [_micro_batch(group, tokens, length_s) for group in groups]
     else:
         alike_s = np.zeros_like(some_s)
         if shared_prompts and not any(tokens.routed_s):
-            alike_s = _pays(tokens, length_s, micro_batch_tokens)
+            alike_s = row_layout.pays(
+                tokens.by_prompt(length_s), tokens.prompt_s, length_s, micro_batch_tokens
+            )
         micro_batches, spared = _rows(tokens, length_s, alike_s, micro_batch_tokens)
     needed, computed = sum(lengths) - spared, sum(micro.computed for micro in micro_batches)
     routed = sum(int(micro.known_x.sum()) for micro in micro_batches if micro.known_x is not None)
@@ -182,13 +181,14 @@ def _rows(
     that it spares."""
 
     def plain(some_s: Ints) -> list[MicroBatch]:
-        groups = _by_length(np.where(some_s, length_s, 0).tolist(), micro_batch_tokens)
+        groups = row_layout.by_length(np.where(some_s, length_s, 0).tolist(), micro_batch_tokens)
         return [_micro_batch(group, tokens, length_s) for group in groups]
 
     if alike_s.any():
-        groups = _by_prompt(tokens, np.where(alike_s, length_s, 0), micro_batch_tokens)
+        some_s = np.where(alike_s, length_s, 0)
+        groups = row_layout.by_prompt(tokens.by_prompt(some_s), tokens.prompt_s, some_s, micro_batch_tokens)
         found = [_after_prompts(rows, tokens, length_s) for rows in groups]
-        if _cost(found) < _PAYS * _cost(plain(alike_s)):
+        if _cost(found) < row_layout.PAYS * _cost(plain(alike_s)):
             spared = sum(
                 (len(micro.prompt_b) - len(micro.prompts_gp)) * micro.prompts_gp.shape[1]
                 for micro in found
@@ -213,86 +213,6 @@ def after_prompt(sequences: Items[Sequence]) -> MicroBatch:
     """A micro-batch in which these sequences follow one computation of their prompt, which is that of all."""
     length_s = np.array([sequence.tokens - 1 for sequence in sequences])
     return _after_prompts([list(range(len(sequences)))], _Tokens.of(sequences), length_s)
-
-
-def _first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Rows of sequence indices, fullest rows first. Length 0 is left out."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    shortest = min((length for length in lengths if length), default=0)
-    first_open = 0
-    for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        while first_open < len(rows) and room[first_open] < shortest:
-            first_open += 1
-        for row in range(first_open, len(rows)):
-            if room[row] >= length:
-                rows[row].append(index)
-                room[row] -= length
-                break
-        else:
-            rows.append([index])
-            room.append(capacity - length)
-    return [rows[row] for row in sorted(range(len(rows)), key=lambda r: (room[r], r))]
-
-
-def _by_length(lengths: list[int], budget: int) -> list[list[list[int]]]:
-    """Groups of one-sequence rows, longest first. Length 0 is left out."""
-    groups: list[list[list[int]]] = []
-    longest = 0
-    for index in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
-        if groups and (len(groups[-1]) + 1) * longest <= budget:
-            groups[-1].append([index])
-        else:
-            groups.append([[index]])
-            longest = lengths[index]
-    return groups
-
-
-def _groups(tokens: _Tokens, length_s: Ints) -> list[list[int]]:
-    """The sequences of each prompt, in order. Length 0 is left out."""
-    of_prompt: dict[bytes, list[int]] = {}
-    for index in np.flatnonzero(length_s).tolist():
-        start = tokens.start_s[index]
-        of_prompt.setdefault(tokens.ids[start : start + tokens.prompt_s[index]].tobytes(), []).append(index)
-    return list(of_prompt.values())
-
-
-def _pays(tokens: _Tokens, length_s: Ints, budget: int) -> Ints:
-    """Bool, the sequences whose prompts leave less to compute if they are computed apart, each prompt by itself."""
-    alike_s = np.zeros(len(length_s), np.bool_)
-    for group in _groups(tokens, length_s):
-        prefix, whole_g = int(tokens.prompt_s[group[0]]) - 1, length_s[group]
-        at_once = max(1, (budget - prefix) // int(whole_g.max()))
-        computed = -(-len(group) // at_once) * prefix + int((whole_g - prefix).sum())
-        alike_s[group] = computed < _PAYS * int(whole_g.sum())
-    return alike_s
-
-
-def _by_prompt(tokens: _Tokens, length_s: Ints, budget: int) -> list[list[list[int]]]:
-    """Micro-batches of prompts of equal length, each prompt with the sequences that have it. Length 0 is left out."""
-    after_s = length_s - tokens.prompt_s + 1
-    groups = [sorted(group, key=lambda index: -after_s[index]) for group in _groups(tokens, length_s)]
-    groups.sort(key=lambda group: (-tokens.prompt_s[group[0]], -after_s[group[0]]))
-    micro_batches: list[list[list[int]]] = []
-    before = width = rows = 0
-    for group in groups:
-        last: list[int] = []
-        for index in group:
-            prefix, after = int(tokens.prompt_s[index]) - 1, int(after_s[index])
-            prompts = len(micro_batches[-1]) + (not last) if micro_batches else 0
-            if (
-                not micro_batches
-                or prefix != before
-                or prompts * prefix + (rows + 1) * (prefix + max(width, after)) > budget
-            ):
-                micro_batches.append([])
-                before, width, rows, last = prefix, 0, 0, []
-            if not last:
-                micro_batches[-1].append(last)
-            last.append(index)
-            width, rows = max(width, after), rows + 1
-    return micro_batches
 
 
 def _after_prompts(groups: list[list[int]], tokens: _Tokens, length_s: Ints) -> MicroBatch:
@@ -346,6 +266,14 @@ class _Tokens:
             _ranges(np.zeros_like(completion_s), completion_s)[keep],
             [s.routed for s in sequences],
         )
+
+    def by_prompt(self, length_s: Ints) -> list[list[int]]:
+        """The sequences of each prompt, in order. Length 0 is left out."""
+        found: dict[bytes, list[int]] = {}
+        for index in np.flatnonzero(length_s).tolist():
+            start = self.start_s[index]
+            found.setdefault(self.ids[start : start + self.prompt_s[index]].tobytes(), []).append(index)
+        return list(found.values())
 
 
 def _starts(counts: Ints) -> Ints:

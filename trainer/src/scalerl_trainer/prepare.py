@@ -23,7 +23,7 @@ from pathlib import Path
 
 from scalerl_api.load import SpecError
 from scalerl_api.memory.model_size import ModelSize
-from scalerl_api.object_store import ObjectStore, StoreError
+from scalerl_api.object_store import BucketAbsent, ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import MODEL_CACHE, REPORT_FILE, SOURCE_DIR, EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import HubModel, ModelSpec, RunSpec
@@ -31,7 +31,8 @@ from scalerl_api.status import ModelStatus
 from scalerl_tasks import GradingError, PromptSource, RunTasks, Task, TaskError, open_tasks, open_warm_start
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.tokenizer import ModelTokenizer
-from scalerl_trainer.checkpoint import flush
+from scalerl_trainer.checkpoints.disk import flush
+from scalerl_trainer.checkpoints.object_store import check_bucket
 from scalerl_trainer.checks import (
     PrepareError,
     check_length,
@@ -50,7 +51,7 @@ from scalerl_trainer.fork import ForkError, take_over
 from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
 from scalerl_trainer.model_checks import config_problems, model_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
-from scalerl_trainer.stored_files import fetch, of_run, upload
+from scalerl_trainer.object_store_folders import fetch, of_run, upload
 
 log = logging.getLogger("scalerl_trainer.prepare")
 
@@ -72,7 +73,10 @@ def main() -> int:
         source = os.environ.get(SOURCE_DIR)
         take_over(environment.paths, spec, Path(source) if source else None)
         one_machine, to = "KUBERNETES_SERVICE_HOST" not in os.environ, spec.checkpoint.to
-        store = ObjectStore(to) if environment.own_directory and to is not None else None
+        store = None
+        if environment.own_directory and to is not None:
+            check_bucket("checkpoint.to", to)
+            store = ObjectStore(to)
         folders = () if store is None else tuple((store, folder) for folder in of_run(spec))
         for given, folder in folders:
             if fetch(given, folder, environment.paths.root / folder):
@@ -83,7 +87,7 @@ def main() -> int:
         report_model(environment.paths.base_model, os.environ.get(REPORT_FILE))
     except (GradingError, CacheError, StoreError) as problem:
         log.error("%s", problem)
-        return 1
+        return 2 if isinstance(problem, BucketAbsent) else 1
     except PrepareError as problem:
         for line in problem.args:
             log.error("%s", line)

@@ -15,7 +15,7 @@ import torch
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
-from scalerl_trainer.checkpoint import flush
+from scalerl_trainer.checkpoints.disk import flush
 from scalerl_trainer.engine import Engine
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models import WeightStream, open_model

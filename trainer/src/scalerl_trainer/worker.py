@@ -32,7 +32,8 @@ from scalerl_api.weight_sync import PROBE_SEQUENCES
 from scalerl_api.wire import Shard, TrainedSequence
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.background import Prefetch
-from scalerl_trainer.checkpointer import Checkpointer
+from scalerl_trainer.checkpoints.upload import UploadState
+from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.engine import Engine, PackedShard, StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
@@ -50,7 +51,6 @@ from scalerl_trainer.shard_conversion import (
     recorded,
     start_sequences,
 )
-from scalerl_trainer.uploader import UploadState
 
 FETCH_SECONDS = 30.0
 """The next step's shard is requested this often before the step is closed."""

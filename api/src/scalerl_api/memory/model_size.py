@@ -11,6 +11,17 @@ from scalerl_api.model_source import ScratchModel
 Dtype = Literal["bfloat16", "float32"]
 BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 """Bytes of one value."""
+_NORMS: Final[Mapping[str, tuple[bool, int, int]]] = {
+    "qwen3": (True, 0, 3),
+    "qwen3_moe": (True, 0, 3),
+    "olmoe": (True, 0, 3),
+    "olmo2": (True, 0, 4),
+    "olmo3": (True, 0, 4),
+    "gemma2": (False, 2, 4),
+    "gemma3_text": (True, 2, 4),
+}
+"""By family: whether queries and keys are normalised, norms of the hidden size beyond two a layer, and what one keeps in bfloat16, in values
+of its input: this and its result in float32, as a Llama's, or both factors of the result in float32. In float32 each keeps two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,8 @@ class ModelSize:
     """The same of the keys, and of the values."""
     mlp_values: int = 0
     """Values a token that a layer's experts keep for the backward pass; 0 without experts."""
+    norm_values: tuple[int, int] = (0, 0)
+    """The same of its norms beyond those of a Llama, in bfloat16 and in float32."""
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
@@ -77,7 +90,10 @@ class ModelSize:
             return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, mlp_values=mlp)
         each = each if isinstance(each, int) else hidden // heads
         keys = each * (groups if isinstance(groups, int) else heads)
-        return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys, mlp)
+        norms = _norm_values(text, hidden, each * heads + keys)
+        return cls(
+            parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys, mlp, norms
+        )
 
     def activation_values(self, dtype: Dtype) -> int:
         """Values that a layer of a Llama keeps for the backward pass of a token, counted in transformers' layers.
@@ -88,7 +104,9 @@ class ModelSize:
         hidden, queries = self.hidden_size, self.query_size or self.hidden_size
         norms = (8 if dtype == "bfloat16" else 6) * hidden
         mlp = self.mlp_values or 4 * self.intermediate_size
-        return norms + 2 * queries + 2 * (self.key_size or hidden) + mlp
+        return (
+            norms + self.norm_values[dtype == "float32"] + 2 * queries + 2 * (self.key_size or hidden) + mlp
+        )
 
     @property
     def _dense_layer(self) -> int:
@@ -143,3 +161,10 @@ def _expert_values(config: Mapping[str, Any], hidden: int, wide: int) -> int:
         return 0
     own = each if isinstance(each, int) else wide
     return chosen * (4 * own + 2 * hidden) + (4 * shared if isinstance(shared, int) else 0)
+
+
+def _norm_values(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
+    """:attr:`ModelSize.norm_values` by a ``config.json``, with ``heads`` outputs of queries and keys."""
+    normed, more, kept = _NORMS.get(str(config.get("model_type")), (False, 0, 3))
+    values = heads * normed + more * hidden
+    return kept * values + (kept - 3) * 2 * hidden, 2 * values

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scalerl_api.object_store import ObjectAbsent, ObjectStore, StoreDenied, StoreError
+from scalerl_api.object_store import BucketAbsent, ObjectAbsent, ObjectStore, StoreDenied, StoreError
 from scalerl_api.weight_files import (
     CHANGES_OFFSET,
     COUNTS,
@@ -220,7 +220,7 @@ class WeightReader:
                 raise WeightFileError(f"{root}/{self._key[0]}/{name}: {error}") from error
             except StoreError as error:
                 late = time.monotonic() + RETRY_SECONDS > self._retry_until
-                if late or isinstance(error, StoreDenied):
+                if late or isinstance(error, StoreDenied | BucketAbsent):
                     raise StoreUnreachable(f"{root}/{self._key[0]}/{name}: {error}") from error
                 log.warning("%s is read on in %g s: %s", name, RETRY_SECONDS, error)
                 time.sleep(RETRY_SECONDS)

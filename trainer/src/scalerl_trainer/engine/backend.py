@@ -1,7 +1,7 @@
 """What the engine needs of a library that partitions a model's state over ranks and updates it: DeepSpeed or FSDP2.
 
 Either has float32 master weights and AdamW's moments of the parameters that require gradients, in parts of flattened parameters
-(:class:`.saved_state.Piece`), so that a checkpoint of one loads in the other.
+(:class:`.engine_files.Piece`), so that a checkpoint of one loads in the other.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from scalerl_api.engines import EngineName
+from scalerl_trainer.checkpoints.engine_files import Piece
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models.weight_stream import WeightStream
-from scalerl_trainer.saved_state import Piece
 
 
 class Backend(Protocol):

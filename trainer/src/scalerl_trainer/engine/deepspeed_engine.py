@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from scalerl_api.engines import BUCKET_ELEMENTS
+from scalerl_trainer.checkpoints.engine_files import Piece
 from scalerl_trainer.engine import adamw
+from scalerl_trainer.engine.deepspeed_config import deepspeed_config
 from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
 from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models.weight_stream import WeightStream
-from scalerl_trainer.saved_state import Piece
 
 # Without this, DeepSpeed warns on a machine without GPUs that it guesses the accelerator.
 if not torch.cuda.is_available():
@@ -93,7 +93,7 @@ class DeepSpeedEngine:
         self._offloaded = settings.offload != "None"
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         parameters = [p for p in module.parameters() if p.requires_grad]
-        config = _config(settings, self._world, sum(p.numel() for p in parameters))
+        config = deepspeed_config(settings, self._world, sum(p.numel() for p in parameters))
         self._module = module = place(module, config, device, weights)
         kind = ClippingAdamW if self._stage == 0 else torch.optim.AdamW
         optimizer = kind(
@@ -278,7 +278,7 @@ class FrozenModule:
         module.requires_grad_(False)
         self._engine: Any = None
         parameters = sum(p.numel() for p in module.parameters())
-        config = _config(settings, torch.distributed.get_world_size(), parameters)
+        config = deepspeed_config(settings, torch.distributed.get_world_size(), parameters)
         module = place(module, config, device, weights)
         if settings.zero_stage == 3:
             self._engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
@@ -373,38 +373,3 @@ def _fill(weights: WeightStream, partition: dict[str, Any] | None, device: torch
         problem = str(error)
     if bool(gather_vectors(torch.tensor([float(bool(problem))], device=device)).any()):
         raise ModelError(problem or "rank 0 cannot read the model's weights: see its log")
-
-
-def _config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
-    bfloat16 = settings.dtype == "bfloat16"
-    # DeepSpeed allocates whole buckets, so they should not exceed the model, and needs an even number of elements.
-    bucket = min(BUCKET_ELEMENTS, parameters + parameters % 2)
-    offload: dict[str, Any] = {}
-    if settings.offload != "None":
-        offload["offload_optimizer"] = {"device": "cpu"}
-    if settings.offload == "OptimizerAndParameters":
-        offload["offload_param"] = {"device": "cpu"}
-    return {
-        "train_batch_size": world,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        # At stage 0, ClippingAdamW clips instead.
-        "gradient_clipping": settings.max_gradient_norm if settings.zero_stage else 0.0,
-        # Stage 1 adds each bfloat16 gradient to the float32 ones during the backward pass and frees it. By default it keeps both
-        # until the step: 2 bytes more per parameter.
-        "bf16": {"enabled": bfloat16, "check_grad_overflow": bfloat16, "immediate_grad_update": bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        # The default is the model's dtype; in bfloat16 a rank's addend would be rounded away.
-        "communication_data_type": "fp32",
-        "zero_optimization": {
-            "stage": settings.zero_stage,
-            "overlap_comm": False,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": bucket,
-            **offload,
-        },
-        "zero_force_ds_cpu_optimizer": False,
-        "wall_clock_breakdown": False,
-    }

@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,26 @@ import torch.distributed as dist
 
 from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.algo.mismatch import RatioStatistics
+from scalerl_trainer.engine.attention import choose_attention
 from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
 from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
 from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
+from scalerl_trainer.engine.proximal import Proximal
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.start_checks import StartChecks
 from scalerl_trainer.engine.start_kl import StartSample
-from scalerl_trainer.engine.state import EngineState
+from scalerl_trainer.engine.state import EngineState, TrainedState
 from scalerl_trainer.engine.stats import FlatLogprobs, StepStats
 from scalerl_trainer.engine.weights import Weights
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
-from scalerl_trainer.models.policy import PREFIX, Policy
+from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
 from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
 from scalerl_trainer.models.weight_stream import WeightStream
 from scalerl_trainer.packing import MicroBatch, Sequence
-from scalerl_trainer.saved_state import (
-    HEADER,
-    PROXIMAL,
-    EngineHeader,
-    HostBuffers,
-    Piece,
-    SavedState,
-)
 from scalerl_trainer.train_batch import PackedShard, TrainBatch, pack_shard
 from scalerl_trainer.utilization import flops_per_token
 
@@ -95,9 +88,7 @@ class Engine:
         self._policy = policy = Policy(
             causal_lm, fp32_head=settings.fp32_head, chunk_bytes=settings.logit_chunk_bytes
         )
-        self._proximal: Frozen | None = None
-        self._proximal_updates: int | None = None
-        """Updates since the proximal policy was set; None if it was never set."""
+        self._proximal: Proximal | None = None
         replay = RouterReplay(causal_lm) if settings.router_replay else None
         routing = Routing(causal_lm)  # its hooks run before those of the backend
         self._backend = open_backend(policy, settings, device, weights)
@@ -113,8 +104,8 @@ class Engine:
         self._checks = StartChecks(self._passes, policy, settings, device, self._rank)
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
-        self._host = HostBuffers()
-        self._choose_attention(dtype)
+        self._trained = TrainedState(self._backend, policy, settings.lora, self._rank)
+        choose_attention(policy, self._checks, dtype, device, self._rank)
 
     def set_reference(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
         """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.
@@ -142,7 +133,7 @@ class Engine:
         self._add_adapters(causal_lm)
         if self._passes.replay is not None:
             self._passes.replay.attach(causal_lm)
-        self._proximal = self._frozen(causal_lm, weights)
+        self._proximal = Proximal(self._frozen(causal_lm, weights))
 
     def set_proximal(self) -> None:
         """Make the current weights the proximal policy: the loss of later steps gets its log-probability of each token.
@@ -154,14 +145,12 @@ class Engine:
         adapters = self.weights.adapters
         trained = [(names, [adapters[n] for n in names]) for names in self.weights.adapter_groups()]
         buckets = self.weights.buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype))
-        for _, parameters in trained or buckets:
-            self._proximal.copy_from([(self._name[parameter], parameter) for parameter in parameters])
-        self._proximal_updates = 0
+        self._proximal.set([(self._name[p], p) for p in parameters] for _, parameters in trained or buckets)
 
     @property
     def has_proximal(self) -> bool:
         """Whether the proximal policy is set."""
-        return self._proximal_updates is not None
+        return self._proximal is not None and self._proximal.updates is not None
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -236,7 +225,7 @@ class Engine:
             )
         packed_at = time.perf_counter()
         rounds = int(counts[:, 0].max())
-        proximal = self._proximal if self._proximal_updates else None
+        proximal = None if self._proximal is None else self._proximal.differing
         done = self._passes.accumulate(packed, batch, loss, rounds, proximal=proximal)
         rows = gather_vectors(done.sums)
         every, fresh = ratios_of(rows)
@@ -270,8 +259,8 @@ class Engine:
         end = time.perf_counter()
         step = self.steps_done
         self.steps_done += skipped is None
-        if self._proximal_updates is not None:
-            self._proximal_updates += skipped is None
+        if self._proximal is not None and self._proximal.updates is not None:
+            self._proximal.updates += skipped is None
         return StepStats(
             step=step,
             applied=skipped is None,
@@ -319,21 +308,14 @@ class Engine:
 
         Each rank writes its own part; not a collective. Raises ``OSError``.
         """
-        self._state(list(self._owned_with_proximal())).write(directory)
+        self._trained.views(self.steps_done, self.start, self._proximal).write(directory)
 
     def copy_state(self) -> EngineState:
         """Copy this rank's part of the state to the host, to be written while training continues; until the next copy.
 
         Not a collective. Raises ``RuntimeError`` if the host has not enough memory.
         """
-        return self._state(self._host.copy(self._owned_with_proximal()))
-
-    def _state(self, pieces: list[Piece]) -> EngineState:
-        header = None
-        if self._rank == 0:
-            steps = self._backend.optimizer_steps
-            header = EngineHeader(self.steps_done, steps, self._trained_shapes(), self.settings.lora)
-        return EngineState(self._rank, pieces, header, self.start)
+        return self._trained.copy(self.steps_done, self.start, self._proximal)
 
     def load(self, directory: Path) -> None:
         """Load the state written by ``save``, on any number of ranks, at any ZeRO stage, by any engine, in any dtype.
@@ -341,19 +323,8 @@ class Engine:
         Raises:
             EngineError: the state is missing, or is another model's.
         """
-        if not (directory / HEADER).is_file():
-            raise EngineError(f"{directory / HEADER} is not a file: there is no engine state to load")
-        saved = SavedState(directory)
-        saved.check(self._trained_shapes(), self.settings.lora)
         self.before_update()
-        with self._backend.restoring(saved.header.optimizer_steps):
-            saved.load(self._pieces(owned=False))
-        if self._proximal is not None and saved.has(PROXIMAL):
-            for name, start, flat in self._proximal.parts():
-                if (parameter := name.removeprefix(PREFIX)) in saved.header.parameters:  # others are frozen
-                    saved.read(parameter, PROXIMAL, start, flat)
-            self._proximal_updates = 1
-        self.steps_done = saved.header.steps_done
+        self.steps_done = self._trained.restore(directory, self._proximal)
         if self._rank == 0:
             self.start = StartSample.load(directory, self.settings.micro_batch_tokens)
 
@@ -372,34 +343,6 @@ class Engine:
         self.before_update()
         return time.perf_counter() - begin
 
-    def _choose_attention(self, dtype: torch.dtype) -> None:
-        """Use torch's variable-length kernel in place of ``sdpa`` where device and model allow it. A collective."""
-        reason = varlen.problem(self._policy.causal_lm, dtype, self.device)
-        reason = reason or varlen.failure(self.config, dtype, self.device)
-        able = gather_vectors(torch.full((1,), int(reason is None), device=self.device)).flatten().tolist()
-        if reason is None and not all(able):
-            reason = f"rank {able.index(0)} cannot use it, see its log"
-        elif any(able) and reason is not None:
-            log.warning("rank %d cannot use torch's variable-length kernel: %s", self._rank, reason)
-        if reason is None:
-            varlen.use(self.config)
-        shared = self._checks.shares_rows()
-        if reason is None and not shared:
-            self.config._attn_implementation = "sdpa"
-            reason = "the model does not keep sequences apart by position, or differs from sdpa"
-        # The first call compares, on all ranks.
-        once = "once" if self._checks.shares_prompts() else f"with each completion ({self._checks.why_whole})"
-        if self._rank == 0:
-            kind = "sequences share rows" if shared else "each sequence has a row of its own"
-            why = f" (torch's variable-length kernel is not used: {reason})" if reason else ""
-            log.info(
-                "attention: %s; %s%s; prompts are computed %s",
-                self.config._attn_implementation,
-                kind,
-                why,
-                once,
-            )
-
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
         return None if lora is None else Adapters(causal_lm, lora, self.settings.seed)
@@ -415,27 +358,6 @@ class Engine:
         frozen = open_frozen(policy.eval(), self.settings, self.device, weights)
         check_buffer_dtypes(causal_lm, buffers)
         return frozen
-
-    def _pieces(self, *, owned: bool) -> Iterator[Piece]:
-        for piece in self._backend.pieces(owned=owned):
-            yield replace(piece, name=piece.name.removeprefix(PREFIX))
-
-    def _owned_with_proximal(self) -> Iterator[Piece]:
-        """The pieces that this rank owns; with the proximal policy's values while they differ from the weights."""
-        for piece in self._backend.pieces(owned=True):
-            name = piece.name.removeprefix(PREFIX)
-            values = piece.values
-            if self._proximal is not None and self._proximal_updates:
-                count = values["weight"].numel()
-                values = values | {PROXIMAL: self._proximal.part(piece.name, piece.start, count)}
-            yield replace(piece, name=name, values=values)
-
-    def _trained_shapes(self) -> dict[str, list[int]]:
-        return {
-            name.removeprefix(PREFIX): list(self._backend.shape(parameter))
-            for name, parameter in self._policy.named_parameters()
-            if parameter.requires_grad
-        }
 
     def _pack(self, sequences: Items[Sequence], batch: TrainBatch | None) -> PackedShard:
         return pack_shard(

@@ -31,13 +31,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from scalerl_trainer.checkpoints.engine_files import Piece
 from scalerl_trainer.engine import adamw
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.weight_stream import WeightStream
-from scalerl_trainer.saved_state import Piece
 
 
 class FsdpEngine:

@@ -76,14 +76,7 @@ class FilePublisher:
         members: list[wire.Member],
         have_read: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Publish ``version`` to ``members``.
-
-        Args:
-            have_read: called once the weights may change.
-
-        Raises:
-            SourceError: the stream of weights differs from its manifest.
-        """
+        """See :meth:`.Publisher.publish`. The weights may change once they are written."""
         started = time.perf_counter()
         written = self._write(version, weights) if members else None
         have_read()

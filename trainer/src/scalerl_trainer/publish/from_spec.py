@@ -10,7 +10,7 @@ from scalerl_api.fields import quantity_bytes
 from scalerl_api.object_store import ObjectStore
 from scalerl_api.process import ProcessEnvironment
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_trainer.checkpoint_copies import claim_prefix, identity
+from scalerl_trainer.checkpoints.object_store import claim_prefix, identity
 from scalerl_trainer.fence import FOLDER, Fence
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.file_publisher import FilePublisher

@@ -82,14 +82,7 @@ class GroupPublisher:
         members: list[wire.Member],
         have_read: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Publish ``version`` to ``members``.
-
-        Args:
-            have_read: called once the weights may change, after the last attempt.
-
-        Raises:
-            SourceError: the stream of weights differs from its manifest.
-        """
+        """See :meth:`.Publisher.publish`. The weights may change after the last attempt."""
         started = time.perf_counter()
         deadline = time.monotonic() + self.max_seconds
         buckets = lay_out(weights.manifest, self._settings.bucket_bytes)

@@ -11,153 +11,32 @@ committed was committed before the next attempt listed the checkpoints, and is o
 
 The newest checkpoint whose files all match its manifest is loaded; one that does not match is quarantined as ``damaged-…``, until
 one of the same or a later step is committed.
-
-The hash is SHA-256 because processors have instructions for it (1.7 GB/s per core, compared with 0.9 GB/s for BLAKE2b), and
-``sha256sum`` can check it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
-import json
 import logging
 import os
 import re
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from scalerl_api.paths import RunPaths
-from scalerl_trainer.errors import TrainerError
+from scalerl_trainer.checkpoints.disk import Disk, VolumeState, check_space
+from scalerl_trainer.checkpoints.manifest import FORMAT, MANIFEST, CheckpointError, FileRecord, Manifest
 from scalerl_trainer.fence import DAMAGED, STAGED, Fence
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 SNAPSHOT = "coordinator.snapshot"
 STAGE = "stage.json"
 """State of mid-training; only in mid-training's checkpoints, in which the coordinator's snapshot is empty."""
-FORMAT = 2
 _NAME = re.compile(r"^step-(\d{8,})$")
 _DAMAGED_NAME = re.compile(rf"^{DAMAGED}step-(\d{{8,}})")
-_CHUNK_BYTES = 4 << 20
-_MIN_GROWTH_BYTES = 1 << 20
-"""Growth of the free space that is worth another attempt; less comes and goes with logs."""
-
-
-class CheckpointError(TrainerError):
-    """A checkpoint could not be written, or none can be read."""
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def check_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raise OSError if the volume with ``folder`` has not enough free space for ``what``, which is about to be read to it."""
-    stat = os.statvfs(folder)
-    free_bytes = stat.f_bavail * stat.f_frsize
-    if needed_bytes > free_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"{what} needs {needed_bytes:,} bytes and {free_bytes:,} are free: remove what is not needed there "
-            f"({DAMAGED}* in checkpoints, other runs), or enlarge the volume",
-            str(folder),
-        )
-
-
-class Disk:
-    """The system calls of a checkpoint, so that tests can make each of them fail."""
-
-    def make_directory(self, path: Path) -> None:
-        path.mkdir()
-
-    def write(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data)
-
-    def sync(self, path: Path) -> None:
-        flush(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        source.rename(target)
-
-    def remove(self, path: Path) -> None:
-        shutil.rmtree(path)
-
-    def sha256(self, path: Path, progress: Callable[[int], None] | None = None) -> str:
-        with path.open("rb") as file:
-            digest = hashlib.sha256()
-            buffer = bytearray(_CHUNK_BYTES)
-            while count := file.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
-                if progress is not None:
-                    progress(count)
-        return digest.hexdigest()
-
-
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a checkpoint; ``path`` is relative to the checkpoint's folder."""
-
-    path: str
-    bytes: int
-    sha256: str
-
-
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The manifest of a checkpoint."""
-
-    format: int
-    step: int
-    shape: dict[str, str]
-    """Number of ranks, ZeRO stage and dtype that wrote it."""
-    files: list[FileRecord]
-
-    def encode(self) -> bytes:
-        """The manifest with its own digest, as indented JSON."""
-        body = msgspec.to_builtins(self)
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        return json.dumps({**body, "digest": digest}, indent=1, sort_keys=True).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Manifest:
-        """Decode a manifest. Raises ``CheckpointError`` if it is invalid or does not match its digest."""
-        try:
-            body: dict[str, Any] = json.loads(data)
-            digest = body.pop("digest")
-            manifest = msgspec.convert(body, cls)
-        except (ValueError, KeyError, AttributeError, msgspec.ValidationError) as error:
-            raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-        if digest != hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest():
-            raise CheckpointError(f"{MANIFEST} does not match its own digest")
-        if manifest.format != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {manifest.format}, but this trainer reads {FORMAT}")
-        return manifest
-
-
-@dataclass(frozen=True)
-class VolumeState:
-    """What of a volume decides whether a failed write may succeed now."""
-
-    free_bytes: int
-    read_only: bool
-
-    def better_than(self, before: VolumeState) -> bool:
-        """Whether space came, or the volume became writable."""
-        grown = self.free_bytes - before.free_bytes >= _MIN_GROWTH_BYTES
-        return grown or (before.read_only and not self.read_only)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ import threading
 from dataclasses import dataclass, field
 
 from scalerl_api.object_store import StoreError
-from scalerl_trainer.checkpoint import CheckpointError, CheckpointStore, Manifest
-from scalerl_trainer.checkpoint_copies import CheckpointCopies, PrefixTaken, lower_priority
+from scalerl_trainer.checkpoints.manifest import CheckpointError, Manifest
+from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTaken, lower_priority
+from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.errors import AttemptSuperseded, TrainerError
 from scalerl_trainer.metrics import Metrics
 

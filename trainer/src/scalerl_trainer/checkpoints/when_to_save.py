@@ -1,7 +1,7 @@
 """Rank 0's part of checkpoints: when one is started, committed, tried again and copied, and what the coordinator knows of it.
 
 A checkpoint that fails during training is tried again when the volume has more space, at the latest when the next one is due.
-At the end of training, rank 0 keeps the weights in memory until they are saved (:meth:`LeaderCheckpoints.save_last`).
+At the end of training, rank 0 keeps the weights in memory until they are saved (:meth:`RunCheckpoints.save_last`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from scalerl_api import wire
 from scalerl_api.load import SpecError
 from scalerl_api.spec import ScaleRLRun
-from scalerl_trainer.checkpointer import FailedSave, held_by
+from scalerl_trainer.checkpoints.write import FailedSave, held_by
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable
 from scalerl_trainer.worker import Command, Worker
 
@@ -28,7 +28,7 @@ STOPPED_UPLOAD_SECONDS = 150.0
 """The same once the trainer is asked to stop, within the 300 s of grace of its pod."""
 
 
-class LeaderCheckpoints:
+class RunCheckpoints:
     """Rank 0's checkpoints, and its syncs with the other ranks, which finish them. All of rank 0 that waits syncs by
     :meth:`sync_and_check_stop`, every :data:`POLL_SECONDS`, also without a checkpoint: a sync says whether one is on disk.
 

@@ -5,10 +5,10 @@
 ``writer.json``               the start of the trainer that writes; an earlier one stops writing
 ``step-<step>/…``             a checkpoint's files, as on the volume
 ``step-<step>/manifest.json`` written last: a folder without it is no checkpoint
-``warm-started/…``            the weights after a warm start, as on the volume, in the form of :mod:`.stored_files`
+``warm-started/…``            the weights after a warm start, as on the volume, in the form of :mod:`.object_store_folders`
 ============================= ==================================================================================
 
-:mod:`.uploader` writes them. Of two attempts of the trainer the later one writes (:meth:`CheckpointCopies.claim`). ``writer.json`` is read
+:mod:`.upload` writes them. Of two attempts of the trainer the later one writes (:meth:`CheckpointCopies.claim`). ``writer.json`` is read
 before each file and each manifest, but a bucket has no rename that could fence out an earlier attempt, as on the volume (:mod:`.fence`):
 a file that it is sending when the later one claims the prefix may still replace the later one's file of the same step. The manifest
 finds that. It has the SHA-256 of every file, and what is read from the store is compared with it before it gets a checkpoint's name:
@@ -29,11 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from scalerl_api.attempts import Attempt
-from scalerl_api.object_store import ObjectStore, StoreError
+from scalerl_api.object_store import BucketAbsent, ObjectStore, StoreError
 from scalerl_api.spec import ScaleRLRun
-from scalerl_trainer.checkpoint import MANIFEST, CheckpointError, FileRecord, Manifest, flush
+from scalerl_trainer.checkpoints.disk import flush
+from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, FileRecord, Manifest
 from scalerl_trainer.errors import AttemptSuperseded, TrainerError
-from scalerl_trainer.stored_files import DamagedError, fetch, is_there, upload
+from scalerl_trainer.object_store_folders import DamagedError, fetch, is_there, upload
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,20 @@ def folder_of(step: int) -> str:
 def lower_priority() -> None:
     """Let the compute go before the calling thread and the client library's threads, which the first request of a process starts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def check_bucket(field: str, to: str | None) -> None:
+    """Raise ``BucketAbsent`` if the bucket of ``field`` does not exist. What fails otherwise, its user reports."""
+    if to is None:
+        return
+    try:
+        ObjectStore(to).read(RUN_FILE)
+    except BucketAbsent as error:
+        raise BucketAbsent(
+            f"{field}: {error}, and nothing is written: create it, or correct {field}, or region and endpoint in the trainer's environment"
+        ) from error
+    except StoreError as error:
+        log.warning("%s cannot be read yet: %s", field, error)
 
 
 def claim_prefix(store: ObjectStore, run: dict[str, object], field: str, allowed: str) -> None:
@@ -307,7 +322,7 @@ def read_with_retries(
         try:
             read()
         except StoreError as error:
-            if pause is None or stopped():
+            if pause is None or stopped() or isinstance(error, BucketAbsent):
                 raise
             log.warning("another attempt follows in %g s: %s", pause, error)
             time.sleep(pause)

@@ -24,10 +24,10 @@ import torch
 
 from scalerl_api import wire
 from scalerl_trainer.background import in_background, new_stream, on_stream
+from scalerl_trainer.checkpoints.when_to_save import POLL_SECONDS, RunCheckpoints
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable
 from scalerl_trainer.coordinator_silence import CoordinatorSilence
 from scalerl_trainer.errors import PublishRefusedError
-from scalerl_trainer.leader_checkpoints import POLL_SECONDS, LeaderCheckpoints
 from scalerl_trainer.models.lora import PUBLISHED, AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
@@ -73,7 +73,7 @@ class _Published:
     """Whether a member failed, and none that failed continues to read the weights."""
 
 
-class LeaderPublishes:
+class PermittedPublishes:
     """Rank 0's publishes, one at a time.
 
     Args:
@@ -85,7 +85,7 @@ class LeaderPublishes:
         worker: Worker,
         publisher: Publisher,
         control: ActorControl,
-        checkpoints: LeaderCheckpoints,
+        checkpoints: RunCheckpoints,
         silence: CoordinatorSilence,
         own_directory: bool,
     ) -> None:

@@ -3,7 +3,7 @@
 ======================= ========================================================================================
 ``model/``              the prepared model, written by the preparation, fetched by :mod:`.fetch_model`
 ``data/``               the tables of ``task.dataset``, likewise
-``warm-started/``       the weights after a warm start, by :mod:`.checkpoint_copies`, as are the checkpoints beside these folders
+``warm-started/``       the weights after a warm start, by :mod:`.checkpoints.object_store`, as are the checkpoints beside these folders
 ``hf/``                 exported models without ``trainer.export.to``, by :mod:`.export_targets`
 ======================= ========================================================================================
 
@@ -23,7 +23,8 @@ import msgspec
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import RunSpec
 from scalerl_tasks.dataset.source import FOLDER as DATA
-from scalerl_trainer.checkpoint import Disk, FileRecord, check_space
+from scalerl_trainer.checkpoints.disk import Disk, check_space
+from scalerl_trainer.checkpoints.manifest import FileRecord
 
 MODEL = "model"
 EXPORTS = "hf"
