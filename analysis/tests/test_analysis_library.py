@@ -87,8 +87,13 @@ def test_any_metrics_are_read(tmp_path: Path, lines: list[bytes]) -> None:
     assert len(series.dicts()) == series.rows
 
 
-def test_metrics_that_cannot_be_read(tmp_path: Path) -> None:
+def test_metrics_at_their_edges(tmp_path: Path) -> None:
     assert MetricSeries.read(tmp_path / "none.jsonl").rows == 0
+    last = tmp_path / "metrics.jsonl"
+    last.write_text('{"step": 0}\n{"step": 1, "a": 2}')
+    assert MetricSeries.read(last).dicts() == [{"step": 0}, {"step": 1, "a": 2}], (
+        "its last line lacks a newline"
+    )
     with pytest.raises(AnalysisProblem, match="Is a directory"):
         MetricSeries.read(tmp_path)
 
