@@ -315,6 +315,16 @@ async def test_idle_coordinator_notices_that_it_was_replaced(tmp_path: Path) -> 
     await journal.close()
 
 
+async def test_replaced_coordinator_does_not_start(tmp_path: Path) -> None:
+    fence = Fence.begin(tmp_path, Attempt(1, 1), "a")
+    journal = Journal(fence.folder, fence=fence)
+    list(journal.recover())
+    Fence.begin(tmp_path, Attempt(1, 2), "b")
+    with pytest.raises(Replaced):
+        await journal.start()
+    await journal.close()
+
+
 async def test_processes_on_one_volume(make_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is stopped, as on a node that is cut off; the second one serves, and the first one answers once more."""
 
