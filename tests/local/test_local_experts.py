@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,13 @@ def assert_exact(rows: list[dict[str, Any]], experts: int, unlike: int = 0) -> N
 
 
 def test_two_steps_of_a_mixture_of_experts(tmp_path: Path) -> None:
-    """In `make test`; the longer run below has two ranks and is killed."""
+    """In `make test`; the longer run below has two ranks and is killed. Answers are random bits, so that groups differ in reward."""
+    bits = random.Random(0)
+    sums = [{"prompt": f"{n}+0=", "answer": str(bits.randrange(2))} for n in range(400)]
+    data = tmp_path / "bits.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums))
     spec = small_spec(
+        task__jsonl__path=str(data),
         model__scratch__layers=2,
         model__scratch__intermediateSize=96,
         model__scratch__experts={"count": 4, "perToken": 2},
