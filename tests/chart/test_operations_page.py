@@ -17,8 +17,8 @@ from roles import granted
 from scalerl_api.conditions import ConditionType, Phase, Reason
 from scalerl_api.load import load_run
 from scalerl_cli.main import parser
+from scalerl_lifecycle.role_containers import plan
 from scalerl_operator import names
-from scalerl_operator.role_containers import plan
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 WRITTEN = re.sub(r"<!-- (?:phases|conditions|reasons|edits|alerts): .*?<!-- end -->", "", PAGE, flags=re.S)

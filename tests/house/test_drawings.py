@@ -19,6 +19,7 @@ DRAWN = {
         "curvefit",
         "extras",
         "generator",
+        "lifecycle",
         "operator",
         "processes",
         "tasks",

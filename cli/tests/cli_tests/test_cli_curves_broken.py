@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_autoscaling import alarm
 from scalerl_cli.curves import plotting
 from scalerl_cli.curves.analysis import HEALTHY_TRUNCATED, State, analyse
 from scalerl_cli.curves.source import read_curve
 from scalerl_cli.main import main
 from scalerl_curvefit.collapse import LEAST
-from scalerl_operator.autoscaling import alarm
 
 from .curve_files import answer, has_colour, text, write_run
 

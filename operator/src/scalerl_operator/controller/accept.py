@@ -15,10 +15,10 @@ from scalerl_api.load import SpecError, SpecProblem, accepted_run, run_from_obje
 from scalerl_api.registry import Kind
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.status import MAX_ACCEPTED_SPEC
+from scalerl_lifecycle.edits_of_run import edits_since, hash_of
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.edits_of_run import edits_since, hash_of
-from scalerl_operator.policy.problems import Problem
 
 
 def accept(run: Run) -> Accepted:
