@@ -72,7 +72,7 @@ class Harness:
             settings=LocalSettings(**{"restart": QUICK, "grace_seconds": 1.0, **settings}),
             on_event=self.events.append,
         )
-        self.runtime = self.local._runtime
+        self.runtime = self.local._supervisor
         trainer = (s for s in self.runtime.statuses() if s.role is Role.TRAINER)
         self.coordinator = StandIn(next(trainer, None), is_complete)
         self.local._client = self.coordinator  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from typing import Any, Final
 from scalerl_api.edits import Effect, edit_of, flat
 from scalerl_api.load import accepted_run
 from scalerl_api.spec import API_VERSION, KIND, BudgetSpec, RunSpec
-from scalerl_api.status import RunStatus
+from scalerl_api.status import MAX_ACCEPTED_SPEC, RunStatus
 from scalerl_lifecycle.budget import used_fractions
 
 _OF_A_STOPPED_RUN: Final = frozenset(
@@ -60,6 +60,12 @@ def hash_of(spec: Mapping[str, Any]) -> str:
     """Hash of a spec as it was written, without fields whose edit starts no run. For a spec that is too long to be stored."""
     fields = sorted((path, value) for path, value in flat(spec) if _may_fix(path))
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def as_accepted(spec: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The spec, as it was written, as the text that a status has of it; of one that is too long, None and its hash."""
+    text = json.dumps(spec, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return (text, None) if len(text) <= MAX_ACCEPTED_SPEC else (None, hash_of(spec))
 
 
 def restarts_a_role(field: str) -> bool:

@@ -16,14 +16,20 @@ from minimal_run import run_spec
 
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import INTERRUPTED, Phase, Status
-from scalerl_lifecycle.lifecycle_types import ContainerExit, Job, JobState, LifecycleDecision, Service
+from scalerl_lifecycle.lifecycle_types import (
+    ContainerExit,
+    Job,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    Service,
+)
 from scalerl_lifecycle.persisted_state import persisted_fields, persisted_state
 from scalerl_lifecycle.role_containers import plan
 from scalerl_lifecycle.runtime import step
 from scalerl_lifecycle.workloads import Role
 from scalerl_local.run import LocalRun
 from scalerl_local.run_directory import RunDirectory
-from scalerl_local.supervisor import Roles
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.lifecycle_input import decide
 from scalerl_operator.controller.parts import Findings, Observed, PodView, Run
@@ -168,12 +174,19 @@ class StillProcesses:
     def __init__(self) -> None:
         self.scene = Scene()
 
-    def observed(self) -> Roles:
+    def observed(self, unix_seconds: float) -> LifecycleInput:
         scene = self.scene
         failing = scene.bad_input is not None
         ready = Service(ready=1) if scene.ready else Service(starting=not failing, bad_input=scene.bad_input)
         coordinator = Service(ready=1) if scene.coordinator is not None else Service(starting=1)
-        return Roles(scene.prepare, scene.trainer, coordinator, ready, scene.coordinator is not None)
+        return LifecycleInput(
+            unix_seconds,
+            prepare=scene.prepare,
+            trainer=scene.trainer,
+            coordinator=coordinator,
+            generators=ready,
+            serving=scene.coordinator is not None,
+        )
 
     def apply(self, decision: LifecycleDecision) -> None:
         """Scenes follow a script."""
@@ -190,9 +203,9 @@ async def local_history(
     directory = RunDirectory.create(tmp_path / "run", run)
     local = LocalRun(run, plan(run), directory, clock=lambda: now[0])
     processes, coordinator = StillProcesses(), StandIn(None, lambda: False)
-    await local._runtime.close()
+    await local._supervisor.close()
     await local._client.aclose()
-    local._runtime, local._client = processes, coordinator  # type: ignore[assignment]
+    local._supervisor, local._client = processes, coordinator  # type: ignore[assignment]
     yield local, processes, coordinator, now
     directory.release()
 

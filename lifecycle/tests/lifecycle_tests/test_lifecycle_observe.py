@@ -8,45 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from autoscaler_inputs import status as status_of
 
 from scalerl_api.spec import BudgetSpec
-from scalerl_api.wire import WIRE_VERSION, Ack, Counts, Phase, Problem, Status, Stop
+from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Status, Stop
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
 from scalerl_lifecycle.eta import Rates, eta_seconds
 
 
 def status(**changes: Any) -> Status:
-    base: dict[str, Any] = {
-        "phase": Phase.RUNNING,
-        "waiting_for": "",
-        "step": 0,
-        "published_version": 0,
-        "stop_reason": "",
-        "counts": Counts(
-            acknowledged=0,
-            trained=0,
-            filtered=0,
-            queued=0,
-            leased=0,
-            late=0,
-            stale=0,
-            invalid=0,
-            duplicate=0,
-            expired_leases=0,
-        ),
-        "members": [],
-        "points": [],
-        "last_step_stats": {},
-        "wall_seconds": 0.0,
-        "device_seconds": 0.0,
-        "tokens_generated": 0,
-        "tokens_trained": 0,
-        "generator_busy_fraction": 0.0,
-        "trainer_busy_fraction": 0.0,
-        "max_staleness_steps": 0,
-        "mean_staleness_steps": 0.0,
-    }
-    return Status(**(base | changes))
+    return status_of([], **changes)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from scalerl_autoscaling.models import Decision, Generators
 from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_local.devices import NotEnoughDevices, check, machine_devices
 from scalerl_local.run_view import Event
-from scalerl_local.supervisor import LocalRuntime
+from scalerl_local.supervisor import Supervisor
 
 
 def resumed_plan(plan: Plan, spec: RunSpec, log: LogSummary) -> tuple[Plan, str]:
@@ -53,7 +53,7 @@ class LocalAutoscaler:
     def __init__(
         self,
         spec: RunSpec,
-        runtime: LocalRuntime,
+        supervisor: Supervisor,
         record: DecisionRecord,
         *,
         applied: int,
@@ -61,10 +61,10 @@ class LocalAutoscaler:
         earlier: ReadEarlier | None = None,
         on_event: Callable[[Event], None],
     ) -> None:
-        sidecar = Sidecar(lambda: runtime.url(Role.FORECASTER), token=token)
+        sidecar = Sidecar(lambda: supervisor.url(Role.FORECASTER), token=token)
         self._autoscaler = Autoscaler("this run", spec, record, sidecar, earlier=earlier)
         self._spec = spec
-        self._runtime = runtime
+        self._supervisor = supervisor
         self._on_event = on_event
         self._was_stopped: bool | None = None
         self._applied = applied
@@ -86,9 +86,9 @@ class LocalAutoscaler:
             # The first status shows whether a stopped run is resumed.
             self._was_stopped = status.stop_reason in (FORECAST, BROKEN)
         generators = Generators(
-            wanted=self._runtime.replicas(Role.GENERATOR),
+            wanted=self._supervisor.replicas(Role.GENERATOR),
             ready=sum(member.weight_version >= 0 for member in status.members),
-            quota=self._runtime.max_replicas(Role.GENERATOR),
+            quota=self._supervisor.max_replicas(Role.GENERATOR),
             devices_each=max(1, self._spec.generator.devices),
         )
         report = self._autoscaler.report(self._spec, status, generators, resumed=self._was_stopped)
@@ -107,11 +107,11 @@ class LocalAutoscaler:
         self._autoscaler.close()
 
     def _scale(self, wanted: int) -> None:
-        now = self._runtime.replicas(Role.GENERATOR)
-        if wanted == now or self._runtime.draining(Role.GENERATOR):
+        now = self._supervisor.replicas(Role.GENERATOR)
+        if wanted == now or self._supervisor.draining(Role.GENERATOR):
             return
         try:
-            self._runtime.scale(Role.GENERATOR, wanted)
+            self._supervisor.scale(Role.GENERATOR, wanted)
         except (NotEnoughDevices, OSError) as problem:
             self._event(f"{wanted} generators wanted, {now} stay: {problem}", is_problem=True)
         else:

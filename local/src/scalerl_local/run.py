@@ -1,4 +1,4 @@
-"""One run on this machine: the lifecycle's runtime ``Local``, and the loop that asks it.
+"""One run on this machine: the lifecycle's runtime, and the loop that asks it.
 
 Level-triggered: each tick observes the processes and the coordinator, decides as an operator does, records the decision, acts on
 it, and reports a snapshot.
@@ -33,12 +33,12 @@ from scalerl_lifecycle.runtime import STOPPED_PHASES, step
 from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_local.commands import LocalSettings
 from scalerl_local.local_autoscaler import LocalAutoscaler, resumed_plan
+from scalerl_local.rate_meter import RateMeter
 from scalerl_local.reports import Reports, StartupMeter
 from scalerl_local.run_directory import DirectoryRuns, RunDirectory
 from scalerl_local.run_view import Event, Failure, RunResult, Snapshot
-from scalerl_local.snapshot import RateMeter
 from scalerl_local.status_file import StatusFile
-from scalerl_local.supervisor import LocalRuntime
+from scalerl_local.supervisor import Supervisor
 from scalerl_processes.process_table import tree_memory_bytes
 from scalerl_processes.waiting import cancel, pause
 
@@ -92,15 +92,15 @@ class LocalRun:
             plan = replace(plan, workloads=(*plan.workloads, forecaster()))
             if message:
                 on_event(Event("autoscaler", message))
-        self._runtime = LocalRuntime(
+        self._supervisor = Supervisor(
             plan, directory, settings=settings, on_event=on_event, on_change=self._wake.set
         )
-        self._client = CoordinatorClient(self._runtime.coordinator_url, directory.token)
+        self._client = CoordinatorClient(self._supervisor.coordinator_url, directory.token)
         self._autoscaler = None
         if known is not None:
             self._autoscaler = LocalAutoscaler(
                 run.spec,
-                self._runtime,
+                self._supervisor,
                 DecisionRecord(self._client.decisions, self._client.record_decision),
                 applied=known.sequence - 1,
                 token=directory.token,
@@ -134,25 +134,25 @@ class LocalRun:
             for task in done:
                 task.result()
         except BaseException:
-            self._runtime.kill()
+            self._supervisor.kill()
             raise
         finally:
             await cancel(*tasks)
-            await self._runtime.close()
+            await self._supervisor.close()
             if self._autoscaler is not None:
                 self._autoscaler.close()
             await self._client.aclose()
         if self._reports.unsaved_version >= 0 and self._status is not None:
             self._reports.lost(self._status)
         self._report()
-        self._startup.ready(self._runtime.statuses())
+        self._startup.ready(self._supervisor.statuses())
         return RunResult(
             self._failure,
             self._interrupts > 0,
             self._status,
             self._startup.startup,
             self._peak_memory_bytes,
-            {s.name: s.restarts for s in self._runtime.statuses() if s.restarts},
+            {s.name: s.restarts for s in self._supervisor.statuses() if s.restarts},
             None if self._autoscaler is None else self._autoscaler.decision,
             self._persisted.outcome,
         )
@@ -167,7 +167,7 @@ class LocalRun:
                 self._drain_seconds = 0.0
         else:
             self._is_over = True
-            self._runtime.kill()
+            self._supervisor.kill()
         self._wake.set()
 
     async def _steps(self) -> None:
@@ -181,7 +181,7 @@ class LocalRun:
             is_stopped = (
                 decision.phase in STOPPED_PHASES and not decision.set_suspend and not self._is_resuming
             )
-            if is_stopped and self._runtime.is_idle:
+            if is_stopped and self._supervisor.is_idle:
                 return
             self._is_resuming = False
             seconds = _STARTING_TICK_SECONDS if self._is_starting else _TICK_SECONDS
@@ -195,26 +195,20 @@ class LocalRun:
 
     async def observe(self) -> LifecycleInput:
         """The processes, and then the coordinator's status: see :class:`.Runtime`."""
-        roles = self._runtime.observed()
-        status = await self._poll() if roles.serving else None
+        seen = self._supervisor.observed(self._clock())
+        status = await self._poll() if seen.serving else None
         if status is not None and self._autoscaler is not None:
             self._autoscaler.update(status)
         edit = self._file.edit
         if self._is_resuming:
             edit = replace(edit, fields=(*edit.fields, "suspend"))
-        return LifecycleInput(
-            unix_seconds=self._clock(),
+        return replace(
+            seen,
             suspend=self._suspend or self._is_resuming,
-            serving=roles.serving,
-            prepare=roles.prepare,
-            trainer=roles.trainer,
-            coordinator=roles.coordinator,
-            generators=roles.generators,
-            environment=roles.environment,
             status=status,
             stop="" if self._autoscaler is None else self._autoscaler.stop,
             steps=self._file.status.step or 0,
-            started=roles.coordinator.ready > 0 and roles.generators.ready > 0,
+            started=seen.coordinator.ready > 0 and seen.generators.ready > 0,
             edit=edit,
             unproven=self._file.unproven,
             drain_seconds=self._drain_seconds,
@@ -222,14 +216,13 @@ class LocalRun:
 
     async def record(self, decision: LifecycleDecision) -> None:
         """Writes ``status.json``. A full volume stops no run, and keeps none from being interrupted."""
-        existing = self._runtime.existing_replicas(Role.GENERATOR)
-        ready = self._runtime.observed().generators.ready
+        now = self._clock()
+        existing = self._supervisor.existing_replicas(Role.GENERATOR)
+        ready = self._supervisor.observed(now).generators.ready
         generators = GeneratorsStatus(replicas=existing, ready=ready)
         status = self._status if self._silence == 0 else None
         try:
-            self._file.write(
-                decision, status, generators, self._clock(), at_once=decision.phase in STOPPED_PHASES
-            )
+            self._file.write(decision, status, generators, now, at_once=decision.phase in STOPPED_PHASES)
             self._unrecorded = ""
         except OSError as error:
             if self._unrecorded != (text := f"status.json cannot be written: {error.strerror}"):
@@ -238,7 +231,7 @@ class LocalRun:
 
     async def apply(self, decision: LifecycleDecision) -> None:
         """Starts and stops processes, and passes on the stop request."""
-        self._runtime.apply(decision)
+        self._supervisor.apply(decision)
         self._suspend |= decision.set_suspend
         if decision.request_stop is not None and self._status is not None:
             given = self._status.stop_reason
@@ -266,7 +259,7 @@ class LocalRun:
         """Reports restarts of the trainer, and how the run ends."""
         persisted = decision.persisted
         if persisted.restarts > before.restarts:
-            self._runtime.announce_restart(max(0.0, persisted.next_at - self._clock()))
+            self._supervisor.announce_restart(max(0.0, persisted.next_at - self._clock()))
         problem, known = (
             persisted.outcome or persisted.suspending_for,
             before.outcome or before.suspending_for,
@@ -279,7 +272,7 @@ class LocalRun:
                 self._on_event(Event("trainer", text, is_problem=True))
             return
         by_trainer = persisted.last_recorded_attempt > before.last_recorded_attempt
-        failure = self._runtime.failure(Role.TRAINER if by_trainer else None)
+        failure = self._supervisor.failure(Role.TRAINER if by_trainer else None)
         if failure is None:
             failure = Failure("run", Role.COORDINATOR, f"{problem.reason}: {problem.message}")
         elif by_trainer:
@@ -302,7 +295,7 @@ class LocalRun:
 
     def _report(self) -> None:
         now = time.monotonic()
-        units, status = tuple(self._runtime.statuses()), self._status
+        units, status = tuple(self._supervisor.statuses()), self._status
         self._startup.note(units, status, now)
         reason = INTERRUPTED if self._interrupts else (status.stop_reason if status else "")
         eta = None if status is None else eta_seconds(self._run.spec.budget, status, self._rates)

@@ -52,17 +52,9 @@ class Failure:
     @property
     def end(self) -> ContainerExit:
         """The same, for the lifecycle."""
-        code = 1 if self.exit_code is None else as_of_a_container(self.exit_code)
-        return ContainerExit(code, self.line or self.reason)
-
-
-def as_of_a_container(code: int) -> int:
-    """An exit code of ``subprocess`` as a container has it.
-
-    >>> as_of_a_container(2), as_of_a_container(-9)
-    (2, 137)
-    """
-    return code if code >= 0 else 128 - code
+        code = 1 if self.exit_code is None else self.exit_code
+        # A signal, which `subprocess` reports as a negative number, is 128 and more of a container.
+        return ContainerExit(code if code >= 0 else 128 - code, self.line or self.reason)
 
 
 @dataclass

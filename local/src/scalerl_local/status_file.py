@@ -8,9 +8,9 @@ from typing import Final
 
 from scalerl_api.conditions import ConditionType
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.status import MAX_ACCEPTED_SPEC, GeneratorsStatus, RunStatus
+from scalerl_api.status import GeneratorsStatus, RunStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.edits_of_run import SpecEdit, edits_since, hash_of
+from scalerl_lifecycle.edits_of_run import SpecEdit, as_accepted, edits_since
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision
 from scalerl_lifecycle.persisted_state import (
     PROGRESS_SECONDS,
@@ -42,8 +42,7 @@ class StatusFile:
     def __init__(self, path: Path, run: ScaleRLRun) -> None:
         self._path = path
         self._spec = run.to_manifest()["spec"]
-        text = json.dumps(self._spec, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        self._text = text if len(text) <= MAX_ACCEPTED_SPEC else None
+        self._text, self._long_hash = as_accepted(self._spec)
         self._written = 0.0
         try:
             self.status = RunStatus.read(
@@ -80,7 +79,7 @@ class StatusFile:
         update = {
             "reason": next((c.reason for c in conditions if c.status == "True"), ""),
             "accepted_spec": self._text,
-            "accepted_spec_hash": None if self._text is not None else hash_of(self._spec),
+            "accepted_spec_hash": self._long_hash,
             "trained_spec": trained_spec(before, persisted, self._text),
             "conditions": conditions,
             "generators": generators,

@@ -1,14 +1,13 @@
-"""The local runtime: runs a plan as child processes of this machine, on loopback."""
+"""Runs a plan as child processes of this machine, on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from scalerl_api.conditions import Phase
-from scalerl_lifecycle.lifecycle_types import Job, JobState, LifecycleDecision, Service
+from scalerl_lifecycle.lifecycle_types import Job, JobState, LifecycleDecision, LifecycleInput, Service
 from scalerl_lifecycle.workloads import Lifetime, Plan, Role, Workload
 from scalerl_local.commands import Commands, LocalSettings
 from scalerl_local.ports import HOST
@@ -19,19 +18,7 @@ from scalerl_local.unit import Unit
 _ENDING: Final = (Phase.FINISHING, Phase.SUSPENDING)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The part of the lifecycle's input that the processes show."""
-
-    prepare: Job
-    trainer: Job
-    coordinator: Service
-    generators: Service
-    serving: bool
-    environment: Service | None = None
-
-
-class LocalRuntime:
+class Supervisor:
     """The processes of a plan: those of a decision are started, all others are ended.
 
     Args:
@@ -80,18 +67,19 @@ class LocalRuntime:
     def statuses(self) -> list[UnitStatus]:
         return [unit.status for unit in self.units]
 
-    def observed(self) -> Roles:
-        """The processes as the lifecycle sees them."""
+    def observed(self, unix_seconds: float) -> LifecycleInput:
+        """The part of the lifecycle's input that the processes show."""
         if self._error is not None:
             raise self._error
-        return Roles(
-            self._job(Lifetime.ONCE, 0),
-            self._job(Lifetime.GANG, self._attempt),
-            self._service(Role.COORDINATOR),
-            self._service(Role.GENERATOR),
-            self._is_serving
+        return LifecycleInput(
+            unix_seconds,
+            prepare=self._job(Lifetime.ONCE, 0),
+            trainer=self._job(Lifetime.GANG, self._attempt),
+            coordinator=self._service(Role.COORDINATOR),
+            generators=self._service(Role.GENERATOR),
+            environment=self._service(Role.ENVIRONMENT) if self._commands.environment_port else None,
+            serving=self._is_serving
             or any(self._runs(unit) for unit in self.units if unit.lifetime is Lifetime.SERVICE),
-            self._service(Role.ENVIRONMENT) if self._commands.environment_port else None,
         )
 
     def apply(self, decision: LifecycleDecision) -> None:

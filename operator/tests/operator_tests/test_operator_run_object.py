@@ -142,7 +142,7 @@ def test_every_field_is_of_the_steps_or_stays() -> None:
 def test_edit_of_a_spec_that_is_too_long_to_store(
     change: dict[str, Any], mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scalerl_operator.controller.accept.MAX_ACCEPTED_SPEC", 10)
+    monkeypatch.setattr("scalerl_lifecycle.edits_of_run.MAX_ACCEPTED_SPEC", 10)
     spec = {
         "model": {"path": "/m"},
         "task": {"jsonl": {"path": "/t"}, "verifier": {"name": "exact"}},

@@ -8,8 +8,9 @@ from typing import Final
 from scalerl_api.conditions import Reason
 from scalerl_lifecycle.lifecycle_types import JobState
 from scalerl_lifecycle.persisted_state import seconds
-from scalerl_lifecycle.problems import Problem, claim_problem, creation_problem, mount_problem
+from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import claim_problem, creation_problem, mount_problem
 from scalerl_operator.controller.parts import CLAIM, Findings, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi

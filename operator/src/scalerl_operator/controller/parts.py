@@ -22,8 +22,9 @@ from scalerl_lifecycle.lifecycle_types import (
     PersistedState,
     Service,
 )
-from scalerl_lifecycle.problems import Problem, creation_problem
+from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import creation_problem
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.objects import belongs, is_deleted
 from scalerl_operator.kube.types import Key, Object

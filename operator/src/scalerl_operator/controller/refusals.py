@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from scalerl_api.conditions import Reason
 from scalerl_api.spec import KIND
-from scalerl_lifecycle.problems import Problem, creation_problem
+from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import creation_problem
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.objects import is_deleted

@@ -1,4 +1,4 @@
-"""Snapshots of a run for a view, with rates from successive statuses."""
+"""Rates from successive statuses, for a view."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from autoscaler_inputs import status as status_of
 
 from scalerl_api.wire import Status
 from scalerl_lifecycle.eta import Rates
-from scalerl_local.snapshot import RateMeter
+from scalerl_local.rate_meter import RateMeter
 
 
 def status(**changes: float) -> Status:
