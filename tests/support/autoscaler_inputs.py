@@ -1,4 +1,4 @@
-"""Observations, forecasts and statuses for the tests of the autoscaler."""
+"""Observations and forecasts for the tests of the autoscaler."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 from typing import Any
 
 import msgspec
+from coordinator_statuses import EVERY, TOKENS
 from minimal_run import run_spec
-from msgspec.structs import replace
 
 from scalerl_api import forecast as wire
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
 from scalerl_autoscaling.models import (
     Decision,
     Generators,
@@ -27,12 +26,6 @@ from scalerl_autoscaling.models import (
     Spent,
     Staleness,
 )
-from scalerl_curvefit.simulate import simulated
-
-EVERY = 100.0
-"""Seconds between evaluations."""
-TOKENS = 1000.0
-"""Tokens a second."""
 
 
 def spec(**fields: Any) -> AutoscalingSpec:
@@ -153,59 +146,6 @@ def round_trips(fact: Recorded) -> bool:
     text = msgspec.json.encode(fact)
     again = msgspec.json.decode(text, type=type(fact))
     return bool(again == fact) and msgspec.json.encode(again) == text
-
-
-def evaluations(rewards: list[float], **changes: Any) -> list[EvaluationPoint]:
-    return [
-        replace(
-            EvaluationPoint(
-                version=10 * i,
-                work_tokens=round(TOKENS * EVERY * i),
-                reward=reward,
-                standard_error=0.01,
-                samples=4000,
-                prompts=1000,
-                set_digest="first set",
-                mixed_versions=False,
-                truncated_fraction=0.02,
-                mean_tokens=50.0,
-                wall_seconds=EVERY * i,
-                device_seconds=4 * EVERY * i,
-            ),
-            **changes,
-        )
-        for i, reward in enumerate(rewards)
-    ]
-
-
-def flat_curve(count: int = 40) -> list[EvaluationPoint]:
-    """A run that has long reached what it can: its remaining gain is far under .02."""
-    rewards = simulated(n=count, reach=16.0, sigma=0.005, seed=3).reward
-    return evaluations([0.2, *(float(r) for r in rewards)])
-
-
-def status(points: list[EvaluationPoint], **changes: Any) -> Status:
-    last = points[-1] if points else None
-    values: dict[str, Any] = {
-        "phase": Phase.RUNNING,
-        "waiting_for": "",
-        "step": last.version if last else 0,
-        "published_version": last.version if last else 0,
-        "stop_reason": "",
-        "counts": Counts(**dict.fromkeys(Counts.__struct_fields__, 0)),
-        "members": [],
-        "points": points,
-        "last_step_stats": {},
-        "wall_seconds": last.wall_seconds if last else 0.0,
-        "device_seconds": last.device_seconds if last else 0.0,
-        "tokens_generated": 0,
-        "tokens_trained": 0,
-        "generator_busy_fraction": 0.5,
-        "trainer_busy_fraction": 0.5,
-        "max_staleness_steps": 1,
-        "mean_staleness_steps": 0.5,
-    }
-    return Status(**values | changes)
 
 
 def chain(step: Any, rules: AutoscalingSpec, observations: list[Observation]) -> list[Decision]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoscaler_inputs import status
+from coordinator_statuses import status
 
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import Phase as CoordinatorPhase

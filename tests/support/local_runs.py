@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import autoscaler_inputs as scaling
+from coordinator_statuses import status
 from minimal_run import run_spec
 
 from scalerl_api.wire import Phase, Status
@@ -41,7 +41,7 @@ class StandIn:
         done = self.trainer is not None and self.trainer.state is UnitState.DONE and self.is_complete()
         phase = Phase.FINISHED if done else Phase.RUNNING
         fields = {"phase": phase, "stop_reason": "maxSteps" if done else ""} | self.changes
-        return scaling.status([], **fields)
+        return status([], **fields)
 
     async def stop(self, reason: str) -> None:
         self.stops.append(reason)

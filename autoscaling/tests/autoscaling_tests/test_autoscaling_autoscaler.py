@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import unused_port
-from autoscaler_inputs import evaluations, flat_curve
+from coordinator_statuses import evaluations, flat_curve
 
 from autoscaling_tests.watched import ONE, Watched, no_stop
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from autoscaler_inputs import run, status
+from autoscaler_inputs import run
+from coordinator_statuses import status
 from msgspec.structs import replace
 
 from scalerl_api.spec import BudgetSpec

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from autoscaler_inputs import answer, evaluations, flat_curve, run, spec, status
+from autoscaler_inputs import answer, run, spec
+from coordinator_statuses import evaluations, flat_curve, status
 from decision_service import opened
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from autoscaler_inputs import evaluations, run, spec, status
+from autoscaler_inputs import run, spec
+from coordinator_statuses import evaluations, status
 from decision_service import DOWN, LOST, DecisionService
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autoscaler_inputs import answer, chain, evaluations, flat_curve, run, seen, spec
+from autoscaler_inputs import answer, chain, run, seen, spec
+from coordinator_statuses import evaluations, flat_curve
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
-from autoscaler_inputs import evaluations, flat_curve
+from coordinator_statuses import evaluations, flat_curve
 from msgspec.structs import replace
 
 from autoscaling_tests.watched import Watched, no_stop

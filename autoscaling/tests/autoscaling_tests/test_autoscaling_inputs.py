@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from autoscaler_inputs import EVERY, TOKENS, evaluations, flat_curve, progress, run, seen, spec, status
+from autoscaler_inputs import progress, run, seen, spec
+from coordinator_statuses import EVERY, TOKENS, evaluations, flat_curve, status
 from msgspec import to_builtins
 from msgspec.structs import replace
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
-from autoscaler_inputs import evaluations, flat_curve, status
+from coordinator_statuses import evaluations, flat_curve, status
 from decision_service import DOWN, LOST, DecisionService
 from minimal_run import run_spec
 

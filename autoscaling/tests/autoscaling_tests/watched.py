@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from autoscaler_inputs import EVERY, run, status
+from autoscaler_inputs import run
+from coordinator_statuses import EVERY, status
 from decision_service import DecisionService
 
 from scalerl_api.wire import EvaluationPoint

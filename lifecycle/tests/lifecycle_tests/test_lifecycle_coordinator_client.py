@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from autoscaler_inputs import status as status_of
+from coordinator_statuses import status as status_of
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Status, Stop

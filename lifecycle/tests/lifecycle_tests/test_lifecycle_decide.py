@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from autoscaler_inputs import status
+from coordinator_statuses import status
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lifecycle_inputs import DONE, FIRST, RUNNING, SPEC, exists, reported, spec

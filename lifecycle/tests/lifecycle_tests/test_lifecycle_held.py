@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from autoscaler_inputs import status
+from coordinator_statuses import status
 from lifecycle_inputs import DONE, FIRST, RUNNING, SPEC, exists, reported
 
 from scalerl_api.spec import RunSpec

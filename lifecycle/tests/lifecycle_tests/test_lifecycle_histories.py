@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autoscaler_inputs import status
+from coordinator_statuses import status
 from local_runs import StandIn
 from minimal_run import run_spec
 

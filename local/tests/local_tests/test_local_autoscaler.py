@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autoscaler_inputs import evaluations, run, spec, status
+from autoscaler_inputs import run, spec
+from coordinator_statuses import evaluations, status
 from decision_service import DecisionService, opened
 from local_runs import Harness, workload
 from minimal_run import run_spec

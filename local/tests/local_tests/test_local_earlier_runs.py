@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from autoscaler_inputs import evaluations
+from coordinator_statuses import evaluations
 from minimal_run import run_spec
 
 from scalerl_api.curve import curve_csv

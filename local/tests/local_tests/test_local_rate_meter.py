@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from autoscaler_inputs import status as status_of
+from coordinator_statuses import status as status_of
 
 from scalerl_api.wire import Status
 from scalerl_lifecycle.eta import Rates

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from autoscaler_inputs import status
+from coordinator_statuses import status
 from local_runs import Harness, workload
 from minimal_run import run_spec
 from small_processes import eventually

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoscaler_inputs import evaluations
+from coordinator_statuses import evaluations
 from msgspec.structs import replace
 
 from operator_tests.manifests import UID, cluster_run

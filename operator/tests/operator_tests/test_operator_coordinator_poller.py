@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from aiohttp import web
-from autoscaler_inputs import status
+from coordinator_statuses import status
 
 from scalerl_api import endpoints
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Stop

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from aiohttp.test_utils import TestServer
-from autoscaler_inputs import evaluations, flat_curve, status
+from coordinator_statuses import evaluations, flat_curve, status
 from decision_service import DecisionService
 
 from operator_tests.manifests import UID, cluster_run

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from autoscaler_inputs import status
+from coordinator_statuses import status
 from edited_fields import UNKNOWN_PLUGINS, Edited, edits, entry_edits
 
 from operator_tests.manifests import IMAGES, UID

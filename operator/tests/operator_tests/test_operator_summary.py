@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from autoscaler_inputs import EVERY, TOKENS, evaluations, status
+from coordinator_statuses import EVERY, TOKENS, evaluations, status
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
