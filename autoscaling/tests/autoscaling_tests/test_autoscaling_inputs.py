@@ -11,7 +11,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from scalerl_api.forecast import ForecastRequest
-from scalerl_api.wire import EvaluationPoint
+from scalerl_api.wire import EvaluationPoint, Status
 from scalerl_autoscaling.balance import LoadMeter
 from scalerl_autoscaling.decide import decide
 from scalerl_autoscaling.forecast_request import build_request
@@ -172,3 +172,29 @@ def test_compute_limits_in_completion_tokens() -> None:
     unlimited = observe(steps, status([], compute_tokens=1000.0), [], ONE, unix_seconds=1.7e9)
     assert remaining(steps.autoscaling, unlimited, History()).tokens is None
     assert "tokens" not in to_builtins(unlimited.limits) | to_builtins(unlimited.spent)
+
+
+def test_autoscaler_counts_a_fork_s_own_use() -> None:
+    """Its points, which the source's are a part of, count from the source's first step."""
+    forked = status(
+        [],
+        wall_seconds=1030.0,
+        device_seconds=5060.0,
+        forked_step=7,
+        inherited_seconds=1000.0,
+        inherited_device_seconds=5000.0,
+    )
+    spec = run({"maxDeviceHours": "0.02"}, budget={"maxSeconds": 100})
+    generators = Generators(wanted=1, ready=1, quota=1, devices_each=1)
+
+    def left(status: Status) -> tuple[float | None, float | None]:
+        found = observe(spec, status, [], generators, unix_seconds=1e9)
+        assert (found.spent.seconds, found.spent.device_seconds) == (
+            status.wall_seconds,
+            status.device_seconds,
+        )
+        rest = remaining(spec.autoscaling, found, History())
+        return rest.seconds, rest.device_seconds
+
+    assert left(forked) == pytest.approx((70.0, 12.0))
+    assert left(replace(forked, inherited_seconds=0.0, inherited_device_seconds=0.0)) == (0.0, 0.0)

@@ -1,15 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from autoscaler_inputs import run
 from coordinator_statuses import status
-from msgspec.structs import replace
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import Status
-from scalerl_autoscaling.models import Generators, History
-from scalerl_autoscaling.observation import observe
-from scalerl_autoscaling.throughput import remaining
 from scalerl_lifecycle.budget import limit_reached
 from scalerl_lifecycle.eta import Rates, eta_seconds
 
@@ -67,18 +62,3 @@ def test_limits_of_time_count_a_fork_s_own_use(
     spec = BudgetSpec.model_validate(budget)
     assert limit_reached(spec, FORKED) == expected
     assert eta_seconds(spec, FORKED, Rates()) == pytest.approx(eta)
-
-
-def test_autoscaler_counts_a_fork_s_own_use() -> None:
-    """Its points, which the source's are a part of, count from the source's first step."""
-    spec = run({"maxDeviceHours": "0.02"}, budget={"maxSeconds": 100})
-    generators = Generators(wanted=1, ready=1, quota=1, devices_each=1)
-
-    def left(status: Status) -> tuple[float | None, float | None]:
-        seen = observe(spec, status, [], generators, unix_seconds=1e9)
-        assert (seen.spent.seconds, seen.spent.device_seconds) == (status.wall_seconds, status.device_seconds)
-        found = remaining(spec.autoscaling, seen, History())
-        return found.seconds, found.device_seconds
-
-    assert left(FORKED) == pytest.approx((70.0, 12.0))
-    assert left(replace(FORKED, inherited_seconds=0.0, inherited_device_seconds=0.0)) == (0.0, 0.0)
