@@ -62,7 +62,8 @@ def test_every_phase_condition_and_reason_is_explained():
 
 
 def test_every_reason_is_used():
-    source = "".join(path.read_text() for path in (ROOT / "operator" / "src").rglob("*.py"))
+    members = ("operator", "lifecycle", "autoscaling")
+    source = "".join(path.read_text() for member in members for path in (ROOT / member / "src").rglob("*.py"))
     source += (ROOT / "api/src/scalerl_api/conditions.py").read_text().replace("cls.", "Reason.")
     for constants in (Phase, ConditionType, Reason):
         for name in constants.__members__:

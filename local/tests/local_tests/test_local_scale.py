@@ -184,7 +184,7 @@ async def test_replica_that_cannot_be_started_does_not_end_the_run(
         await eventually(lambda: any("No space left" in event.text for event in harness.events))
         await asyncio.sleep(0.3)
         await replicas.are("generator-0")
-        assert harness.runtime.observed().generators.given_up is not None
+        assert harness.runtime.observed(0.0).generators.given_up is not None
 
     await harness.while_running(scenario)
     assert replicas.live() == {}

@@ -363,6 +363,6 @@ async def test_environment_server_is_a_process_that_gets_where_to_listen_alone(t
         }
     (event,) = harness.events
     assert (event.unit, "restarting in 0.05 s" in event.text) == ("environment-0", True)
-    observed = harness.runtime.observed()
+    observed = harness.runtime.observed(0.0)
     assert observed.environment is not None
     assert observed.environment.bad_input is None
