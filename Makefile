@@ -10,7 +10,7 @@ VENV ?= .venv
 unexport PYTHONDONTWRITEBYTECODE
 # cpu or gpu: which vLLM and torch are installed. The tiny example and the tests run on CPUs, also where GPUs are.
 DEVICE ?= cpu
-MEMBERS := processes api tasks curvefit coordinator trainer generator operator analysis cli extras
+MEMBERS := processes api tasks curvefit coordinator trainer generator lifecycle autoscaling local operator analysis cli extras
 BIN := $(VENV)/bin
 LOCKS := requirements/$(DEVICE).txt requirements/dev.txt
 BENCHMARKS := ablation adaptive_concurrency checkpoint coordinator curriculum datasets decisions draft_memory earlier_runs environments evaluation_generators evaluation_sets forecast forecast_llm fp32_logits gradient_guard grading history hostile_coordinators learning loading lora memory operator opgraph overlap publish retry schedule silent_coordinators simulator speculation streams verdicts
@@ -163,7 +163,7 @@ gpu-check: ## what runs on this machine's GPU, how exactly and how fast (at most
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) benchmarks/gpu_check.py $(GPU_CHECK)
 
 crds: setup ## write crds/ again from the models in api, and the chart's copy
-	$(BIN)/python -m scalerl_operator.crd crds
+	$(BIN)/python -m scalerl_api.crd crds
 	cp crds/*.yaml charts/scalerl/files/crds/
 
 dashboards: setup ## write the chart's Grafana dashboards again

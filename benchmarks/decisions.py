@@ -55,13 +55,10 @@ from run_families import FAMILIES, Shape
 
 from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.forecast import EarlierRun, ForecastAnswer, ForecastRequest, Points
-from scalerl_curvefit import CurveError
-from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
-from scalerl_curvefit.simulate import ar1_noise
-from scalerl_operator.autoscaling import vote
-from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.forecast_request import build_request
-from scalerl_operator.autoscaling.models import (
+from scalerl_autoscaling import vote
+from scalerl_autoscaling.decide import decide
+from scalerl_autoscaling.forecast_request import build_request
+from scalerl_autoscaling.models import (
     RECENT,
     Generators,
     History,
@@ -74,7 +71,10 @@ from scalerl_operator.autoscaling.models import (
     Staleness,
     State,
 )
-from scalerl_operator.autoscaling.observation import Point, point_set
+from scalerl_autoscaling.observation import Point, point_set
+from scalerl_curvefit import CurveError
+from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
+from scalerl_curvefit.simulate import ar1_noise
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
 SIGMAS, RHOS = (0.004, 0.0075, 0.012), (0.0, 0.3, 0.6)

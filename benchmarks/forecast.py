@@ -28,9 +28,9 @@ from msgspec.structs import replace
 
 import scalerl_curvefit as cf
 from scalerl_api import forecast as wire
+from scalerl_autoscaling.forecast_client import Sidecar
 from scalerl_curvefit.families import gain_share
 from scalerl_curvefit.simulate import Truth, ar1_noise, simulated
-from scalerl_operator.autoscaling.forecast_client import Sidecar
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"
 PUBLISHED = json.loads((DATA / "published_params.json").read_text())

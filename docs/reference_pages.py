@@ -7,10 +7,10 @@ from typing import Any
 
 from registered_metrics import Registered, registered
 
+from scalerl_api import crd
 from scalerl_api.spec import RunSpec
 from scalerl_api.task_figures import STEP_FIGURES, TRAINER_FIGURES
 from scalerl_api.vllm_options import GROUPS, VLLM_RELEASE, Use
-from scalerl_operator import crd
 
 _NOTE = "<!-- Written by `make docs`; changes here are lost. -->\n\n"
 _EXPORTERS = {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the locks from the members' pyproject files. Run through `make lock`.
-#   control  operator, curve-fit, coordinator, CLI, for the operator's image: no torch, no matplotlib
+#   control  operator (with lifecycle and autoscaling), curve-fit, coordinator, CLI (with local), for the operator's image: no torch, no matplotlib
 #   cpu/gpu  everything, with the vLLM build of that device (the two exclude each other)
 #   dev      what lint and tests need beside cpu, at cpu's versions
 #   uv       the installer itself
@@ -19,11 +19,12 @@ lock() {
   "$UV" pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
     --override requirements/overrides.txt --no-emit-package scalerl-api --no-emit-package scalerl-tasks \
     --no-emit-package scalerl-operator --no-emit-package scalerl-curvefit --no-emit-package scalerl-processes \
+    --no-emit-package scalerl-lifecycle --no-emit-package scalerl-autoscaling --no-emit-package scalerl-local \
     --no-emit-package scalerl-coordinator --no-emit-package scalerl-analysis --no-emit-package scalerl-cli "$@"
 }
 members() { printf '%s/pyproject.toml ' "$@"; }
-all=$(members processes api tasks curvefit coordinator trainer generator operator analysis cli extras)
-control=$(members processes api tasks curvefit coordinator operator analysis cli extras)
+all=$(members processes api tasks curvefit coordinator trainer generator lifecycle autoscaling local operator analysis cli extras)
+control=$(members processes api tasks curvefit coordinator lifecycle autoscaling local operator analysis cli extras)
 # shellcheck disable=SC2086
 {
   lock $all --extra cpu -o requirements/cpu.txt

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.decisions import MAX_LINE_BYTES, PAGE_BYTES, DecisionLog, Superseded
-from scalerl_operator.coordinator_client import (
+from scalerl_lifecycle.coordinator_client import (
     CoordinatorClient,
     CoordinatorRefused,
     CoordinatorUnreachable,

@@ -18,7 +18,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.run_status import build_status
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.shards import fill_shard
-from scalerl_operator.policy.budget import limit_reached
+from scalerl_lifecycle.budget import limit_reached
 
 TEACHER = struct.pack("<4f", -1.0, -2.0, 0.0, -4.0)
 

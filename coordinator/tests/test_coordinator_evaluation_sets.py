@@ -10,11 +10,11 @@ from coordinator_client import make_group, run_text
 from coordinator_world import World, check_consistency, make_settings, train
 
 from scalerl_api import wire
-from scalerl_api.curve import curve_points, label_order, labels_csv
+from scalerl_api.curve import curve_points, fold_labels, label_order, labels_csv
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import LabelMean, PushResult, ReleaseCause, Split
-from scalerl_coordinator.evaluation import Evaluation, PromptResult, fold_labels, summarize
+from scalerl_coordinator.evaluation import Evaluation, PromptResult, summarize
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.generator_requests import OTHER_SETS_EVERY
 from scalerl_coordinator.run_status import build_status

@@ -25,12 +25,12 @@ from aiohttp.test_utils import unused_port
 import scalerl_curvefit as cf
 from scalerl_api import endpoints
 from scalerl_api import forecast as wire
+from scalerl_autoscaling import forecast_client
+from scalerl_autoscaling.forecast_client import SidecarError
 from scalerl_curvefit.sidecar import answers, app
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
-from scalerl_operator.autoscaling import forecast_client
-from scalerl_operator.autoscaling.forecast_client import SidecarError
 
 
 def client(url: str, **options: float) -> forecast_client.Sidecar:

@@ -131,14 +131,14 @@ class Rehearsal:
     """A runtime, ``scalerl run FILE --runtime rehearsal``: starts nothing, and prints what the lifecycle asks for."""
 
     def __init__(self, run, plan, directory) -> None:
-        from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Phase
+        from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Phase
 
         self.persisted = PersistedState()
         self.asked = LifecycleDecision(Phase.PENDING, self.persisted)
         self.commands = {one.role: one.containers[0].argv for one in plan.workloads}
 
     async def observe(self):
-        from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleInput, Service
+        from scalerl_lifecycle.lifecycle_types import Job, JobState, LifecycleInput, Service
 
         asked, there = self.asked, {True: JobState.COMPLETE, False: JobState.ABSENT}
         attempt = asked.trainer or 0

@@ -32,9 +32,9 @@ from scalerl_coordinator.tracking.sink import Sink
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
 from scalerl_generator.server.server_options import ServerProblem, parse, vllm_arguments
-from scalerl_operator.policy.runtime import StoredRuntime
-from scalerl_operator.role_containers import plan
-from scalerl_operator.workloads import Role, expand
+from scalerl_lifecycle.role_containers import plan
+from scalerl_lifecycle.runtime import StoredRuntime
+from scalerl_lifecycle.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
 from scalerl_tasks.scoring import grading_digest, open_episodes
 from scalerl_trainer.algo.losses import TokenBatch

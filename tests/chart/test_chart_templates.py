@@ -9,9 +9,9 @@ import pytest
 from charts import VALUES, Object, snapshots
 from roles import NEEDED, REVIEWS, granted
 
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.kube.kinds import KINDS, RUN
-from scalerl_operator.workloads import Role
 
 CHARTS = snapshots()
 

@@ -18,8 +18,8 @@ from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.load import load_run
 from scalerl_api.reasons import Reason
 from scalerl_cli.main import parser
+from scalerl_lifecycle.role_containers import plan
 from scalerl_operator import names
-from scalerl_operator.role_containers import plan
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 WRITTEN = re.sub(r"<!-- (?:phases|conditions|reasons|edits|alerts): .*?<!-- end -->", "", PAGE, flags=re.S)
@@ -63,7 +63,8 @@ def test_every_phase_condition_and_reason_is_explained():
 
 
 def test_every_reason_is_used():
-    source = "".join(path.read_text() for path in (ROOT / "operator" / "src").rglob("*.py"))
+    members = ("operator", "lifecycle", "autoscaling")
+    source = "".join(path.read_text() for member in members for path in (ROOT / member / "src").rglob("*.py"))
     source += (ROOT / "api/src/scalerl_api/reasons.py").read_text().replace("cls.", "Reason.")
     for constants in (Phase, ConditionType, Reason):
         for name in constants.__members__:

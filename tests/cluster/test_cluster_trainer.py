@@ -10,9 +10,9 @@ from installed import ROOT, until
 from testcluster import Cluster
 
 from scalerl_api.load import run_from_object
+from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.scope import Desired, Images
-from scalerl_operator.policy.lifecycle_types import Wanted
 
 NAMESPACE = "trainer-pods"
 # In the trainer's place: no GPU is needed, and rank 3 fails while the others wait for it in a collective.

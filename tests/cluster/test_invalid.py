@@ -15,10 +15,10 @@ from invalid_runs import Case, Object, Warned, cases, merged, warned
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
+from scalerl_api import crd
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import GROUP, PLURAL, VERSION
 from scalerl_api.status import RunStatus
-from scalerl_operator import crd
 
 pytestmark = pytest.mark.cluster
 
@@ -130,7 +130,7 @@ def assert_refused(case: Case, error: ApiException) -> None:
 
 
 def test_client_side_apply_takes_the_definition(server: Server, control_plane: Any) -> None:
-    """As in test_operator_crd.py, which limits its size."""
+    """As in test_api_crd.py, which limits its size."""
     words = ("apply", "--dry-run=server", "-o", "json", "-f", str(ROOT / "crds" / crd.FILE_NAME))
     applied = json.loads(control_plane.kubectl(*words))
     stored = applied["metadata"]["annotations"][ANNOTATION]

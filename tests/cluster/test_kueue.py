@@ -24,11 +24,11 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_cli.main import main as cli
+from scalerl_lifecycle import lifecycle_types
 from scalerl_operator import main
 from scalerl_operator.kube import connection, errors
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.leader_election import LEASE_NAME
-from scalerl_operator.policy import lifecycle_types
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
 

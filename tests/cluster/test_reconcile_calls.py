@@ -11,7 +11,8 @@ from stage import Stage, condition, evaluations, tiny
 from scalerl_api import wire
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.report import AutoscalerReport
+from scalerl_autoscaling.report import AutoscalerReport
+from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.pod_views import PLACING_SECONDS
@@ -19,7 +20,6 @@ from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS
 from scalerl_operator.manifests import render
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 
 pytestmark = pytest.mark.cluster
 

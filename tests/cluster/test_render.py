@@ -16,13 +16,13 @@ from testcluster.handle import Cluster, KubectlError
 
 from scalerl_api.load import run_from_object
 from scalerl_api.spec import ScaleRLRun
+from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_operator import names
 from scalerl_operator.kube.objects import content_hash
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render, secret
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.names import FIELD_OWNER
-from scalerl_operator.policy.lifecycle_types import Wanted
 
 pytestmark = pytest.mark.cluster
 

@@ -20,6 +20,7 @@ DRAWN = {
         "curvefit",
         "extras",
         "generator",
+        "lifecycle",
         "operator",
         "processes",
         "tasks",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
-from scalerl_operator.autoscaling.decision_log import Line
-from scalerl_operator.autoscaling.replay import verify
+from scalerl_autoscaling.decision_log import Line
+from scalerl_autoscaling.replay import verify
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 

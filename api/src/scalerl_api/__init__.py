@@ -3,7 +3,7 @@
 ::
 
     run.yaml ──▶ load_run() ──▶ ScaleRLRun ──▶ operator's plan          a problem: SpecError, with the field
-    object   ──▶ run_from_object()        └──▶ custom resource definition
+    object   ──▶ run_from_object()        └──▶ crd.definition()
     process A ── wire.* messages ──▶ process B                          msgspec, a version in the handshake
     coordinator ── EvaluationPoint ──▶ curve_csv() ──▶ curve.csv, ConfigMap
 
@@ -15,6 +15,7 @@ Contents:
   transfer of weights in :mod:`.weight_sync`, checks across sections in :mod:`.run_rules`, field types in :mod:`.fields`, and the sections
   for clusters in :mod:`.cluster` and :mod:`.pods`;
 - its status on a cluster: :mod:`.status`, :mod:`.conditions`, :mod:`.reasons`;
+- the custom resource definition of both, generated: :mod:`.crd`;
 - parsing of a run file or a cluster's object, with a list of precise errors: :mod:`.load`;
 - messages between the processes of a run: :mod:`.wire`, :mod:`.endpoints`; the byte layout of published weights:
   :mod:`.weight_layout`, and its files, :mod:`.weight_files`;

@@ -10,7 +10,7 @@
                                ├ run_spec()   the unfinished runs, one after the other
                                └ Comparison   of scalerl_analysis: text, Markdown, CSV; PNG
 
-``scalerl run`` passes the spec to :mod:`scalerl_operator.local` and prints its reports (``progress``). ``scalerl view`` serves a page (``page``).
+``scalerl run`` passes the spec to :mod:`scalerl_local` and prints its reports (``progress``). ``scalerl view`` serves a page (``page``).
 
 ``scalerl get``, ``why``, ``logs``, ``fetch`` and ``submit`` are for runs on a cluster (:mod:`.clusters`).
 

@@ -28,7 +28,7 @@ from scalerl_cli.variants import (
     parse_variant,
     planned,
 )
-from scalerl_operator.local.run_directory import DirectoryProblem
+from scalerl_local.run_directory import DirectoryProblem
 
 if TYPE_CHECKING:
     from scalerl_analysis.comparison import Recipe

@@ -15,7 +15,7 @@ from scalerl_cli.inputs import load
 from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
 from scalerl_cli.variants import VariantProblem, parse_variant
-from scalerl_operator.local.run_directory import DirectoryProblem, next_directory, stored_manifest
+from scalerl_local.run_directory import DirectoryProblem, next_directory, stored_manifest
 
 
 def fork(arguments: argparse.Namespace) -> int:

@@ -22,8 +22,8 @@ from scalerl_api.spec_warnings import past_deadline
 from scalerl_cli.machine import declared_memory_problem, gpu_problem, memory_problem, vllm_problem
 from scalerl_cli.output import echo
 from scalerl_coordinator.tracking.supervisor import missing_package
-from scalerl_operator.local.devices import NotEnoughDevices, check, machine_devices
-from scalerl_operator.role_containers import plan
+from scalerl_lifecycle.role_containers import plan
+from scalerl_local.devices import NotEnoughDevices, check, machine_devices
 
 Section = TypeVar("Section", bound=BaseModel)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from scalerl_api.wire import EvaluationPoint, Phase
-from scalerl_operator.run_view import Snapshot, UnitState
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.workloads import Role
+from scalerl_local.run_view import Snapshot, UnitState
 
 UNKNOWN = "–"
 

@@ -22,8 +22,8 @@ from scalerl_cli.clusters.arguments import add_cluster_commands
 from scalerl_cli.curves.arguments import add_curve_commands
 from scalerl_cli.exits import exit_code
 from scalerl_cli.output import echo
-from scalerl_operator.role_containers import plan
-from scalerl_operator.workloads import Plan
+from scalerl_lifecycle.role_containers import plan
+from scalerl_lifecycle.workloads import Plan
 
 _CODE: Final = {
     "run": "run:run",

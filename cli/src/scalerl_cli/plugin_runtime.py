@@ -12,8 +12,8 @@ from scalerl_cli.exits import DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, plugin_problems
 from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
-from scalerl_operator.local.run_directory import DirectoryProblem, latest_directory, next_directory
-from scalerl_operator.policy.runtime import StoredRuntime, drive
+from scalerl_lifecycle.runtime import StoredRuntime, drive
+from scalerl_local.run_directory import DirectoryProblem, latest_directory, next_directory
 
 _CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: INTERRUPTED}
 

@@ -8,8 +8,8 @@ from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
 from scalerl_cli import labels
 from scalerl_cli.output import echo
-from scalerl_operator.run_view import Event, Snapshot, UnitState
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.workloads import Role
+from scalerl_local.run_view import Event, Snapshot, UnitState
 
 _QUIET_SECONDS = 5.0
 _WAITING_SECONDS = 15.0

@@ -10,12 +10,12 @@ from pathlib import Path
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
 from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
+from scalerl_autoscaling.decision_log import Line
+from scalerl_autoscaling.models import Decision
+from scalerl_autoscaling.replay import Alternative, replay_under, verify
+from scalerl_autoscaling.vote import prior_runs
 from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.output import echo
-from scalerl_operator.autoscaling.decision_log import Line
-from scalerl_operator.autoscaling.models import Decision
-from scalerl_operator.autoscaling.replay import Alternative, replay_under, verify
-from scalerl_operator.autoscaling.vote import prior_runs
 
 _SHOWN = 20
 """Limit on printed differences: in a record that was overwritten from some line on, all later lines differ."""

@@ -17,24 +17,24 @@ from typing import Any
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_api.wire import BROKEN
+from scalerl_autoscaling.decision_log import RecordError
 from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import echo
 from scalerl_cli.progress import Progress
-from scalerl_operator.autoscaling.decision_log import RecordError
-from scalerl_operator.coordinator_client import CoordinatorRefused
-from scalerl_operator.local.commands import LocalSettings
-from scalerl_operator.local.run import LocalRun
-from scalerl_operator.local.run_directory import (
+from scalerl_lifecycle.coordinator_client import CoordinatorRefused
+from scalerl_lifecycle.lifecycle_types import OutcomeKind
+from scalerl_lifecycle.workloads import Plan, Role
+from scalerl_local.commands import LocalSettings
+from scalerl_local.run import LocalRun
+from scalerl_local.run_directory import (
     DirectoryProblem,
     RunDirectory,
     latest_directory,
     next_directory,
 )
-from scalerl_operator.policy.lifecycle_types import OutcomeKind
-from scalerl_operator.run_view import Event, Failure, RunResult
-from scalerl_operator.workloads import Plan, Role
+from scalerl_local.run_view import Event, Failure, RunResult
 
 RUNS = Path("runs")
 _LOG_LINES = 20

@@ -15,7 +15,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import INTERRUPTED
 from scalerl_cli import labels
 from scalerl_cli.output import replace_text
-from scalerl_operator.run_view import RunResult
+from scalerl_local.run_view import RunResult
 
 
 def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import yaml
 from scalerl_api.edits import flat
 from scalerl_api.recipe.presets import ONE_OF
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.local.run_directory import DirectoryProblem, stored_manifest
-from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
+from scalerl_local.resume_changes import OF_A_CLUSTER
+from scalerl_local.run_directory import DirectoryProblem, stored_manifest
 from scalerl_tasks.dataset.readers import find_files
 
 NOT_OF_THE_RESULT: Final = (

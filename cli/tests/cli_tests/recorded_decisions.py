@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from scalerl_api.wire import DecisionLines
+from scalerl_autoscaling.decision_log import DecisionRecord
 from scalerl_coordinator.decisions import DecisionLog
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
 
 
 async def opened(path: Path) -> DecisionRecord:

@@ -35,8 +35,8 @@ def command() -> int:
     from scalerl_api.spec import ScaleRLRun
     from scalerl_cli import inputs
     from scalerl_cli.main import main
-    from scalerl_operator.role_containers import plan
-    from scalerl_operator.workloads import Plan, Probe, Role, Workload
+    from scalerl_lifecycle.role_containers import plan
+    from scalerl_lifecycle.workloads import Plan, Probe, Role, Workload
 
     def small(workload: Workload) -> Workload:
         containers = []

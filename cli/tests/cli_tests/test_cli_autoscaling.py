@@ -19,8 +19,8 @@ from scalerl_api.autoscaling import AutoscalingSpec
 from scalerl_api.curve import curve_csv
 from scalerl_api.load import parse_run, to_yaml
 from scalerl_api.wire import EvaluationPoint
+from scalerl_autoscaling.models import Action
 from scalerl_cli.main import main
-from scalerl_operator.autoscaling.models import Action
 
 pytestmark = pytest.mark.slow
 

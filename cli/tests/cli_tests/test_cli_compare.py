@@ -27,7 +27,7 @@ from scalerl_cli.exits import exit_code
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
 from scalerl_cli.variants import NOT_OF_THE_RESULT, VariantProblem, parse_variant, planned
-from scalerl_operator.policy.resume_changes import OF_A_CLUSTER
+from scalerl_local.resume_changes import OF_A_CLUSTER
 
 TASK = {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}}
 

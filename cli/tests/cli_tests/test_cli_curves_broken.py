@@ -12,9 +12,9 @@ from scalerl_analysis import plotting
 from scalerl_analysis.curve_file import read_curve
 from scalerl_analysis.fitted_curve import HEALTHY_TRUNCATED, State, fit_curve
 from scalerl_api.autoscaling import AutoscalingSpec
+from scalerl_autoscaling import alarm
 from scalerl_cli.main import main
 from scalerl_curvefit.collapse import LEAST
-from scalerl_operator.autoscaling import alarm
 
 from .fit_command import answer, text
 

@@ -14,9 +14,9 @@ from scalerl_api.paths import RunPaths
 from scalerl_cli.clusters.fork import fork
 from scalerl_cli.clusters.session import Session, Trouble
 from scalerl_cli.main import main, parser
+from scalerl_local.run_directory import RunDirectory
 from scalerl_operator.kube.kinds import Kind
 from scalerl_operator.kube.types import Object
-from scalerl_operator.local.run_directory import RunDirectory
 from scalerl_trainer.checkpoints.volume import CheckpointStore, files_in
 
 SPEC: dict[str, Any] = {

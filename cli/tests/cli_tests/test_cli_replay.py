@@ -16,15 +16,15 @@ from scalerl_api.forecast import EarlierUse
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Phase, Status
+from scalerl_autoscaling.decide import decide
+from scalerl_autoscaling.decision_log import Line
+from scalerl_autoscaling.forecast_request import build_request
+from scalerl_autoscaling.models import Generators, History
+from scalerl_autoscaling.observation import observe, point
+from scalerl_autoscaling.replay import verify
 from scalerl_cli.main import main
 from scalerl_curvefit.sidecar.answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
-from scalerl_operator.autoscaling.decide import decide
-from scalerl_operator.autoscaling.decision_log import Line
-from scalerl_operator.autoscaling.forecast_request import build_request
-from scalerl_operator.autoscaling.models import Generators, History
-from scalerl_operator.autoscaling.observation import observe, point
-from scalerl_operator.autoscaling.replay import verify
 
 RUN = """
 metadata: {{name: replayed}}

@@ -283,7 +283,7 @@ def test_bad_input_found_by_prepare_exits_2_and_leaves_nothing(tmp_path: Path) -
 
 
 def test_failed_role_exits_1_with_its_last_lines(tmp_path: Path) -> None:
-    policy = "scalerl_operator.policy.restarts"
+    policy = "scalerl_lifecycle.restarts"
     quick = f"import {policy} as f; f.RestartPolicy.__init__.__defaults__ = (.01, .02, 600., 2, 20, .02)"
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'run' in sys.argv[1:2]:\n    {quick}\n")
     with shell(tmp_path, SMALL_PREPARE="crash", PYTHONPATH=str(tmp_path)) as run:

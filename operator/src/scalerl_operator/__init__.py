@@ -8,17 +8,17 @@ A reconcile, on a cluster::
                                         ├ read                 the run and its objects, cached → Run     controller/reconcile
                                         ├ accept()             the accepted spec → Accepted              controller/accept
        coordinator's status ──────────▶ ├ Observer.observe()   Jobs, pods, queue, forecast → Observed    controller/observe
-                                        ├ decide()             which objects exist, phase                controller/lifecycle_input, policy/lifecycle
+                                        ├ decide()             which objects exist, phase                controller/lifecycle_input, scalerl_lifecycle
                                         ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, source
                                         ├ Applier.apply()      plan() ▶ render(); create, apply, remove  controller/apply, manifests
                                         ├ report()             conditions(), events → RunStatus          controller/status
                                         └ answer               the queue, spec, the next reconcile       controller/reconcile
 
-On one machine :mod:`.local` does the same with processes: ``plan()`` ▶ supervisor, the same policies.
+What a run's processes are (the plan) and which of them exist is decided by :mod:`scalerl_lifecycle`, whether it is stopped or scaled by
+:mod:`scalerl_autoscaling`, as for a run on one machine (:mod:`scalerl_local`).
 
-Lives here: the plan (:mod:`.role_containers`: spec → :mod:`.workloads`, the same on a cluster and on a laptop), the policies
-(:mod:`.policy` and :mod:`.autoscaling`, pure), the Kubernetes objects of a plan (:mod:`.manifests`, pure), the reconcile of a
-run on a cluster (:mod:`.controller`, on :mod:`.kube`), and the same run as processes of one machine (:mod:`.local`).
+Lives here: the Kubernetes objects of a plan (:mod:`.manifests`, pure), and the reconcile of a run on a cluster (:mod:`.controller`,
+on :mod:`.kube`).
 
 Never lives here: torch, a task, a model, a loss, or anything a role does once it has started; the
 operator knows a role only by its command line, its probes and its exit code.

@@ -13,7 +13,7 @@ import re
 from typing import Final
 
 from scalerl_api.spec import GROUP
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.workloads import Role
 
 FIELD_OWNER: Final = "scalerl-operator"
 AUTOSCALER: Final = "scalerl-autoscaler"

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 from scalerl_api import operator_metric_names as names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import OutlookStatus, RunStatus
-from scalerl_operator.autoscaling.models import State
+from scalerl_autoscaling.models import State
 from scalerl_operator.controller.conditions import is_problem
 from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube.types import Key

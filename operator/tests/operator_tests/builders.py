@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from operator_tests.manifests import UID
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.pod_views import JOB_NAME
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.workloads import Role
 
 Object = dict[str, Any]
 CREATED = "2026-01-01T00:00:00Z"

@@ -7,20 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from operator_tests.children import run_spec
+from minimal_run import run_spec
+
 from scalerl_api.conditions import Phase
 from scalerl_api.load import load_run
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Wanted
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.coordinator_problems import update_trouble
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.scope import Desired, Images
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Wanted
-from scalerl_operator.policy.problems import Problem
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from minimal_run import run_spec
 
-from operator_tests.children import run_spec
+from scalerl_lifecycle.lifecycle_types import Wanted
+from scalerl_lifecycle.role_containers import plan
+from scalerl_lifecycle.workloads import MASTER_PORT
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.names import COMPONENT, MASTER_PORT_NUMBER, PORTS, SCRAPE, selector
-from scalerl_operator.policy.lifecycle_types import Wanted
-from scalerl_operator.role_containers import plan
-from scalerl_operator.workloads import MASTER_PORT
 
 IMAGES = Images("t", "g", "c")
 NAMESPACE = {"kubernetes.io/metadata.name": "default"}
@@ -33,7 +33,7 @@ LISTENS = {
 
 
 def test_every_port_of_the_plan_has_a_test(pytestconfig: pytest.Config) -> None:
-    from scalerl_operator.role_containers import forecaster
+    from scalerl_lifecycle.role_containers import forecaster
 
     given = run_spec(generator={"speculation": {"history": {}}}, trainer={"replicas": 2})
     containers = [c for w in (*plan(given).workloads, forecaster()) for c in w.containers]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from coordinator_statuses import evaluations
 from msgspec.structs import replace
 
 from operator_tests.manifests import UID, cluster_run
-from operator_tests.scaling import evaluations
 from scalerl_api.curve import CURVE_COLUMNS, curve_csv
 from scalerl_operator.manifests import storage
 from scalerl_operator.manifests.storage import CURVE_DIGEST, CURVE_LEFT_OUT, curve_config_map

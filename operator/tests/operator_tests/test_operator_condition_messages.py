@@ -16,14 +16,14 @@ from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, OutcomeKind, PersistedState, RunOutcome
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.status import report
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, OutcomeKind, PersistedState, RunOutcome
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.workloads import Role
 
 RUN = cluster_run()
 ROLES = (ConditionType.COORDINATOR_READY, ConditionType.GENERATORS_READY, ConditionType.TRAINER_READY)

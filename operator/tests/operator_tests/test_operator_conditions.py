@@ -15,11 +15,7 @@ from operator_tests.test_operator_degraded import QUIET, RUN
 from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.parts import Observed
-from scalerl_operator.controller.pod_views import observe_objects
-from scalerl_operator.controller.status import merge_patch, report
-from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.lifecycle_types import (
+from scalerl_lifecycle.lifecycle_types import (
     Job,
     LifecycleDecision,
     OutcomeKind,
@@ -27,10 +23,14 @@ from scalerl_operator.policy.lifecycle_types import (
     RunOutcome,
     Suspension,
 )
-from scalerl_operator.policy.persisted_state import persisted_state
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.policy.restarts import Record
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.persisted_state import persisted_state
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.restarts import Record
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import observe_objects
+from scalerl_operator.controller.status import merge_patch, report
+from scalerl_operator.names import COMPONENT, RUN_UID
 
 INVALID = Problem(Reason.SPEC_INVALID, "model: missing")
 leaves = (

@@ -14,10 +14,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 from aiohttp import web
+from coordinator_statuses import status
 
-from operator_tests.scaling import status
 from scalerl_api import endpoints
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Stop
+from scalerl_lifecycle.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
     Answer,
@@ -26,7 +27,6 @@ from scalerl_operator.controller.coordinator_poller import (
     _Poller,
 )
 from scalerl_operator.controller.parts import PodView
-from scalerl_operator.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.kube.errors import Fenced
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import PORTS
@@ -319,7 +319,7 @@ async def test_decisions_go_from_the_leader_to_a_ready_coordinator() -> None:
         with pytest.raises(CoordinatorUnreachable, match="no pod"):
             await ours.decisions(RUN, 0)
         await coordinator_report(ours, RUN, [pod], Tokens(), 1)
-        with pytest.raises(Fenced, match="record a decision of run ns/u"):
+        with pytest.raises(CoordinatorRefused, match="record a decision of run ns/u"):
             await ours.record_decision(RUN, 0, b"{}\n")
         with pytest.raises(CoordinatorRefused, match=r"GET /v1/decisions\?offset=0: HTTP 404"):
             await ours.decisions(RUN, 0)

@@ -14,11 +14,11 @@ from scalerl_api.exports import ExportedModel, Exports
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker, Uploads
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
+from scalerl_lifecycle.persisted_state import waits_for_progress_only
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.coordinator_problems import QUIET_SECONDS
 from scalerl_operator.controller.status import report
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
-from scalerl_operator.policy.persisted_state import waits_for_progress_only
 
 _COUNTS = dict.fromkeys(
     [

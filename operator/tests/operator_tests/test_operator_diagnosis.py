@@ -12,6 +12,9 @@ from operator_tests.manifests import UID, cluster_run, findings
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Wanted
+from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.diagnosis import (
     RECENT_CREATION_SECONDS,
     RECENT_SECONDS,
@@ -22,9 +25,6 @@ from scalerl_operator.controller.diagnosis import (
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.names import COMPONENT, RUN_UID, Names
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Wanted
-from scalerl_operator.policy.persisted_state import rfc3339
-from scalerl_operator.workloads import Role
 
 NOW = 2e9
 

@@ -6,21 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lifecycle_inputs import FIRST, RUNNING, SPEC, spec
 
 from operator_tests import builders
 from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import RUN
-from operator_tests.test_operator_lifecycle import FIRST, RUNNING, SPEC, spec
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
-from scalerl_operator.controller.parts import Observed
-from scalerl_operator.controller.pod_views import LOST_SECONDS, observe_objects, pod_view
-from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.controller.status import report
-from scalerl_operator.names import ATTEMPT
-from scalerl_operator.policy.attempts import EXIT_CODE_GRACE_SECONDS
-from scalerl_operator.policy.lifecycle import decide
-from scalerl_operator.policy.lifecycle_types import (
+from scalerl_lifecycle.attempts import EXIT_CODE_GRACE_SECONDS
+from scalerl_lifecycle.lifecycle import decide
+from scalerl_lifecycle.lifecycle_types import (
     ContainerExit,
     Job,
     JobState,
@@ -28,9 +23,14 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     PersistedState,
 )
-from scalerl_operator.policy.persisted_state import persisted_state, rfc3339
-from scalerl_operator.policy.restarts import Record
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.persisted_state import persisted_state, rfc3339
+from scalerl_lifecycle.restarts import Record
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import LOST_SECONDS, observe_objects, pod_view
+from scalerl_operator.controller.run_state import RunState
+from scalerl_operator.controller.status import report
+from scalerl_operator.names import ATTEMPT
 
 NOW = 1_000_000.0
 ALLOCATE = "Allocate failed due to no healthy devices present"

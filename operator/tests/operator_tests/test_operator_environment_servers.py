@@ -25,12 +25,8 @@ from operator_tests.manifests import (
 )
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.controller.pod_views import observe_objects, pod_view
-from scalerl_operator.manifests import render
-from scalerl_operator.manifests.gang import Gang
-from scalerl_operator.manifests.scope import Desired, spec_hash
-from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle_types import (
+from scalerl_lifecycle import lifecycle
+from scalerl_lifecycle.lifecycle_types import (
     ContainerExit,
     Job,
     JobState,
@@ -38,8 +34,12 @@ from scalerl_operator.policy.lifecycle_types import (
     PersistedState,
     Service,
 )
-from scalerl_operator.role_containers import environment_replicas, plan
-from scalerl_operator.workloads import Role, expand
+from scalerl_lifecycle.role_containers import environment_replicas, plan
+from scalerl_lifecycle.workloads import Role, expand
+from scalerl_operator.controller.pod_views import observe_objects, pod_view
+from scalerl_operator.manifests import render
+from scalerl_operator.manifests.gang import Gang
+from scalerl_operator.manifests.scope import Desired, spec_hash
 
 SERVER = {
     "image": "registry/game:1",

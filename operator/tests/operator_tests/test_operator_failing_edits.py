@@ -13,13 +13,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from coordinator_statuses import status
 from edited_fields import UNKNOWN_PLUGINS, Edited, edits, entry_edits
 
 from operator_tests.manifests import IMAGES, UID
-from operator_tests.scaling import status
 from scalerl_api.edits import Effect
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_lifecycle.persisted_state import persisted_state
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.lifecycle_input import decide
 from scalerl_operator.controller.parts import Findings, Run
@@ -29,8 +31,6 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import COMPONENT, SPEC_HASH
-from scalerl_operator.policy.persisted_state import persisted_state
-from scalerl_operator.workloads import Role
 
 STEPS = 120
 RESTARTING = [

@@ -12,11 +12,11 @@ import pytest
 from operator_tests import builders
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api.conditions import Phase
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Wanted
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.manifests.scope import Desired, Images
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState, Wanted
 
 RUN = cluster_run()
 IMAGES = Images("t", "g", "c")

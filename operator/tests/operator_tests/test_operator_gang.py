@@ -10,13 +10,23 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client.configuration import Configuration
+from lifecycle_inputs import DONE, FIRST, RUNNING, SPEC, exists
 
 from operator_tests.builders import container, pod
 from operator_tests.manifests import EVERYTHING, UID, cluster_run, findings, pod_spec, rendered
-from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists
 from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.lifecycle import decide
+from scalerl_lifecycle.lifecycle_types import (
+    Job,
+    JobState,
+    LifecycleDecision,
+    LifecycleInput,
+    PersistedState,
+    Wanted,
+)
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.check import queue_problem
 from scalerl_operator.controller.claimed_runs import Parts, reconciler
@@ -34,17 +44,7 @@ from scalerl_operator.main import Operator
 from scalerl_operator.manifests.gang import Gang, minimum
 from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
-from scalerl_operator.policy.lifecycle import decide
-from scalerl_operator.policy.lifecycle_types import (
-    Job,
-    JobState,
-    LifecycleDecision,
-    LifecycleInput,
-    PersistedState,
-    Wanted,
-)
 from scalerl_operator.settings import Settings
-from scalerl_operator.workloads import Role
 
 LABELS = {QUEUE: "team", PRIORITY: "urgent"}
 RACKS = {"kueue.x-k8s.io/podset-required-topology": "example.com/rack"}

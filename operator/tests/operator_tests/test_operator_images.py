@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from operator_tests.manifests import EVERYTHING, UID, cluster_run
+from scalerl_lifecycle import lifecycle
+from scalerl_lifecycle.lifecycle_types import LifecycleInput, PersistedState
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.apply import pinned
 from scalerl_operator.controller.parts import Run
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render, spec_hash
 from scalerl_operator.manifests.scope import Images
-from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle_types import LifecycleInput, PersistedState
-from scalerl_operator.workloads import Role
 
 OLD = Images("trainer:1", "generator:1", "operator:1")
 NEW = Images("trainer:2", "generator:2", "operator:2")

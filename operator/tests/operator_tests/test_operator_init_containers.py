@@ -6,9 +6,9 @@ import pytest
 
 from operator_tests.builders import container, pod
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE
+from scalerl_lifecycle.lifecycle_types import ContainerExit
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.pod_views import pod_view
-from scalerl_operator.policy.lifecycle_types import ContainerExit
-from scalerl_operator.workloads import Role
 
 
 @pytest.mark.parametrize("code", [1, BAD_INPUT_EXIT_CODE, DIVERGED_EXIT_CODE, STEPS_LOST_EXIT_CODE])

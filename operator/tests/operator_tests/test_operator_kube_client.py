@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.kube import connection, errors
@@ -19,7 +20,6 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.informer import Informer, listed
 from scalerl_operator.kube.kinds import KINDS, kind_of
 
-Serve = Callable[[web.Application], Awaitable[str]]
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -65,12 +65,13 @@ def observer() -> Observer:
 
 
 @pytest.fixture
-async def api(serve: Serve, server: Faulty, observer: Observer) -> AsyncIterator[KubeApi]:
+async def api(server: Faulty, observer: Observer) -> AsyncIterator[KubeApi]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
-    configuration = Configuration(host=await serve(app))
-    async with KubeApi(configuration, timeout=3.0, on_call=observer.called) as client:
-        yield client
+    async with TestServer(app) as listens:
+        configuration = Configuration(host=str(listens.make_url("")).rstrip("/"))
+        async with KubeApi(configuration, timeout=3.0, on_call=observer.called) as client:
+            yield client
 
 
 MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a", "namespace": "team"}}

@@ -8,10 +8,10 @@ import pytest
 
 from operator_tests import builders
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import mount_problem, placing_problem
 from scalerl_operator.controller.pod_views import pod_view
-from scalerl_operator.policy.persisted_state import rfc3339
-from scalerl_operator.policy.problems import mount_problem, placing_problem
-from scalerl_operator.workloads import Role
 
 STARTED = 1_000_000.0
 

@@ -19,14 +19,14 @@ from scalerl_api.memory.trainer_rank import trainer_rank_memory
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus
+from scalerl_lifecycle.lifecycle_types import JobState, LifecycleDecision, PersistedState
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects, pod_view
 from scalerl_operator.controller.status import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
-from scalerl_operator.policy.lifecycle_types import JobState, LifecycleDecision, PersistedState
-from scalerl_operator.workloads import Role
 
 QWEN_1_5B = ModelStatus(
     parameters=1_543_714_304, hidden_size=1536, layers=28, intermediate_size=8960, vocabulary_size=151_936,

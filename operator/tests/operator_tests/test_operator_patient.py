@@ -6,11 +6,11 @@ from typing import Any
 
 from operator_tests.manifests import UID
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import ignore_young_pods, observe_objects
 from scalerl_operator.names import COMPONENT, RUN_UID
-from scalerl_operator.policy.persisted_state import rfc3339
-from scalerl_operator.workloads import Role
 
 NOW = 1_000_000.0
 VOLUME = "pod has unbound immediate PersistentVolumeClaims"

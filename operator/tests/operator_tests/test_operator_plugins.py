@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from minimal_run import run_spec
 
-from operator_tests.children import run_spec
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import RunStatus

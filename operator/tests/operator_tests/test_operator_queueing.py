@@ -6,21 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lifecycle_inputs import DONE, FIRST, RUNNING, SPEC, exists, reported
 
 from operator_tests.manifests import UID, cluster_run, findings
 from operator_tests.test_operator_degraded import QUIET
-from operator_tests.test_operator_lifecycle import DONE, FIRST, RUNNING, SPEC, exists, reported
 from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_operator.controller.parts import Observed
-from scalerl_operator.controller.pod_views import JOB_NAME, observe_objects
-from scalerl_operator.controller.status import report
-from scalerl_operator.controller.volume import may_have_mounted
-from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
-from scalerl_operator.policy.lifecycle import decide
-from scalerl_operator.policy.lifecycle_types import (
+from scalerl_lifecycle.lifecycle import decide
+from scalerl_lifecycle.lifecycle_types import (
     GATED_SECONDS,
     Job,
     JobState,
@@ -28,7 +23,12 @@ from scalerl_operator.policy.lifecycle_types import (
     LifecycleInput,
     PersistedState,
 )
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.parts import Observed
+from scalerl_operator.controller.pod_views import JOB_NAME, observe_objects
+from scalerl_operator.controller.status import report
+from scalerl_operator.controller.volume import may_have_mounted
+from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
 
 HELD = Job(JobState.ACTIVE, 1, gated=True)
 QUEUED = replace(RUNNING, queued=True, serving=True)

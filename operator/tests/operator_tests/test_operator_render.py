@@ -20,10 +20,10 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_run, parse_run
+from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_operator import names
 from scalerl_operator.manifests import render, secret
 from scalerl_operator.manifests.scope import Desired
-from scalerl_operator.policy.lifecycle_types import Wanted
 from scalerl_trainer.launch import rank_environments
 
 

@@ -16,9 +16,9 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_api.spec import ScaleRLRun
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import spec_hash
-from scalerl_operator.workloads import Role
 
 HUB: Object = {"hub": {"name": "me/model"}}
 

@@ -14,8 +14,8 @@ from operator_tests.manifests import (
     pod_spec,
     rendered,
 )
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.manifests import spec_hash
-from scalerl_operator.workloads import Role
 
 FORK = cluster_run(**{"from": {"run": "v1.5-math", "step": 20}})
 SOURCE = "/run/scalerl/source"

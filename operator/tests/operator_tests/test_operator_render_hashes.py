@@ -18,10 +18,10 @@ from operator_tests.manifests import (
     rendered,
 )
 from scalerl_api.spec import RunSpec
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.manifests import render, spec_hash
 from scalerl_operator.manifests.scope import _SWITCHES, Images
-from scalerl_operator.workloads import Role
 
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 FULL: dict[str, Any] = {

@@ -28,12 +28,12 @@ from operator_tests.manifests import (
 from scalerl_api import process
 from scalerl_api.reserved_in_pods import RANK_VARIABLES
 from scalerl_api.spec_warnings import warnings_of
+from scalerl_lifecycle.lifecycle_types import Wanted
+from scalerl_lifecycle.role_containers import plan
+from scalerl_lifecycle.workloads import Role, expand
 from scalerl_operator.manifests.probes import probes
 from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import ATTEMPT
-from scalerl_operator.policy.lifecycle_types import Wanted
-from scalerl_operator.role_containers import plan
-from scalerl_operator.workloads import Role, expand
 
 
 def test_pods_meet_the_restricted_standard() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import Condition, ExportsStatus, RunStatus, TrainerStatus
+from scalerl_lifecycle.lifecycle_types import PersistedState
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.controller.status import RunObject
 from scalerl_operator.controller.volume import OF_STEPS, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.policy.lifecycle_types import PersistedState
 
 T0 = "2026-01-01T00:00:00Z"
 
@@ -142,7 +142,7 @@ def test_every_field_is_of_the_steps_or_stays() -> None:
 def test_edit_of_a_spec_that_is_too_long_to_store(
     change: dict[str, Any], mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scalerl_operator.controller.accept.MAX_ACCEPTED_SPEC", 10)
+    monkeypatch.setattr("scalerl_lifecycle.edits_of_run.MAX_ACCEPTED_SPEC", 10)
     spec = {
         "model": {"path": "/m"},
         "task": {"jsonl": {"path": "/t"}, "verifier": {"name": "exact"}},

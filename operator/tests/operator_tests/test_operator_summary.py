@@ -6,24 +6,24 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from coordinator_statuses import EVERY, TOKENS, evaluations, status
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from operator_tests.manifests import cluster_run, findings
-from operator_tests.scaling import EVERY, TOKENS, evaluations, status
 from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.status import Condition, RunStatus, UsageStatus
 from scalerl_api.wire import Status
+from scalerl_lifecycle.budget import used_fractions
+from scalerl_lifecycle.eta import Rates, coarse, eta_seconds, recent_rates
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
+from scalerl_lifecycle.persisted_state import waits_for_progress_only
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.status import report
 from scalerl_operator.controller.summary import RunFigures, figures, shown_reason
-from scalerl_operator.policy.budget import used_fractions
-from scalerl_operator.policy.eta import Rates, coarse, eta_seconds, recent_rates
-from scalerl_operator.policy.lifecycle_types import LifecycleDecision, PersistedState
-from scalerl_operator.policy.persisted_state import waits_for_progress_only
-from scalerl_operator.policy.problems import Problem
 
 TRUE, FALSE = "True", "False"
 INVALID = Problem(Reason.SPEC_INVALID, "model: missing")

@@ -2,7 +2,7 @@
 
 ::
 
-    LocalRuntime   ChildProcess.start() ▶ start_with_socket() ─ lifeline ─▶ subreaper.main() ─ fork, die_with_parent() ─▶ the child
+    Supervisor     ChildProcess.start() ▶ start_with_socket() ─ lifeline ─▶ subreaper.main() ─ fork, die_with_parent() ─▶ the child
                    .stop(): SIGTERM, a grace, SIGKILL   .kill(): the tree   .wait(): its exit code ▶ describe()
     GradingPool    start_with_socket() ─ control ─▶ fork server ─ fork, die_with_parent() ─▶ graders         wait_or_kill()
     Launcher       subprocess, die_with_parent() ─▶ a rank; as process 1: reaped() ▶ exit codes, orphans'

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from scalerl_cli.argument_types import whole
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.workloads import Role
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -18,11 +18,11 @@ from scalerl_cli.clusters.runs import Run, plain
 from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble
 from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
 from scalerl_cli.output import echo
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.pods import container_security, pod_security
 from scalerl_operator.names import RUN_DIR
-from scalerl_operator.workloads import Role
 
 TRIES: Final = 4
 """Connections for one file without a byte of progress between them."""

@@ -15,11 +15,11 @@ from scalerl_cli.clusters.runs import ENDED_PHASES, Run, advice, find, plain, si
 from scalerl_cli.clusters.session import Session
 from scalerl_cli.exits import DONE
 from scalerl_cli.output import echo
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.names import COMPONENT, QUEUE, selector
-from scalerl_operator.workloads import Role
 
 MAX_TEXT: Final = 600
 """Characters of a line."""

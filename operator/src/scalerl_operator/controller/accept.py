@@ -14,11 +14,10 @@ from scalerl_api.load import SpecError, SpecProblem, accepted_run, run_from_obje
 from scalerl_api.reasons import Reason
 from scalerl_api.registry import Kind
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_api.status import MAX_ACCEPTED_SPEC
+from scalerl_lifecycle.edits_of_run import as_accepted, edits_since
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.kube.types import Object
-from scalerl_operator.policy.edits_of_run import edits_since, hash_of
-from scalerl_operator.policy.problems import Problem
 
 
 def accept(run: Run) -> Accepted:
@@ -28,13 +27,12 @@ def accept(run: Run) -> Accepted:
     text, long_hash = run.before.accepted_spec, run.before.accepted_spec_hash
     try:
         found = run_from_object(run.obj)
-        written = json.dumps(run.obj["spec"], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        edited = run.before.start_time is not None and text not in (None, written)
+        written = as_accepted(run.obj["spec"])
+        edited = run.before.start_time is not None and text not in (None, written[0])
         if edited and (missing := plugin_problem(found.spec)) is not None:
             where, _, message = missing.message.partition(": ")
             raise SpecError(run.name, [SpecProblem(where, message)])
-        short = len(written) <= MAX_ACCEPTED_SPEC
-        text, long_hash = (written, None) if short else (None, hash_of(run.obj["spec"]))
+        text, long_hash = written
     except SpecError as error:
         message = "; ".join(str(problem) for problem in error.problems)
         if text is not None:

@@ -12,6 +12,10 @@ from typing import Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.wire import EvaluationPoint
+from scalerl_lifecycle.lifecycle_types import Suspension, Wanted
+from scalerl_lifecycle.persisted_state import seconds
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang_admission import is_wanted
@@ -32,10 +36,6 @@ from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.manifests.scope import Desired, Images
 from scalerl_operator.manifests.storage import curve_config_map
 from scalerl_operator.names import COMPONENT, IMAGE, Names
-from scalerl_operator.policy.lifecycle_types import Suspension, Wanted
-from scalerl_operator.policy.persisted_state import seconds
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,8 @@ from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
+from scalerl_lifecycle.persisted_state import seconds
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.accept import plugin_problem
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, refused
@@ -27,8 +29,6 @@ from scalerl_operator.kube.objects import label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
 from scalerl_operator.names import PRIORITY, QUEUE, Names
-from scalerl_operator.policy.persisted_state import seconds
-from scalerl_operator.policy.problems import Problem
 
 QUEUE_SECONDS: Final = 30.0
 """Between two requests for the queue of one run."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.autoscaling.decision_log import DecisionRecord
-from scalerl_operator.autoscaling.forecast_client import Sidecar
+from scalerl_autoscaling.autoscaler import Autoscaler
+from scalerl_autoscaling.decision_log import DecisionRecord
+from scalerl_autoscaling.forecast_client import Sidecar
+from scalerl_lifecycle.lifecycle_types import GATED_SECONDS
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.summary import RunFigures
@@ -23,7 +24,6 @@ from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Key
 from scalerl_operator.metrics import Metrics
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.lifecycle_types import GATED_SECONDS
 from scalerl_operator.settings import Settings
 from scalerl_processes.waiting import cancel
 

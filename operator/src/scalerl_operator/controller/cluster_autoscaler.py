@@ -15,10 +15,11 @@ from scalerl_api.forecast import EarlierRun
 from scalerl_api.load import accepted_run
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_operator.autoscaling.autoscaler import Autoscaler
-from scalerl_operator.autoscaling.earlier_runs import select
-from scalerl_operator.autoscaling.models import Generators
-from scalerl_operator.autoscaling.report import AutoscalerReport
+from scalerl_autoscaling.autoscaler import Autoscaler
+from scalerl_autoscaling.earlier_runs import select
+from scalerl_autoscaling.models import Generators
+from scalerl_autoscaling.report import AutoscalerReport
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.accept import with_spec
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, Run
 from scalerl_operator.kube.cache import Cache
@@ -26,7 +27,6 @@ from scalerl_operator.kube.objects import label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.storage import CURVE_KEY
 from scalerl_operator.names import RUN_UID, SCALED_BY, Names
-from scalerl_operator.workloads import Role
 
 FINISHED: Final = (Phase.COMPLETED, Phase.FAILED)
 """Not Suspended, which may be resumed."""

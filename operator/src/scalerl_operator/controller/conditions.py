@@ -17,6 +17,19 @@ from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
+from scalerl_lifecycle.drain import only_saves
+from scalerl_lifecycle.lifecycle_types import JobState
+from scalerl_lifecycle.persisted_state import (
+    DECIDED,
+    condition,
+    end_of,
+    phase_problem,
+    rfc3339,
+    seconds,
+)
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.restarts import MAX_POD_RESTARTS
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.coordinator_problems import (
     journal_problem,
@@ -29,19 +42,6 @@ from scalerl_operator.kube.client import EventType
 from scalerl_operator.manifests.memory_requests import memory_warnings
 from scalerl_operator.manifests.scope import Images, Scope
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy.drain import only_saves
-from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.persisted_state import (
-    DECIDED,
-    condition,
-    end_of,
-    phase_problem,
-    rfc3339,
-    seconds,
-)
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.policy.restarts import MAX_POD_RESTARTS
-from scalerl_operator.workloads import Role
 
 STALLED_SECONDS: Final = 1800.0
 """Time without a step after which Progressing is False."""

@@ -22,18 +22,18 @@ from typing import Final
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
+from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_problems import update_trouble
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
 from scalerl_operator.controller.refusals import refused
-from scalerl_operator.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.manifests import secret
 from scalerl_operator.names import PORTS, TOKEN_KEY, Names
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.policy.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
-from scalerl_operator.workloads import Role
 from scalerl_processes.waiting import cancel, pause
 
 log = logging.getLogger(__name__)
@@ -226,9 +226,12 @@ class CoordinatorPollers:
         """Appends to the decision log; see :meth:`.CoordinatorClient.record_decision`.
 
         Raises:
-            Fenced: another replica may lead.
+            CoordinatorRefused: also if it was not sent, since another replica may lead.
         """
-        self._fence(f"record a decision of run {_name(run)}")
+        try:
+            self._fence(f"record a decision of run {_name(run)}")
+        except errors.Fenced as error:
+            raise CoordinatorRefused(str(error)) from error
         await self._client(run).record_decision(offset, line)
 
     def _client(self, run: Key) -> CoordinatorClient:

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.lifecycle_types import JobState
+from scalerl_lifecycle.persisted_state import seconds
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import claim_problem, creation_problem, mount_problem
 from scalerl_operator.controller.parts import CLAIM, Findings, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, Names
-from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.persisted_state import seconds
-from scalerl_operator.policy.problems import Problem, claim_problem, creation_problem, mount_problem
-from scalerl_operator.workloads import Role
 
 MIN_AGE_SECONDS: Final = 10.0
 """Age of an object without pods, or of a pod that does not start, from which its Events are read."""

@@ -13,6 +13,10 @@ from typing import Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.lifecycle_types import Job, JobState, LifecycleDecision
+from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.role_containers import environment_replicas
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import WORKLOADS, Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
@@ -20,10 +24,6 @@ from scalerl_operator.kube.objects import is_deleted, label, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.gang import ROLES, WORKLOAD, Gang, minimum
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE, Names
-from scalerl_operator.policy.lifecycle_types import Job, JobState, LifecycleDecision
-from scalerl_operator.policy.persisted_state import rfc3339
-from scalerl_operator.role_containers import environment_replicas
-from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,17 @@
-"""The decision of a reconcile: the policy of the lifecycle (:mod:`..policy.lifecycle`) on what was observed. Pure."""
+"""The decision of a reconcile: that of the lifecycle (:mod:`scalerl_lifecycle.lifecycle`) on what was observed. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from scalerl_api.conditions import Phase
+from scalerl_lifecycle import lifecycle
+from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision, LifecycleInput, Service
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Accepted, Observed, Run
 from scalerl_operator.kube.objects import label
 from scalerl_operator.manifests.scope import spec_hash
 from scalerl_operator.names import QUEUE
-from scalerl_operator.policy import lifecycle
-from scalerl_operator.policy.lifecycle_types import GATED_SECONDS, LifecycleDecision, LifecycleInput, Service
-from scalerl_operator.workloads import Role
 
 
 def decide(

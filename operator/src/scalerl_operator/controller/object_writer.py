@@ -10,6 +10,8 @@ import logging
 from typing import Any, Final
 
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.controller.refusals import name_taken, refused
 from scalerl_operator.controller.volume import never_smaller, note_refusal, was_refused
@@ -29,8 +31,6 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.names import ATTEMPT, Names
 from scalerl_operator.names import labels as labels_of_run
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.workloads import Role
 
 log = logging.getLogger(__name__)
 

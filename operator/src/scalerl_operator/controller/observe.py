@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
-from scalerl_operator.autoscaling.autoscaler import Autoscaler
+from scalerl_autoscaling.autoscaler import Autoscaler
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report
 from scalerl_operator.controller.coordinator_poller import CoordinatorPollers, ask_coordinator

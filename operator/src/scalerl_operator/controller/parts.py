@@ -13,22 +13,23 @@ from typing import Final
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.status import ModelStatus, RunStatus, TroubleStatus
 from scalerl_api.wire import Status
-from scalerl_operator.autoscaling.report import AutoscalerReport
-from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.kube.objects import belongs, is_deleted
-from scalerl_operator.kube.types import Key, Object
-from scalerl_operator.manifests.gang import Gang
-from scalerl_operator.manifests.scope import spec_hash
-from scalerl_operator.policy.edits_of_run import SpecEdit
-from scalerl_operator.policy.lifecycle_types import (
+from scalerl_autoscaling.report import AutoscalerReport
+from scalerl_lifecycle.edits_of_run import SpecEdit
+from scalerl_lifecycle.lifecycle_types import (
     ContainerExit,
     Job,
     LifecycleDecision,
     PersistedState,
     Service,
 )
-from scalerl_operator.policy.problems import Problem, creation_problem
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import creation_problem
+from scalerl_operator.controller.run_state import RunState
+from scalerl_operator.kube.objects import belongs, is_deleted
+from scalerl_operator.kube.types import Key, Object
+from scalerl_operator.manifests.gang import Gang
+from scalerl_operator.manifests.scope import spec_hash
 
 WORKLOADS: Final = frozenset({"Job", "Deployment", "StatefulSet"})
 CLAIM: Final = "PersistentVolumeClaim"

@@ -20,14 +20,15 @@ from scalerl_api.process import (
 )
 from scalerl_api.reasons import Reason
 from scalerl_api.status import ModelStatus
+from scalerl_lifecycle.lifecycle_types import ContainerExit, Job, JobState
+from scalerl_lifecycle.persisted_state import seconds
+from scalerl_lifecycle.problems import Problem, last_log_line
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import placing_problem
 from scalerl_operator.controller.parts import Observed, PodView
 from scalerl_operator.kube.objects import belongs, label, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ATTEMPT, COMPONENT, SPEC_HASH
-from scalerl_operator.policy.lifecycle_types import ContainerExit, Job, JobState
-from scalerl_operator.policy.persisted_state import seconds
-from scalerl_operator.policy.problems import Problem, last_log_line, placing_problem
-from scalerl_operator.workloads import Role
 
 JOB_NAME: Final = "batch.kubernetes.io/job-name"
 MAX_BACK_OFF: Final = "back-off 5m0s"

@@ -29,7 +29,9 @@ from typing import Final
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
-from scalerl_operator.autoscaling.autoscaler import Autoscaler
+from scalerl_autoscaling.autoscaler import Autoscaler
+from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision
+from scalerl_lifecycle.persisted_state import is_over, persisted_state
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
@@ -56,8 +58,6 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.manifests.scope import Images
 from scalerl_operator.names import FINALIZER
-from scalerl_operator.policy.lifecycle_types import GATED_SECONDS, LifecycleDecision
-from scalerl_operator.policy.persisted_state import is_over, persisted_state
 
 BLOCKED_SECONDS: Final = 30.0
 """Between two reconciles of a run of which an object was refused."""

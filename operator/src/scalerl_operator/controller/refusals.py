@@ -9,14 +9,15 @@ from typing import Any, Final
 
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import KIND
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.cluster_messages import creation_problem
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.scope import IMAGE, SECTION
 from scalerl_operator.names import COMPONENT
-from scalerl_operator.policy.problems import Problem, creation_problem
-from scalerl_operator.workloads import Role
 
 _TEMPLATE: Final = "spec.template."
 _IN_TEXT: Final = re.compile(r"\bspec\.template\.[\w.\[\]/-]*\w\]?")

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from scalerl_operator.autoscaling.autoscaler import Autoscaler
+from scalerl_autoscaling.autoscaler import Autoscaler
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.kube.types import Key, Object
-from scalerl_operator.policy.problems import Problem
 
 REPAIR_SECONDS: Final = 2.0
 """Between the first and the second repair of an object; the pause doubles with each further one."""

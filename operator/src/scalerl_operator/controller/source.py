@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.lifecycle_types import JobState
+from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Run
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.kinds import RUN as RUN_KIND
@@ -18,8 +20,6 @@ from scalerl_operator.kube.objects import is_deleted
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.run_record import RUN_KEY
 from scalerl_operator.names import ENDED, RUN, Names, label_value
-from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.problems import Problem
 
 _FIELD: Final = "spec.from.run"
 

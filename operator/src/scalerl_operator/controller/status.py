@@ -15,15 +15,7 @@ from scalerl_api.conditions import Phase
 from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
 from scalerl_api.status import GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
-from scalerl_operator.controller.conditions import conditions, event_type
-from scalerl_operator.controller.parts import Findings, Run
-from scalerl_operator.controller.summary import columns
-from scalerl_operator.kube import errors
-from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.types import Object
-from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
-from scalerl_operator.policy.persisted_state import (
+from scalerl_lifecycle.persisted_state import (
     PROGRESS_SECONDS,
     decision_fields,
     progress_fields,
@@ -32,7 +24,15 @@ from scalerl_operator.policy.persisted_state import (
     trained_spec,
     waits_for_progress_only,
 )
-from scalerl_operator.workloads import Role
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller.conditions import conditions, event_type
+from scalerl_operator.controller.parts import Findings, Run
+from scalerl_operator.controller.summary import columns
+from scalerl_operator.kube import errors
+from scalerl_operator.kube.cache import Cache
+from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.types import Object
+from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
 
 log = logging.getLogger(__name__)
 

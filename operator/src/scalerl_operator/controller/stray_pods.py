@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_api.reasons import Reason
+from scalerl_lifecycle.persisted_state import seconds
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import JOB_NAME, attempt_of
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import COMPONENT, RUN, Names, label_value
-from scalerl_operator.policy.persisted_state import seconds
-from scalerl_operator.workloads import Role
 
 SEARCH_SECONDS: Final = 15.0
 """Between two searches for the coordinator's pod when it is not in the cache."""

@@ -14,9 +14,9 @@ from scalerl_api.compute import rl_token_cost
 from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import Condition, RunStatus
+from scalerl_lifecycle.budget import used_fractions
+from scalerl_lifecycle.eta import coarse, eta_seconds, recent_rates
 from scalerl_operator.controller.parts import Findings
-from scalerl_operator.policy.budget import used_fractions
-from scalerl_operator.policy.eta import coarse, eta_seconds, recent_rates
 
 MAX_SECONDS_LEFT: Final = 100 * 365 * 86400.0
 """Longest ETA that is shown."""

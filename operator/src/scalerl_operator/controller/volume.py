@@ -17,15 +17,15 @@ from kubernetes.utils.quantity import parse_quantity
 
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
+from scalerl_lifecycle.lifecycle_types import JobState
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Observed, Run
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.errors import ApiError
 from scalerl_operator.kube.objects import is_deleted, true_condition
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
-from scalerl_operator.policy.lifecycle_types import JobState
-from scalerl_operator.policy.problems import Problem
-from scalerl_operator.workloads import Role
 
 if TYPE_CHECKING:
     from scalerl_operator.controller.status import RunObject

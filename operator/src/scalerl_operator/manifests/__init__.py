@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import ScaleRLRun
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import (
     coordinator,
@@ -26,7 +27,6 @@ from scalerl_operator.manifests import (
 from scalerl_operator.manifests.gang import Gang
 from scalerl_operator.manifests.scope import Desired, Images, Scope, finished, spec_hash
 from scalerl_operator.manifests.storage import secret
-from scalerl_operator.workloads import Role
 
 
 def render(

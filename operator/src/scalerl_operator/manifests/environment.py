@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.coordinator import leave_soon
 from scalerl_operator.manifests.deployments import beside_gang, deployment
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.scope import Scope
-from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
 """Sessions have nothing to save."""

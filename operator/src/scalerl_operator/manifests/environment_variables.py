@@ -7,12 +7,12 @@ from typing import Final
 from scalerl_api import process as api
 from scalerl_api.pods import PodTemplate
 from scalerl_api.reserved_in_pods import RANK_VARIABLES
+from scalerl_lifecycle.workloads import ADDRESS, BIND, Container, Role, port_variable
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.manifests.volumes import is_own_directory
 from scalerl_operator.names import RUN_DIR, SPEC_DIR, SPEC_KEY, TOKEN_DIR, TOKEN_KEY
-from scalerl_operator.workloads import ADDRESS, BIND, Container, Role, port_variable
 
 HOME: Final = "/tmp/home"  # noqa: S108 - a volume of its own
 _OF_THE_RUN: Final = (api.DIR, api.RUN_FILE, api.TOKEN_FILE, api.COORDINATOR_URL, api.OWN_DIRECTORY)

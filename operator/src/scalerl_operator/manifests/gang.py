@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from scalerl_api.pods import COUNT, SLICE_SIZE
 from scalerl_api.spec import RunSpec
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import Role
 
 WORKLOAD: Final = "Workload"
 ROLES: Final = (Role.COORDINATOR, Role.GENERATOR, Role.TRAINER, Role.ENVIRONMENT)

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Final
 
 from scalerl_api.process import COMPILE_CACHE
+from scalerl_lifecycle.workloads import ADDRESS, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.deployments import beside_gang, deployment
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPILE_CACHE_DIR
-from scalerl_operator.workloads import ADDRESS, Role
 
 GRACE_SECONDS: Final = 60
 """For the actor to return its leases."""

@@ -9,9 +9,9 @@ from kubernetes.utils.quantity import parse_quantity
 from scalerl_api.load import SpecProblem
 from scalerl_api.memory.containers import container_bytes, has_estimate, pod_bytes
 from scalerl_api.memory.model_size import ModelSize
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.manifests.scope import SECTION, Scope, pod_template_of
 from scalerl_operator.manifests.volumes import shared_memory_bytes
-from scalerl_operator.workloads import Role
 
 
 def bytes_of_pod(scope: Scope, container: str) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from scalerl_lifecycle.workloads import MASTER_PORT, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import MASTER_PORT_NUMBER, PORTS
-from scalerl_operator.workloads import MASTER_PORT, Role
 
 
 def network_policy(scope: Scope) -> Object:

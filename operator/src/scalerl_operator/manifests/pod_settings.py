@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import Role
 
 
 @dataclass(frozen=True)

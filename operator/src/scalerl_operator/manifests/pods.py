@@ -23,6 +23,7 @@ from typing import Final
 from scalerl_api import endpoints
 from scalerl_api.memory.containers import directory_bytes
 from scalerl_api.pods import EnvSource, InitContainer, PodResources, PodTemplate
+from scalerl_lifecycle.workloads import Container, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import gang
@@ -45,7 +46,6 @@ from scalerl_operator.manifests.volumes import (
     volumes_of,
 )
 from scalerl_operator.names import PORTS
-from scalerl_operator.workloads import Container, Role
 
 USER_ID: Final = 10001
 LAUNCHER: Final = ("python", "-m", "scalerl_trainer.launch")

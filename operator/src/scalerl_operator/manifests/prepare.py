@@ -6,13 +6,13 @@ from typing import Final
 
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, MODEL_CACHE, REPORT_FILE
 from scalerl_api.process import SOURCE_DIR as SOURCE
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.pods import pod_template
 from scalerl_operator.manifests.scope import Scope, spec_hash
 from scalerl_operator.names import MODELS_DIR, RUN_DIR, SOURCE_DIR
-from scalerl_operator.workloads import Role
 
 GRACE_SECONDS: Final = 30
 RETRIES: Final = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from scalerl_lifecycle.workloads import Container, Probe
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import PORTS
-from scalerl_operator.workloads import Container, Probe
 
 HTTP_PERIOD_SECONDS: Final = 5
 EXEC_PERIOD_SECONDS: Final = 10

@@ -6,8 +6,8 @@ import math
 from typing import Final
 
 from scalerl_api.pods import PodResources
+from scalerl_lifecycle.workloads import Container
 from scalerl_operator.kube.types import Object
-from scalerl_operator.workloads import Container
 
 _MI: Final = 2**20
 # Requests by container: CPU if the spec sets no threads, and memory without any model, cache or grader, which users add in

@@ -16,13 +16,13 @@ from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.pods import PodTemplate
 from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
+from scalerl_lifecycle.lifecycle_types import NOTHING, Wanted
+from scalerl_lifecycle.role_containers import plan
+from scalerl_lifecycle.workloads import Plan, Role, Workload
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.gang import Gang
 from scalerl_operator.names import PORTS, Names
-from scalerl_operator.policy.lifecycle_types import NOTHING, Wanted
-from scalerl_operator.role_containers import plan
-from scalerl_operator.workloads import Plan, Role, Workload
 
 SECTION: Final = {
     Role.PREPARE: "trainer",

@@ -21,6 +21,7 @@ from typing import Final
 
 from scalerl_api.attempts import Attempt
 from scalerl_api.process import ATTEMPT
+from scalerl_lifecycle.workloads import Role, Workload
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.environment_variables import from_field, variable
@@ -28,7 +29,6 @@ from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.pods import NEVER_EVICT, pod_template
 from scalerl_operator.manifests.scope import Scope, spec_hash
 from scalerl_operator.names import MASTER_PORT_NUMBER
-from scalerl_operator.workloads import Role, Workload
 
 GRACE_SECONDS: Final = 300
 """For the end of a step, and a checkpoint."""

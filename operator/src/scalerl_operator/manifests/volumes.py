@@ -7,11 +7,11 @@ from typing import Final
 
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.pods import PodTemplate
+from scalerl_lifecycle.role_containers import ENVIRONMENT
+from scalerl_lifecycle.workloads import Container, Role, Workload
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPILE_CACHE_DIR, MODELS_DIR, RUN_DIR, SOURCE_DIR, SPEC_DIR, TOKEN_DIR
-from scalerl_operator.role_containers import ENVIRONMENT
-from scalerl_operator.workloads import Container, Role, Workload
 
 SHM_GIB_PER_PROCESS: Final = 1
 """Of ``/dev/shm`` if the spec sets no size; torch needs more than a container's default of 64 MiB."""

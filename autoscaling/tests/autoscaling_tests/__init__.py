@@ -1,0 +1,1 @@
+"""Tests of scalerl_autoscaling."""

@@ -1,9 +1,0 @@
-"""The CustomResourceDefinition, generated from the models of :mod:`scalerl_api`; not used by the operator's process.
-
-``generate`` has the schema, by pydantic; ``cel_rules`` has the rules that a schema cannot express.
-"""
-
-from scalerl_operator.crd.cel_rules import NotExpressible
-from scalerl_operator.crd.generate import FILE_NAME, definition, schema_of, text
-
-__all__ = ["FILE_NAME", "NotExpressible", "definition", "schema_of", "text"]
