@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_api.curve import curve_csv, curve_figures, curve_points
+from scalerl_api.curve import curve_csv, curve_figures, curve_points, fold_labels, label_order
 from scalerl_api.wire import EvaluationPoint, PassAt
 
 COUNT = st.integers(0, 10**12)
@@ -66,3 +68,22 @@ def test_missing_columns_are_0() -> None:
 def test_invalid_curve_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         curve_points(text)
+
+
+def test_rare_values_of_a_label_are_folded_and_counted() -> None:
+    labels = [{"topic": f"t{n % 40}"} for n in range(60)]
+    folded = fold_labels(labels)
+    assert len({one["topic"] for one in folded}) == 17
+    assert sum(one["topic"] == "other" for one in folded) == 60 - 2 * 16
+
+
+def test_many_numbers_become_ranges_of_as_many_prompts() -> None:
+    folded = [one["difficulty"] for one in fold_labels([{"difficulty": f"{n / 1000}"} for n in range(1000)])]
+    assert len(set(folded)) == 16
+    assert set(Counter(folded).values()) == {62, 63}
+    assert sorted(set(folded), key=lambda value: label_order("difficulty", value))[:2] == [
+        "0.0 to 0.061",
+        "0.062 to 0.124",
+    ]
+    mostly_one = fold_labels([{"operations": str(min(n, 30))} for n in range(1000)])
+    assert Counter(one["operations"] for one in mostly_one).most_common(1)[0][0] == "30"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 import pytest
 from coordinator_client import make_group, run_text
 from coordinator_world import World, check_consistency, make_settings, train
 
 from scalerl_api import wire
-from scalerl_api.curve import curve_points, fold_labels, label_order, labels_csv
+from scalerl_api.curve import curve_points, labels_csv
 from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import LabelMean, PushResult, ReleaseCause, Split
@@ -65,25 +63,6 @@ def test_summarize_breaks_pass_at_k_down_by_label():
     )
     assert row.split(",")[4:8] == ["9", "0.125", "2", "0.25"]
     assert nine.pass_at[0].low < 0.25 < nine.pass_at[0].high
-
-
-def test_rare_values_of_a_label_are_folded_and_counted():
-    labels = [{"topic": f"t{n % 40}"} for n in range(60)]
-    folded = fold_labels(labels)
-    assert len({one["topic"] for one in folded}) == 17
-    assert sum(one["topic"] == "other" for one in folded) == 60 - 2 * 16
-
-
-def test_many_numbers_become_ranges_of_as_many_prompts():
-    folded = [one["difficulty"] for one in fold_labels([{"difficulty": f"{n / 1000}"} for n in range(1000)])]
-    assert len(set(folded)) == 16
-    assert set(Counter(folded).values()) == {62, 63}
-    assert sorted(set(folded), key=lambda value: label_order("difficulty", value))[:2] == [
-        "0.0 to 0.061",
-        "0.062 to 0.124",
-    ]
-    mostly_one = fold_labels([{"operations": str(min(n, 30))} for n in range(1000)])
-    assert Counter(one["operations"] for one in mostly_one).most_common(1)[0][0] == "30"
 
 
 def test_status_has_the_breakdown_of_the_newest_point_alone():

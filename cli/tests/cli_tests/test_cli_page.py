@@ -606,4 +606,4 @@ def test_perfetto_file_is_written_whole_or_not_at_all(
     to.parent.mkdir()
     assert main(["view", run, "--perfetto", str(to)]) == 0
     assert f"{to}: open it in Perfetto" in capsys.readouterr().out
-    assert sum(event["ph"] == "X" for event in json.loads(to.read_text())["traceEvents"]) == 8
+    assert sum(event["ph"] == "X" for event in json.loads(to.read_text())["traceEvents"]) == 7
