@@ -61,13 +61,14 @@ run: setup ## train the tiny model on this machine, end to end
 run-autostop: setup ## a run that its own forecast stops
 	$(BIN)/scalerl run examples/tiny-autostop/run.yaml $(if $(RUN_DIR),--dir $(RUN_DIR))
 
-# What a cluster is made of is built meanwhile. Where it never was, that takes longer than lint: the tests that need no cluster
-# are run first then. What goes wrong there goes wrong again before the tests of clusters.
+# What a cluster is made of is built meanwhile. Where its programs never were, that takes longer than lint: the tests that need no
+# cluster are run first then. Images take as long as the first unit tests. What goes wrong there goes wrong again in the tests of clusters.
 test: setup ## everything CI runs
 	@$(if $(KUBECONFIG),,nice $(BIN)/python tests/cluster/cluster.py prepare > $(VENV)/prepare.log 2>&1 & built=$$!; trap "kill $$built 2> /dev/null || :" EXIT;) \
 	  $(MAKE) --no-print-directory -j 2 -O lint doctests && \
-	  if [ "$${built:-}" ] && kill -0 "$$built" 2> /dev/null; then $(MAKE) --no-print-directory test-unit test-local test-cluster; \
-	  else $(MAKE) --no-print-directory test-tiers; fi
+	  if [ "$${built:-}" ] && kill -0 "$$built" 2> /dev/null && ! $(BIN)/python tests/cluster/cluster.py kept; then \
+	    $(MAKE) --no-print-directory test-unit test-local test-cluster; \
+	  else $(MAKE) --no-print-directory test-tiers IMAGES_LATER=$(if $(FULL),,$${built:+1}); fi
 
 test-full: export FULL := 1
 test-full: test ## those and the ones marked `full`, then the short form of every benchmark: before a release
@@ -79,7 +80,7 @@ doctests: setup ## the examples in the members' docstrings
 
 # One worker more: that of the node's cluster waits for pods.
 test-tiers: WORKERS := 4
-test-tiers: setup cluster-tools ## the three tiers below at once: tests of clusters wait three quarters of their time
+test-tiers: setup $(if $(IMAGES_LATER),,cluster-tools) ## the three tiers below at once: tests of clusters wait three quarters of their time
 	$(PYTEST) $(DURATIONS) $(BY_FILE) $(if $(FULL),,-m 'not full') $(UNIT) tests/local tests/cluster $(ALONE:%=--ignore=%)
 	$(MAKE) --no-print-directory test-alone
 

@@ -100,6 +100,11 @@ def prepare(_: argparse.Namespace) -> None:
     progress.together(programs, images)
 
 
+def kept(_: argparse.Namespace) -> None:
+    """Exit with 1 if a program has to be compiled; images are built in a minute or two where their packages are kept."""
+    sys.exit(0 if all(map(tools.is_kept, tools.PREPARED)) else 1)
+
+
 def status(arguments: argparse.Namespace) -> None:
     cluster = _found(arguments.name)
     if cluster is None:
@@ -150,6 +155,8 @@ def main() -> None:
         "prepare", help="build all that is kept, so that `up --images` takes seconds"
     )
     command.set_defaults(function=prepare)
+    command = commands.add_parser("kept", help="exit with 0 if no program has to be compiled")
+    command.set_defaults(function=kept)
     command = commands.add_parser("tool", help="build a program and print its path")
     command.set_defaults(function=tool)
     command.add_argument("program", choices=[*tools.NAMES, "kubectl"])

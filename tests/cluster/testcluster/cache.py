@@ -59,6 +59,11 @@ def made(name: str, key: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
+def is_made(name: str, key: str) -> bool:
+    """Whether the folder ``name/key`` is there."""
+    return (folder() / name / key).is_dir()
+
+
 def digest(paths: Iterable[Path], *words: str) -> str:
     """A short hash over files (folders: all their files, by relative name) and words."""
     sum_ = hashlib.sha256("\0".join(words).encode())

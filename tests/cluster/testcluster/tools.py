@@ -37,10 +37,18 @@ def tool(name: str, pace: progress.Pace = progress.PACE) -> Path:
     """The program ``name`` (one of NAMES), built if it is not kept yet: minutes the first time."""
     if name not in _PACKAGES:
         raise ClusterError(f"no program {name!r}; there are {', '.join(NAMES)}")
+    return cache.made(name, _key(name), lambda folder: _build(name, folder, pace)) / name
+
+
+def is_kept(name: str) -> bool:
+    """Whether the program ``name`` is built already."""
+    return cache.is_made(name, _key(name))
+
+
+def _key(name: str) -> str:
     # Of the module's own sources only the program's count: a change to one does not build all again.
     own = [] if name in _OWN_MODULES else [SOURCE / "go.mod", SOURCE / "go.sum"]
-    own += [SOURCE / name] if (SOURCE / name).is_dir() else []
-    return cache.made(name, cache.digest(own), lambda folder: _build(name, folder, pace)) / name
+    return cache.digest(own + ([SOURCE / name] if (SOURCE / name).is_dir() else []))
 
 
 def kubectl() -> Path:
