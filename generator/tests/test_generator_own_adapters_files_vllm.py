@@ -125,7 +125,7 @@ async def loaded(client: VllmClient) -> set[str]:
 async def test_more_versions_than_slots_while_the_first_is_sampled_with(server: Server) -> None:
     """The last one waits for a slot; each completion is of its own version alone, and what no request uses is dropped."""
     versions = range(SLOTS + 1)
-    completions = {version: [PartialCompletion() for _ in range(4)] for version in versions}
+    completions = {version: [PartialCompletion() for _ in range(2)] for version in versions}
     running: dict[int, asyncio.Future[list[None]]] = {}
     async with VllmClient(server.url, TOKEN, own_adapters=True) as client:
         writer = weight_writer(server)
