@@ -69,7 +69,7 @@ class CheckpointLoader:
 
     Args:
         otherwise: what to do without a good copy of a damaged checkpoint, for the error message.
-        uploader: has the checkpoints in the object store, and gets to know which one the run continues from.
+        uploader: has the checkpoints in the object store, and is given the step that the run continues from.
         stopped: whether this rank is to stop, which ends the reading of a checkpoint from the store.
         exchange_seconds: between two exchanges of the ranks' states while they read from the store.
     """
