@@ -123,7 +123,12 @@ def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     torch_dir = tmp_path / "torch"
     (torch_dir / "lib").mkdir(parents=True)
     (torch_dir / "lib" / "libgomp.so.1").touch()
-    given = {"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/bin", "LD_PRELOAD": "/x/libtcmalloc.so"}
+    given = {
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PATH": "/bin",
+        "LD_PRELOAD": "/x/libtcmalloc.so",
+        "VLLM_PLUGINS": "mine",
+    }
     env = prepared_environment(OPTIONS, given, True, torch_dir, tmp_path, cache_bytecode=True)
     assert env["LD_PRELOAD"] == f"/x/libtcmalloc.so:{torch_dir}/lib/libgomp.so.1"
     assert env["OMP_NUM_THREADS"] == "1"
@@ -131,6 +136,16 @@ def test_prepared_environment_on_cpus(tmp_path: Path) -> None:
     assert env["PYTHONPYCACHEPREFIX"] == str(tmp_path / "pycache")
     assert "PYTHONDONTWRITEBYTECODE" not in env
     assert env["PATH"] == "/bin"
+    assert env["VLLM_PLUGINS"] == "scalerl"  # the others stay out
+    assert {name for name in env if name.startswith("VLLM")} == {
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        "VLLM_PLUGINS",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+    }
     assert given["PYTHONDONTWRITEBYTECODE"] == "1"
 
     given = {"LD_PRELOAD": "/x/libiomp5.so", "LD_LIBRARY_PATH": "/x"}

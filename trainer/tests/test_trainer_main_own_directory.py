@@ -18,7 +18,6 @@ from s3_server import BUCKET, S3Server
 from trainer_run import Run, until
 
 from scalerl_api.paths import RunPaths
-from scalerl_api.process import BAD_INPUT_EXIT_CODE
 
 pytestmark = pytest.mark.slow
 
@@ -184,17 +183,3 @@ def test_last_version_is_kept_until_it_is_copied(pods: Any, s3: S3Server) -> Non
     assert run.wait_trainer() == [0]
     assert run.uploaded() == 3
     run.assert_exact(3)
-
-
-def test_a_bucket_that_does_not_exist_ends_a_new_run(new_run: Any, s3: S3Server) -> None:
-    """Before the model is loaded, and before any generator is there."""
-    run = new_run(weightSync__backend="Files", weightSync__to="s3://absent-bucket/run", trainer__replicas=1)
-    run.start_coordinator()
-    run.start_trainer(**s3.environ)
-    assert run.wait_trainer() == [BAD_INPUT_EXIT_CODE]
-    (line,) = [line for line in run.log("trainer-0").splitlines() if " ERROR " in line]
-    assert (
-        "weightSync.to: s3://absent-bucket/run: there is no such bucket, and nothing is written: create it"
-        in line
-    )
-    assert not run.checkpoints()

@@ -18,14 +18,17 @@ import msgspec
 import pytest
 import torch
 from s3_server import BUCKET, S3Server
+from test_trainer_prepare import make
 from test_trainer_weight_files import BUCKET_BYTES, Killed, Training, publisher_of
 
 from scalerl_api import object_store, wire
 from scalerl_api.attempts import Attempt
 from scalerl_api.object_store import BucketAbsent, NewObject, ObjectAbsent, ObjectStore, StoreError
+from scalerl_api.process import BAD_INPUT_EXIT_CODE
 from scalerl_api.weight_files import WeightFileError, base_name, delta_name
 from scalerl_generator.weights import weight_files
 from scalerl_generator.weights.weight_files import StoreUnreachable, WeightFetcher, WeightReader
+from scalerl_trainer import prepare
 from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.checkpoints.object_store import PrefixTaken, check_bucket, claim_prefix
 from scalerl_trainer.errors import AttemptSuperseded
@@ -464,6 +467,31 @@ def test_an_absent_bucket_is_refused_at_start(s3: S3Server, to: str, monkeypatch
     s3.refuse()
     check_bucket("weightSync.to", to)  # the publish reports it
     s3.refuse(float("inf"))
+
+
+@pytest.mark.parametrize("field", ["checkpoint", "weightSync"])
+def test_preparation_refuses_an_absent_bucket(
+    s3: S3Server,
+    field: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sections = {"weightSync": {"backend": "Files"}, "checkpoint": {}}
+    paths, _ = make(tmp_path, **sections | {field: sections[field] | {"to": "s3://absent-bucket/run"}})
+    for name, value in {
+        "SCALERL_DIR": str(tmp_path),
+        "SCALERL_NAME": "prepare",
+        "SCALERL_COORDINATOR_URL": "http://127.0.0.1:9",
+        "SCALERL_TOKEN_FILE": str(paths.token),
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert prepare.main() == BAD_INPUT_EXIT_CODE
+    assert (
+        f"{field}.to: s3://absent-bucket/run: there is no such bucket, and nothing is written: create it"
+        in caplog.text
+    )
+    assert not paths.base_model.exists()
 
 
 class Full(BaseHTTPRequestHandler):

@@ -11,7 +11,8 @@ The way of a rollout, from prompt to trained batch, by file; ``http`` checks eac
                slot_attempts          SlotAttempts.retry_slot(): who tries the slot next
     push       generator_endpoints    GeneratorEndpoints._push(): a group, decoded and as received
                pushed_groups          PushedGroups.receive()
-               group_checks           summarize_group() ▶ rewards.rewards()
+               group_checks           summarize_group()
+               pushed_groups          ._accept_training() ▶ rewards.rewards()
                response_store         ResponseStore.put(), beside the journal (generator.speculation)
     commit     core                   Core.commit(), of LeasesIssued, GroupAccepted, StepTrained, … (journal_records)
                transitions            apply(), live and in replay

@@ -10,7 +10,7 @@ Exit codes:
 2
     A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
     another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
-    that is another run's; at the start of a run, a bucket of checkpoint.to or weightSync.to that does not exist.
+    that is another run's.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -46,7 +46,7 @@ import torch
 
 from scalerl_api.attempts import Attempt
 from scalerl_api.load import SpecError
-from scalerl_api.object_store import BucketAbsent, ObjectStore, StoreError
+from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import (
     BAD_INPUT_EXIT_CODE,
@@ -61,7 +61,7 @@ from scalerl_trainer.algo.losses.from_spec import make_loss
 from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
 from scalerl_trainer.checkpoints.manifest import CheckpointError
-from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTaken, check_bucket, identity
+from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTaken, identity
 from scalerl_trainer.checkpoints.upload import Uploader
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
@@ -105,7 +105,6 @@ _BAD_INPUT = (
     NoUsableCheckpoint,
     MidTrainingError,
     PrefixTaken,
-    BucketAbsent,
 )
 
 
@@ -149,9 +148,6 @@ def run(
     attempt, paths = environment.attempt, environment.paths
     fence = _begin(paths, attempt, ranks)
     volume = CheckpointStore(paths, spec.checkpoint.keep, fence=fence, removes_aside=True)
-    if ranks.is_leader and not volume.steps():
-        check_bucket("checkpoint.to", spec.checkpoint.to)
-        check_bucket("weightSync.to", spec.weight_sync.to)
     prefix = "" if attempt is None else f"{attempt}-"
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 

@@ -73,10 +73,9 @@ def main() -> int:
         source = os.environ.get(SOURCE_DIR)
         take_over(environment.paths, spec, Path(source) if source else None)
         one_machine, to = "KUBERNETES_SERVICE_HOST" not in os.environ, spec.checkpoint.to
-        store = None
-        if environment.own_directory and to is not None:
-            check_bucket("checkpoint.to", to)
-            store = ObjectStore(to)
+        check_bucket("checkpoint.to", to)
+        check_bucket("weightSync.to", spec.weight_sync.to)
+        store = None if to is None or not environment.own_directory else ObjectStore(to)
         folders = () if store is None else tuple((store, folder) for folder in of_run(spec))
         for given, folder in folders:
             if fetch(given, folder, environment.paths.root / folder):

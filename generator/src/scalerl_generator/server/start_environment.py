@@ -41,7 +41,7 @@ def prepared_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # longer than the client's
         "HF_HUB_OFFLINE": "1",
-        "VLLMPLUGINS": PLUGIN,
+        "VLLM_PLUGINS": PLUGIN,
         "VLLM_LOGGING_LEVEL": options.log_level.upper(),
         "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }

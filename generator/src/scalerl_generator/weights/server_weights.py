@@ -1,4 +1,4 @@
-"""The weights of a vLLM server: joins a group, reads files, installs a version. :mod:`.vllm_worker` has the server's side.
+"""The weights of a vLLM server: joins a group, reads files, installs a version. :mod:`.vllm_weight_engine` has the server's side.
 
 Errors are those of :mod:`.vllm_replies` and :mod:`.update_reports`.
 """

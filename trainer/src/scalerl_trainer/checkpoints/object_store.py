@@ -84,7 +84,10 @@ def lower_priority() -> None:
 
 
 def check_bucket(field: str, to: str | None) -> None:
-    """Raise ``BucketAbsent`` if the bucket of ``field`` does not exist. What fails otherwise, its user reports."""
+    """Raise ``BucketAbsent`` if the bucket of ``field`` does not exist. What fails otherwise, its user reports.
+
+    For the preparation of a run: a gateway may answer so for a moment, and a run that trains tries again.
+    """
     if to is None:
         return
     try:
@@ -322,7 +325,7 @@ def read_with_retries(
         try:
             read()
         except StoreError as error:
-            if pause is None or stopped() or isinstance(error, BucketAbsent):
+            if pause is None or stopped():
                 raise
             log.warning("another attempt follows in %g s: %s", pause, error)
             time.sleep(pause)
