@@ -8,10 +8,10 @@ A reconcile, on a cluster::
                                         ├ read                 the run and its objects, cached → Run     controller/reconcile
                                         ├ accept()             the accepted spec → Accepted              controller/accept
        coordinator's status ──────────▶ ├ Observer.observe()   Jobs, pods, queue, forecast → Observed    controller/observe
-                                        ├ decide()             which objects exist, phase                controller/lifecycle_input, scalerl_lifecycle
+                                        ├ decide()             which objects exist, phase                controller/decide, scalerl_lifecycle
                                         ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, source
                                         ├ Applier.apply()      plan() ▶ render(); create, apply, remove  controller/apply, manifests
-                                        ├ report()             conditions(), events → RunStatus          controller/status
+                                        ├ report()             conditions(), events → RunStatus          controller/report
                                         └ answer               the queue, spec, the next reconcile       controller/reconcile
 
 What a run's processes are (the plan) and which of them exist is decided by :mod:`scalerl_lifecycle`, whether it is stopped or scaled by

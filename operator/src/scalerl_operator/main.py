@@ -40,7 +40,7 @@ from scalerl_operator.kube.run_stream import Resync, Watches
 from scalerl_operator.kube.scrape_access import REFUSALS, ScrapeAccess
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.manifests.gang import WORKLOAD
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings, SettingsError
 from scalerl_processes.waiting import pause
 

@@ -27,7 +27,7 @@ from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.manifests.scope import Images
 from scalerl_operator.manifests.storage import curve_config_map
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings
 
 REWARDS = [0.2 + 0.01 * i for i in range(12)]

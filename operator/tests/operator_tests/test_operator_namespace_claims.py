@@ -26,7 +26,7 @@ from scalerl_operator.kube.namespace_claims import (
 )
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.scope import Images
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings
 
 

@@ -19,8 +19,8 @@ from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.accept import plugin_problem
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, refused
-from scalerl_operator.controller.source import find_source
-from scalerl_operator.controller.status import RunObject
+from scalerl_operator.controller.fork_source import find_source
+from scalerl_operator.controller.report import RunObject
 from scalerl_operator.controller.volume import check_volume
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache

@@ -28,7 +28,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
 
 if TYPE_CHECKING:
-    from scalerl_operator.controller.status import RunObject
+    from scalerl_operator.controller.report import RunObject
 
 READ_SECONDS: Final = 30.0
 """Between two reads of a claim that the spec names: without the run's label, it is not watched."""
