@@ -12,12 +12,12 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.trainer_spec import TrainerSpec
+from scalerl_trainer import publishes
 from scalerl_trainer.checkpoints import when_to_save
 from scalerl_trainer.checkpoints.write import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer import publishes
 from scalerl_trainer.publish.probe import Measured
 from scalerl_trainer.publish.publisher import Outcome
 

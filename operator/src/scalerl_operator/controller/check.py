@@ -17,9 +17,9 @@ from scalerl_api.spec_warnings import past_deadline
 from scalerl_lifecycle.persisted_state import seconds
 from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.accept import plugin_problem
+from scalerl_operator.controller.fork_source import find_source
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, refused
-from scalerl_operator.controller.fork_source import find_source
 from scalerl_operator.controller.report import RunObject
 from scalerl_operator.controller.volume import check_volume
 from scalerl_operator.kube import errors

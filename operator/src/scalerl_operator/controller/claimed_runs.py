@@ -22,8 +22,8 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Key
-from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.names import QUEUE
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings
 from scalerl_processes.waiting import cancel
 

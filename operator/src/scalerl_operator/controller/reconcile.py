@@ -43,14 +43,14 @@ from scalerl_operator.controller.coordinator_poller import (
     Timings,
     request_stop,
 )
-from scalerl_operator.controller.diagnosis import next_start_check
 from scalerl_operator.controller.decide import decide
+from scalerl_operator.controller.diagnosis import next_start_check
 from scalerl_operator.controller.observe import Observer
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import LOST_SECONDS
 from scalerl_operator.controller.record import write_record
-from scalerl_operator.controller.run_state import KnownRuns
 from scalerl_operator.controller.report import RunObject, report
+from scalerl_operator.controller.run_state import KnownRuns
 from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.controller.volume import RETRY_SECONDS
 from scalerl_operator.kube.cache import Cache
