@@ -1,4 +1,4 @@
-"""Reconciles one run, in eight steps, each of which returns its part (:mod:`.parts`).
+"""Reconciles one run, in eight steps, each in the file of its name, but the first. Steps 1 to 5 return a part each (:mod:`.parts`).
 
 1. read: the run and its objects, from the cache.
 2. accept: its spec, or the one accepted before; adds the finalizer.

@@ -14,8 +14,8 @@
     ``probe``           the mismatch between trainer and generators at one version
     ``first_probe``     its sequences before the first batch
 
-No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM: with those, rank 0's publishes are in
-:mod:`scalerl_trainer.publishes`.
+No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM. Rank 0's publishes, which need ranks and the
+coordinator, are in :mod:`scalerl_trainer.publishes`.
 
 No call outlives its deadline. Threads that are stuck in gloo or in a request are daemons and never joined; they end when
 their sockets are closed.
