@@ -20,6 +20,7 @@ from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.publish.probe import Measured
 from scalerl_trainer.publish.publisher import Outcome
+from scalerl_trainer.publishes import MAX_EQUAL_PUBLISH_FAILURES
 
 MEMBER = wire.Member(member_id="new/1", name="new", control_url="http://new", weight_version=-1)
 STATS = {"publish_seconds": 0.1} | {
@@ -108,7 +109,7 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     leader, commits = publishing(monkeypatch, [MEMBER, other], {"new/1": 3.0})
     for earlier in range(publishes):
-        ends = earlier + 1 == publishes.MAX_EQUAL_PUBLISH_FAILURES
+        ends = earlier + 1 == MAX_EQUAL_PUBLISH_FAILURES
         with (
             pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row")
             if ends
