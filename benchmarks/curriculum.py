@@ -35,7 +35,7 @@ import yaml
 
 from scalerl_api.recipe import RecipeSpec
 from scalerl_coordinator.prompt_history import PromptHistory, Tried, absolute_advantage
-from scalerl_coordinator.prompt_sequence import SamplerInput
+from scalerl_coordinator.sampler_interface import SamplerInput
 from scalerl_coordinator.samplers import make_sampler
 
 SLOTS, COMPLETIONS, LAG = 48, 16, 8

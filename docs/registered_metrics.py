@@ -22,7 +22,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.metrics import Metrics as OperatorMetrics
+from scalerl_operator.process_metrics import Metrics as OperatorMetrics
 from scalerl_trainer.metrics import Metrics as TrainerMetrics
 
 SAMPLES = {

@@ -34,7 +34,7 @@ from scalerl_coordinator import journal_records as r
 from scalerl_coordinator import slots
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.prompt_history import PromptHistory
-from scalerl_coordinator.prompt_sequence import SamplerInput
+from scalerl_coordinator.sampler_interface import SamplerInput
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import EvaluationSet, Settings
 from scalerl_coordinator.shards import fill_shard

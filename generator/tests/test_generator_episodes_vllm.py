@@ -31,7 +31,7 @@ from scalerl_tasks import Graded, Prompt, Verdict
 from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.protocol import Message
 from scalerl_tasks.environments.tool_calls import ToolsConfig
-from scalerl_tasks.environments.tools import Tools
+from scalerl_tasks.environments.tool_environment import Tools
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -63,7 +63,7 @@ def test_step_statistics_in_queries_exist_in_the_trainer():
         (ROOT / "trainer/src/scalerl_trainer" / name).read_text()
         for name in (
             "leader.py",
-            "publish/when_to_publish.py",
+            "publishes.py",
             "step_stats.py",
             "shard_conversion.py",
             "algo/kl.py",

@@ -20,7 +20,7 @@ from test_failing_edits import LINE, NAME, RUN, phase
 from testcluster import Cluster
 
 from scalerl_api import wire
-from scalerl_operator.controller.status import merge_patch
+from scalerl_operator.controller.run_object import merge_patch
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(1800)]
 

@@ -26,7 +26,7 @@ from scipy.stats import ks_2samp
 
 from scalerl_api.load import load_run
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
-from scalerl_coordinator.prompt_sequence import SamplerInput
+from scalerl_coordinator.sampler_interface import SamplerInput
 from scalerl_coordinator.samplers import make_sampler
 
 # Appended: `benchmarks` has an operator.py, which must not come before the standard library's.

@@ -12,14 +12,15 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.trainer_spec import TrainerSpec
+from scalerl_trainer import publishes
 from scalerl_trainer.checkpoints import when_to_save
 from scalerl_trainer.checkpoints.write import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics
-from scalerl_trainer.publish import when_to_publish
 from scalerl_trainer.publish.probe import Measured
 from scalerl_trainer.publish.publisher import Outcome
+from scalerl_trainer.publishes import MAX_EQUAL_PUBLISH_FAILURES
 
 MEMBER = wire.Member(member_id="new/1", name="new", control_url="http://new", weight_version=-1)
 STATS = {"publish_seconds": 0.1} | {
@@ -77,7 +78,7 @@ def publishing(
             {"probe_kl": 3.0}, {i: torch.full((64,), kl, dtype=torch.float64) for i, kl in known.items()}
         )
 
-    monkeypatch.setattr(when_to_publish, "probe", measured)
+    monkeypatch.setattr(publishes, "probe", measured)
     leader: Any = Leader(worker, publisher, None, SimpleNamespace(), None)  # type: ignore[arg-type]
     leader._checkpoints.save_last = lambda: ""
     return leader, commits
@@ -108,7 +109,7 @@ def test_probe_without_an_answer_is_no_evidence(monkeypatch: pytest.MonkeyPatch,
     other = wire.Member(member_id="old/1", name="old", control_url="http://old", weight_version=4)
     leader, commits = publishing(monkeypatch, [MEMBER, other], {"new/1": 3.0})
     for earlier in range(publishes):
-        ends = earlier + 1 == when_to_publish.MAX_EQUAL_PUBLISH_FAILURES
+        ends = earlier + 1 == MAX_EQUAL_PUBLISH_FAILURES
         with (
             pytest.raises(PublishRefusedError, match=r"did not answer.* 3 publishes in a row")
             if ends

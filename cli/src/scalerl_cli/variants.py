@@ -14,7 +14,7 @@ from typing import Any, Final
 import yaml
 
 from scalerl_api.edits import flat
-from scalerl_api.recipe.presets import ONE_OF
+from scalerl_api.recipe.alternatives import ONE_OF
 from scalerl_api.spec import ScaleRLRun
 from scalerl_local.resume_changes import OF_A_CLUSTER
 from scalerl_local.run_directory import DirectoryProblem, stored_manifest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
-from scalerl_coordinator.prompt_sequence import MAX_WALK, Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput
 
 _GROUPS = 2
 """Number of newest groups from which a prompt's pass rate is computed: 32 completions with ScaleRL's 16. Of prompts with a

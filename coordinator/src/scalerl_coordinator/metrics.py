@@ -1,7 +1,8 @@
-"""Prometheus metrics, computed from the state at each scrape; no other module registers any.
+"""Prometheus metrics of a run and of the coordinator's process, computed from the state at each scrape; no other module registers any.
 
 Figures of the run are fields of :class:`~scalerl_api.wire.Status`, which :func:`.run_status.build_status` fills from the state
-(:mod:`.accounting`, :mod:`.evaluation`); those of the process are counted by the server, the journal and the response store.
+(:mod:`.accounting`, :mod:`.evaluation`); those of the process are counted by the server, the journal and the response store. What the operator exports of a run, also of one
+without a coordinator, is in ``scalerl_operator.run_metrics``.
 """
 
 from __future__ import annotations

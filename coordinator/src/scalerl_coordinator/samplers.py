@@ -8,7 +8,7 @@ does not depend on timing (:mod:`.prompt_history`), so a resumed run has the sam
 
 The samplers in this module iterate over one sequence, :class:`~.prompt_sequence.SeededEpochs`, and differ in the prompts that
 they pass over. To add one, write a class with ``passes_over``, a model in ``CurriculumSpec`` and a case in
-:func:`make_sampler`. A sampler that needs more is a :class:`~.prompt_sequence.Sampler` in a separate file.
+:func:`make_sampler`. A sampler that needs more is a :class:`~.sampler_interface.Sampler` in a separate file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 from scalerl_api.recipe import CurriculumSpec
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import KnownHistory
-from scalerl_coordinator.prompt_sequence import MAX_WALK, Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput
 from scalerl_coordinator.self_evolving_curriculum import LEARNING_RATE, SelfEvolvingCurriculum
 from scalerl_tasks import Mixture, PromptSource
 
@@ -36,7 +36,7 @@ class Rule(Protocol):
 class RuleSampler(Sampler):
     """Chooses the next prompt of the sequence that ``rule`` does not pass over.
 
-    If the rule passes over a whole epoch, or :data:`~.prompt_sequence.MAX_WALK` consecutive prompts, the next prompt is
+    If the rule passes over a whole epoch, or :data:`~.sampler_interface.MAX_WALK` consecutive prompts, the next prompt is
     chosen regardless: a run continues with all prompts rather than with none, and no choice takes long.
     """
 

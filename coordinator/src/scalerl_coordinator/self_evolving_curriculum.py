@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory, Tried
-from scalerl_coordinator.prompt_sequence import MAX_WALK, Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput
 from scalerl_tasks import SourceError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class SelfEvolvingCurriculum(Sampler):
     :data:`~.prompt_history.RECENT_STEPS` known steps, so a category without a prompt in them has its initial value.
 
     ``edges`` divide difficulties into categories. Prompts without a difficulty, including those that the source cannot read,
-    are one more category. A category without a prompt among the next :data:`~.prompt_sequence.MAX_WALK` is excluded.
+    are one more category. A category without a prompt among the next :data:`~.sampler_interface.MAX_WALK` is excluded.
     """
 
     def __init__(

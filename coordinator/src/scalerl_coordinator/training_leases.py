@@ -27,7 +27,7 @@ from scalerl_coordinator.core import WORK, Core
 from scalerl_coordinator.leases import slot_key
 from scalerl_coordinator.membership import Member
 from scalerl_coordinator.prompt_history import KnownHistory
-from scalerl_coordinator.prompt_sequence import SamplerInput
+from scalerl_coordinator.sampler_interface import SamplerInput
 from scalerl_coordinator.scheduling import (
     ByLength,
     Generator,

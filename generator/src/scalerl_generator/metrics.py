@@ -1,4 +1,4 @@
-"""The actor's Prometheus metrics; no other module registers any."""
+"""Prometheus metrics of an actor's process; no other module registers any. Those of a run are the coordinator's."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def register() -> None:
     vllm_failures.watch()
     patch_cpu_sampler()
     if RUNTIME_LORA in os.environ:
-        from scalerl_generator.weights.vllm_lora import leave_out_embeddings
+        from scalerl_generator.weights.vllm_lora_versions import leave_out_embeddings
 
         leave_out_embeddings()
     # Silence vLLM's dump of a failed step: it has the whole configuration and every token of every request.

@@ -9,8 +9,8 @@
       record() ▶ the runtime       its state as a status, before it acts  persisted_state
       apply()  ▶ the runtime       start, end, CoordinatorClient.stop()   coordinator_client
 
-:mod:`scalerl_operator` is the runtime of a cluster, :mod:`scalerl_local` that of one machine; a package may bring another one
-(:mod:`.runtime`). Each asks the coordinator of a run by :mod:`.coordinator_client`.
+:mod:`scalerl_local` is the runtime of one machine, and a package may bring another one (:mod:`.runtime`). On a cluster, the reconcile of
+:mod:`scalerl_operator` has these steps and more, with the same ``plan()`` and ``decide()``.
 
 Lives here: the above; except for that client, pure functions from an observation to a decision, with the time as an argument.
 Never lives here: Kubernetes, child processes, clocks, or what a role does once it has started.

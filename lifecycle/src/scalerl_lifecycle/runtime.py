@@ -1,4 +1,6 @@
-"""What runs a run: the interface between the lifecycle and a runtime (a cluster, one machine).
+"""The interface and the loop of a runtime: of one machine (:mod:`scalerl_local`), or of an installed package.
+
+The operator has a reconcile of its own, with further steps; it shares :func:`.role_containers.plan` and :func:`.lifecycle.decide`.
 
 :func:`step` is the whole of a runtime's loop. It is level-triggered: nothing is kept but :class:`.PersistedState`, and that is
 recorded before it is acted on, so that the process may end at any line.

@@ -31,9 +31,9 @@ from scalerl_lifecycle.workloads import Role
 from scalerl_local.run import LocalRun
 from scalerl_local.run_directory import RunDirectory
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.lifecycle_input import decide
+from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.parts import Findings, Observed, PodView, Run
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 
 NOW = 1e9

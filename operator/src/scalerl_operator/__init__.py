@@ -3,16 +3,16 @@
 A reconcile, on a cluster::
 
     watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.refresh() ◀ coordinator
-    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      each step returns its part, frozen     controller/parts
+    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      a step returns its part, frozen        controller/parts
                                         │
                                         ├ read                 the run and its objects, cached → Run     controller/reconcile
                                         ├ accept()             the accepted spec → Accepted              controller/accept
        coordinator's status ──────────▶ ├ Observer.observe()   Jobs, pods, queue, forecast → Observed    controller/observe
-                                        ├ decide()             which objects exist, phase                controller/lifecycle_input, scalerl_lifecycle
-                                        ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, source
+                                        ├ decide()             which objects exist, phase                controller/decide, scalerl_lifecycle
+                                        ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, fork_source
                                         ├ Applier.apply()      plan() ▶ render(); create, apply, remove  controller/apply, manifests
-                                        ├ report()             conditions(), events → RunStatus          controller/status
-                                        └ answer               the queue, spec, the next reconcile       controller/reconcile
+                                        ├ report()             conditions() → RunStatus; events          controller/report, run_object
+                                        └ answer()             the queue, spec, the next reconcile       controller/answer
 
 What a run's processes are (the plan) and which of them exist is decided by :mod:`scalerl_lifecycle`, whether it is stopped or scaled by
 :mod:`scalerl_autoscaling`, as for a run on one machine (:mod:`scalerl_local`).

@@ -29,7 +29,7 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from scalerl_operator.controller.claimed_runs import MakeReconcile, Parts, Reconcile, reconciler
+from scalerl_operator.controller.claimed_runs import MakeReconcile, Reconcile, ReconcileContext, reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
@@ -40,7 +40,7 @@ from scalerl_operator.kube.run_stream import Resync, Watches
 from scalerl_operator.kube.scrape_access import REFUSALS, ScrapeAccess
 from scalerl_operator.kube.work_queue import WorkQueue
 from scalerl_operator.manifests.gang import WORKLOAD
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings, SettingsError
 from scalerl_processes.waiting import pause
 
@@ -129,11 +129,11 @@ class Operator:
             await stack.enter_async_context(self.api)
             await stack.enter_async_context(self._server())
             wake = functools.partial(self.queue.wake, respect_backoff=True)
-            self._parts = Parts(
+            self._context = ReconcileContext(
                 *(self._settings, self.api, self.cache, self.metrics, wake),
                 *(self._workloads_served, self._workloads_known),
             )
-            self._reconcile = await stack.enter_async_context(self._make_reconcile(self._parts))
+            self._reconcile = await stack.enter_async_context(self._make_reconcile(self._context))
             tasks = {"watches": asyncio.create_task(self._watch(), name="watches")}
             try:
                 if not await self._completed_before_stop(self._fill_cache(), tasks["watches"]):
@@ -234,7 +234,7 @@ class Operator:
             await self.leader.lost.wait()
             await self.queue.halt()
             self.metrics.runs.clear()
-            for forget in self._parts.on_lost:
+            for forget in self._context.on_lost:
                 await forget()
 
     async def _measure_lag(self) -> None:

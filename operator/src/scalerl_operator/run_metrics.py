@@ -1,4 +1,4 @@
-"""Metrics of each run, in Prometheus' text format.
+"""Metrics of each run on a cluster, in Prometheus' text format; those of the operator's process: :mod:`.process_metrics`.
 
 A run's lines are formatted when it is reconciled, and joined at a scrape: a registry that formats some twenty series of a thousand
 runs at each scrape would block the event loop for a fifth of a second. All series of a run are dropped with it. Their number

@@ -22,7 +22,7 @@ from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 from scalerl_operator.names import QUEUE
 
 RUN = cluster_run()

@@ -29,7 +29,8 @@ from scalerl_lifecycle.restarts import Record
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects
-from scalerl_operator.controller.status import merge_patch, report
+from scalerl_operator.controller.report import report
+from scalerl_operator.controller.run_object import merge_patch
 from scalerl_operator.names import COMPONENT, RUN_UID
 
 INVALID = Problem(Reason.SPEC_INVALID, "model: missing")

@@ -18,7 +18,7 @@ from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
 from scalerl_lifecycle.persisted_state import waits_for_progress_only
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.coordinator_problems import QUIET_SECONDS
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 
 _COUNTS = dict.fromkeys(
     [

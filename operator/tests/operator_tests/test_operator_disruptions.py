@@ -28,8 +28,8 @@ from scalerl_lifecycle.restarts import Record
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import LOST_SECONDS, observe_objects, pod_view
+from scalerl_operator.controller.report import report
 from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.controller.status import report
 from scalerl_operator.names import ATTEMPT
 
 NOW = 1_000_000.0

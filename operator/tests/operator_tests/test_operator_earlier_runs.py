@@ -21,13 +21,13 @@ from scalerl_autoscaling.earlier_runs import MAX_EXAMINED
 from scalerl_autoscaling.models import Generators
 from scalerl_autoscaling.replay import verify
 from scalerl_curvefit.sidecar.app import Sidecar
-from scalerl_operator.controller.claimed_runs import Parts, reconciler
+from scalerl_operator.controller.claimed_runs import ReconcileContext, reconciler
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.manifests.scope import Images
 from scalerl_operator.manifests.storage import curve_config_map
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings
 
 REWARDS = [0.2 + 0.01 * i for i in range(12)]
@@ -179,7 +179,7 @@ async def test_forecast_request_has_runs_from_the_cache(monkeypatch: pytest.Monk
         images=Images("trainer:1", "generator:1", "coordinator:1"),
         sidecar_url=str(sidecar.make_url("/")).rstrip("/"),
     )
-    parts = Parts(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
+    parts = ReconcileContext(settings, cast(Any, api), there.cache, Metrics(), lambda key: woken.set())
     reconcilers: list[Reconciler] = []
 
     def recorded(*arguments: Any, **options: Any) -> Reconciler:

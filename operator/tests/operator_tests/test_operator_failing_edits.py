@@ -23,10 +23,10 @@ from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_lifecycle.persisted_state import persisted_state
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.lifecycle_input import decide
+from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import observe_objects
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.scope import Desired

@@ -29,7 +29,7 @@ from scalerl_lifecycle.lifecycle_types import (
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.check import queue_problem
-from scalerl_operator.controller.claimed_runs import Parts, reconciler
+from scalerl_operator.controller.claimed_runs import ReconcileContext, reconciler
 from scalerl_operator.controller.conditions import _admitted
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.pod_views import observe_objects
@@ -523,7 +523,7 @@ async def test_workloads_that_cannot_be_listed_hold_only_runs_of_queues(
     monkeypatch.setattr(NamespaceClaims, "mine", mine)
     run = seen(None).run.obj
     monkeypatch.setattr(operator.cache, "run", lambda *key: run)
-    parts = Parts(
+    parts = ReconcileContext(
         *(operator._settings, operator.api, operator.cache, operator.metrics, lambda key: None),
         workloads_known=operator._workloads_known,
     )

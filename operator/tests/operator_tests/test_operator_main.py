@@ -16,7 +16,7 @@ from scalerl_api.status import Condition, RunStatus
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.leader_election import Leader
 from scalerl_operator.kube.work_queue import WorkQueue
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings, SettingsError
 
 LEAST = {

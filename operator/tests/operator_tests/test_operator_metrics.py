@@ -12,8 +12,8 @@ from scalerl_api.reasons import Reason
 from scalerl_api.status import Condition, OutlookStatus, RunStatus, TrainerStatus
 from scalerl_operator.controller.summary import RunFigures
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.metrics import Metrics
 from scalerl_operator.names import label_value
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.run_metrics import problems
 
 LONG = "a-very-long-name-of-a-run-that-no-label-can-hold-as-it-is-and-so-it-is-shortened"

@@ -24,7 +24,7 @@ from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.apply import fingerprint
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects, pod_view
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
 

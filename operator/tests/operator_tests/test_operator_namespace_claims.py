@@ -12,7 +12,7 @@ import pytest
 
 from operator_tests.virtual_time import run
 from scalerl_api.spec import API_VERSION, KIND
-from scalerl_operator.controller.claimed_runs import Parts, reconciler
+from scalerl_operator.controller.claimed_runs import ReconcileContext, reconciler
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -26,7 +26,7 @@ from scalerl_operator.kube.namespace_claims import (
 )
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.scope import Images
-from scalerl_operator.metrics import Metrics
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings
 
 
@@ -247,7 +247,7 @@ async def test_runs_of_another_release_leave_nothing_behind() -> None:
         done.append(("forget", key))
 
     settings = Settings(images=Images("t", "g", "c"))
-    parts = Parts(settings, cast(KubeApi, server), cache, Metrics(), lambda key: None)
+    parts = ReconcileContext(settings, cast(KubeApi, server), cache, Metrics(), lambda key: None)
     key = ("team", "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reconciler, "reconcile", reconciled)

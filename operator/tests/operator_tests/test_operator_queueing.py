@@ -26,7 +26,7 @@ from scalerl_lifecycle.lifecycle_types import (
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import JOB_NAME, observe_objects
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 from scalerl_operator.controller.volume import may_have_mounted
 from scalerl_operator.names import ATTEMPT, COMPONENT, QUEUE, RUN_UID
 

@@ -12,7 +12,7 @@ from scalerl_api.status import Condition, ExportsStatus, RunStatus, TrainerStatu
 from scalerl_lifecycle.lifecycle_types import PersistedState
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.parts import Accepted, Run
-from scalerl_operator.controller.status import RunObject
+from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.volume import OF_STEPS, without_steps
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi

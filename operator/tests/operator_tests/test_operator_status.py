@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator_tests.manifests import cluster_run, findings
 from scalerl_api.conditions import Phase
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 
 
 def test_status_shows_recipe_values_and_origins() -> None:

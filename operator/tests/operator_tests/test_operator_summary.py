@@ -22,7 +22,7 @@ from scalerl_lifecycle.eta import Rates, coarse, eta_seconds, recent_rates
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
 from scalerl_lifecycle.persisted_state import waits_for_progress_only
 from scalerl_lifecycle.problems import Problem
-from scalerl_operator.controller.status import report
+from scalerl_operator.controller.report import report
 from scalerl_operator.controller.summary import RunFigures, figures, shown_reason
 
 TRUE, FALSE = "True", "False"

@@ -1,22 +1,28 @@
 """Trains the policy on rollouts, publishes the weights to the generators, and writes checkpoints.
 
-A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
+A step, its publish and its checkpoint, by file. Rank 0 leads (``leader``) by the coordinator's answers; each of its commands is executed
+by all ranks (``worker``)::
 
-    coordinator      Leader.lead()                    every rank: Worker.follow()                     generators
-       │ TRAIN step    Leader._train() ─ Command ─▶    Worker.train()
-       ├─ next shard ──────────────────────────▶         Prefetch: rank_batch(): advantages(), sequence_weights() ▶ Engine.pack()
-       │                                                 Engine.step(): Passes.accumulate(), for each micro-batch:
-       │                                                   Policy ▶ log-probs ▶ Loss ▶ Backend.backward()
-       │                                                 Backend.step(): gradients ▶ weights of the next version
-       │◀ step report ──────────────────────── sums ──  Trained
-       │ PUBLISH       PermittedPublishes.publish() ────▶ Worker.gather() whole parameters, a bucket at a time, while
-       │                 Publisher.publish()               the next step is computed; its update waits
-       │                   GroupPublisher: open_group() ▶ fill() a bucket ▶ start_broadcast() ─────────────▶ │
-       │                   or FilePublisher: WeightWriter.write() ▶ files, which the generators read         │
-       │                   both: ActorControl.start(), a request to each actor ────────────────── receive ──▶ │
-       │                   probe() the same tokens on both sides ◀────────────────────────── log-probs ────┤
-       │◀ commit ───────   Coordinator.publish_commit(): which members hold the version
-       │ every n steps RunCheckpoints.save() ▶ Checkpointer.start(): files of all ranks, committed by a rename
+    step     leader                     Leader._train(): a Command to every rank
+             worker                     Worker.train(), with the shard that was fetched beside the last step
+             background                 Prefetch, a thread:
+             shard_conversion             rank_batch(): algo.advantages, algo.aggregation ▶ train_batch
+             engine/engine              Engine.step()
+             engine/passes              Passes.accumulate(), for each micro-batch: models.policy ▶ log-probabilities ▶ algo.losses
+             engine/backend             Backend.backward(); Backend.step(): gradients ▶ weights of the next version
+             step_stats                 stats_of_step() of all ranks
+             coordinator_client         Coordinator.report()
+    publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
+                                        update waits until the weights are read:
+             publish/published_weights  published_weights(): whole weights or adapters
+             worker                     Worker.gather(): whole parameters, a bucket at a time
+             publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
+             publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read
+             publish/actor_control      both: ActorControl.start(), a request to each actor
+             publish/probe              probe(): the same tokens on both sides
+             coordinator_client         Coordinator.publish_commit(): which members hold the version
+    save     checkpoints/when_to_save   RunCheckpoints.save(), every n steps
+             checkpoints/write          Checkpointer.start(): files of all ranks, committed by a rename
 
     ``algo``          losses, advantages, aggregation, mismatch: pure functions of tensors
     ``packing``       sequences to rows and micro-batches, and back to one flat order of tokens; ``row_layout`` which
@@ -32,6 +38,7 @@ A step and its publish, on rank 0 (``leader``) and on all ranks (``worker``)::
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
     ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
+    ``publishes``     rank 0's publishes, from the permission to the commit
     ``shard_conversion``
                       a shard of a step from the wire to a ``TrainBatch`` of tensors (``train_batch``), with advantages and weights
     ``publish``       sends weights to the generators

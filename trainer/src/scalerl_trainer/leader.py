@@ -8,7 +8,7 @@ After an update, rank 0 reports the step, starts to publish if the coordinator's
 due, and exports the model if the version is evaluated. Once the run is ending, the checkpoint comes first: publishing and
 evaluating the last weights may take long, and an interrupted run must not wait for them.
 
-A publish runs beside the next step (:mod:`.publish.when_to_publish`). While an evaluation holds one, the steps that are closed are trained.
+A publish runs beside the next step (:mod:`.publishes`). While an evaluation holds one, the steps that are closed are trained.
 How checkpoints are written, tried again and copied: :mod:`.checkpoints.when_to_save`.
 """
 
@@ -34,7 +34,7 @@ from scalerl_trainer.exporter import Exporter
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.publisher import Publisher
-from scalerl_trainer.publish.when_to_publish import PermittedPublishes
+from scalerl_trainer.publishes import PermittedPublishes
 from scalerl_trainer.shard_conversion import UNUSABLE_FRACTION
 from scalerl_trainer.step_stats import stats_of_step
 from scalerl_trainer.tensor_files import TensorInfo

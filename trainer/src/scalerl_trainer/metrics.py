@@ -1,4 +1,8 @@
-"""The trainer's metrics, and the HTTP server for probes and scrapes."""
+"""Metrics of a trainer's process, and the HTTP server for probes and scrapes.
+
+Statistics of a step are fields of its report (:mod:`.step_stats`); metrics of a run: ``scalerl_coordinator.metrics``, and on a
+cluster ``scalerl_operator.run_metrics``.
+"""
 
 from __future__ import annotations
 

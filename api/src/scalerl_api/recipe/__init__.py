@@ -2,10 +2,11 @@
 
     manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
 
-To add a loss or a length rule, add a model to ``loss`` or ``spec`` and its name to ``presets.ONE_OF``; to add a published recipe, add an
-entry to ``presets.PRESETS``.
+To add a loss or a length rule, add a model to ``loss`` or ``spec`` and its name to ``alternatives.ONE_OF``; to add a published recipe, add
+an entry to ``presets.PRESETS``.
 """
 
+from scalerl_api.recipe.alternatives import ONE_OF
 from scalerl_api.recipe.curriculum import CurriculumSpec
 from scalerl_api.recipe.loss import (
     CispoLoss,
@@ -17,7 +18,7 @@ from scalerl_api.recipe.loss import (
     PpoClipLoss,
     ReinforceLoss,
 )
-from scalerl_api.recipe.presets import ONE_OF, PRESETS, Source
+from scalerl_api.recipe.presets import PRESETS, Source
 from scalerl_api.recipe.resolve import Choice, Recipe, resolve
 from scalerl_api.recipe.spec import (
     MAX_BATCH_COMPLETIONS,

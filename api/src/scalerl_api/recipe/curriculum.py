@@ -16,7 +16,7 @@ from scalerl_api.fields import (
     UnitDecimal,
     at_most_one,
 )
-from scalerl_api.recipe.presets import ONE_OF
+from scalerl_api.recipe.alternatives import ONE_OF
 
 
 class UniformSpec(Model):

@@ -17,7 +17,7 @@ from scalerl_api.fields import (
     at_most_one,
 )
 from scalerl_api.plugins import LossPlugin
-from scalerl_api.recipe.presets import ONE_OF
+from scalerl_api.recipe.alternatives import ONE_OF
 
 
 class LossKind(Model):

@@ -16,6 +16,8 @@ from typing import Any, Final, Literal
 
 from pydantic.alias_generators import to_camel, to_snake
 
+from scalerl_api.recipe.alternatives import ONE_OF
+
 Grade = Literal["P", "S", "?"]
 """P: from the paper itself. S: from a secondary source. ?: unknown, chosen by this project."""
 
@@ -139,19 +141,6 @@ DEFAULTS: Final[Mapping[str, Published]] = {
     **_all(_SEC, curriculum__sec__temperature="0.4"),
 }
 """Defaults with their sources, for fields that no preset sets."""
-
-ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo", "plugin"),
-    "correction": ("none", "truncated", "masked"),
-    "kl": ("none", "penalty"),
-    "offPolicy": ("pipeline", "ppo"),
-    "curriculum": (
-        *("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
-        *("edgeOfCompetence", "sec"),
-    ),
-    "length": ("none", "interruption", "penalty", "overlong"),
-}
-"""Alternatives of each one-of section: one that the manifest gives replaces the preset's."""
 
 
 def completed(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from scalerl_api.fields import (
     WeightDecayDecimal,
     at_most_one,
 )
+from scalerl_api.recipe.alternatives import ONE_OF
 from scalerl_api.recipe.curriculum import CurriculumSpec, NoPositiveResamplingSpec
 from scalerl_api.recipe.loss import CispoLoss, CorrectionSpec, LossSpec, NoCorrection, OffPolicyMaskSpec
-from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, ONE_OF, completed
+from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, completed
 
 # --- KL penalty --------------------------------------------------------------------------------
 

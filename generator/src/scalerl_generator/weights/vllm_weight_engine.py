@@ -49,7 +49,7 @@ from scalerl_generator.weights.weight_files import SharedBuckets, WeightFetcher
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from scalerl_generator.weights.vllm_lora import PublishedAdapters
+    from scalerl_generator.weights.vllm_lora_versions import PublishedAdapters
 
 _MIN_BROADCAST_SECONDS = 0.1
 
@@ -116,7 +116,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         self._adapters: PublishedAdapters | None = None
         """Those beside base weights that stay as they are; None: updates replace the weights."""
         if vllm_config.lora_config is not None:
-            from scalerl_generator.weights.vllm_lora import PublishedAdapters
+            from scalerl_generator.weights.vllm_lora_versions import PublishedAdapters
 
             self._adapters = PublishedAdapters(model, vllm_config.lora_config.lora_dtype)
         self.report = PublishReport("whole", None)

@@ -17,10 +17,10 @@ from scalerl_api.spec_warnings import past_deadline
 from scalerl_lifecycle.persisted_state import seconds
 from scalerl_lifecycle.problems import Problem
 from scalerl_operator.controller.accept import plugin_problem
+from scalerl_operator.controller.fork_source import find_source
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, refused
-from scalerl_operator.controller.source import find_source
-from scalerl_operator.controller.status import RunObject
+from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.volume import check_volume
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
@@ -47,14 +47,14 @@ class Checker:
         self,
         api: KubeApi,
         cache: Cache,
-        runs: RunObject,
+        run_object: RunObject,
         render_all: Callable[[Findings], Sequence[Object]],
         *,
         namespaced: bool,
     ) -> None:
         self._api = api
         self._cache = cache
-        self._runs = runs
+        self._run_object = run_object
         self._render_all = render_all
         self._namespaced = namespaced
         self._unlabelled = UnlabelledNames(api)
@@ -63,7 +63,7 @@ class Checker:
         """None: the run is to be reconciled again."""
         if findings.accepted.found is None:
             return Checks()
-        checks = await check_volume(self._api, self._runs, findings)
+        checks = await check_volume(self._api, self._run_object, findings)
         if checks is None:
             return None
         if checks.not_started is None:

@@ -22,8 +22,8 @@ from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
 from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Key
-from scalerl_operator.metrics import Metrics
 from scalerl_operator.names import QUEUE
+from scalerl_operator.process_metrics import Metrics
 from scalerl_operator.settings import Settings
 from scalerl_processes.waiting import cancel
 
@@ -31,11 +31,11 @@ UNKNOWN_WORKLOADS_SECONDS: Final = 5.0
 """Between two reconciles of a run in a queue, while Workloads cannot be listed."""
 
 Reconcile = Callable[[Key], Awaitable[float | None]]
-MakeReconcile = Callable[["Parts"], contextlib.AbstractAsyncContextManager[Reconcile]]
+MakeReconcile = Callable[["ReconcileContext"], contextlib.AbstractAsyncContextManager[Reconcile]]
 
 
 @dataclass
-class Parts:
+class ReconcileContext:
     """The argument of :data:`MakeReconcile`."""
 
     settings: Settings
@@ -55,45 +55,45 @@ class Parts:
 class ClaimedRuns:
     """Reconciles runs, unless another release has claimed their namespace. gated_seconds: see :data:`.lifecycle_types.GATED_SECONDS`."""
 
-    def __init__(self, parts: Parts, gated_seconds: float) -> None:
-        self._parts = parts
-        settings, url = parts.settings, parts.settings.sidecar_url
+    def __init__(self, context: ReconcileContext, gated_seconds: float) -> None:
+        self._context = context
+        settings, url = context.settings, context.settings.sidecar_url
         self._sidecar = None if url is None else Sidecar(lambda: url)
         self._runs = Reconciler(
-            parts.api,
-            parts.cache,
+            context.api,
+            context.cache,
             images=settings.images,
             operator_namespace=settings.operator_namespace,
             namespaced=bool(settings.namespaces),
-            gangs=lambda: settings.gangs and parts.workloads_served(),
+            gangs=lambda: settings.gangs and context.workloads_served(),
             autoscaler=None if self._sidecar is None else functools.partial(self._autoscaler, self._sidecar),
-            on_status=parts.metrics.run,
-            wake=parts.wake,
+            on_status=context.metrics.run,
+            wake=context.wake,
             gated_seconds=gated_seconds,
         )
-        self._claims = NamespaceClaims(parts.api, f"{settings.operator_namespace}/{settings.lease}")
-        parts.metrics.foreign_namespaces.set_function(self._claims.of_others)
+        self._claims = NamespaceClaims(context.api, f"{settings.operator_namespace}/{settings.lease}")
+        context.metrics.foreign_namespaces.set_function(self._claims.of_others)
 
     async def reconcile(self, key: Key) -> float | None:
         """As :meth:`.Reconciler.reconcile`."""
-        parts, run = self._parts, self._parts.cache.run(*key)
+        context, run = self._context, self._context.cache.run(*key)
         # A run that is being deleted must be able to end, also in a namespace that another operator has claimed.
-        if run is not None and not is_deleted(run) and label(run, QUEUE) and not parts.workloads_known():
+        if run is not None and not is_deleted(run) and label(run, QUEUE) and not context.workloads_known():
             return UNKNOWN_WORKLOADS_SECONDS
         if run is None or is_deleted(run) or await self._claims.mine(key[0]):
             return await self._runs.reconcile(key)
         await self._runs.forget(key)
-        parts.metrics.run(key, None, RunFigures())
+        context.metrics.run(key, None, RunFigures())
         return RENEW_SECONDS
 
     async def renew_claims(self) -> None:
         """Renews them until cancelled, and wakes the runs of a namespace that another release has taken."""
-        runs = self._parts.cache.runs
+        runs = self._context.cache.runs
 
         def lost(namespace: str) -> None:
             for key in runs():
                 if key[0] == namespace:
-                    self._parts.wake(key)
+                    self._context.wake(key)
 
         await self._claims.keep(lambda: {namespace for namespace, _ in runs()}, lost)
 
@@ -110,17 +110,19 @@ class ClaimedRuns:
             run.spec,
             DecisionRecord(functools.partial(read, key), functools.partial(write, key)),
             sidecar,
-            wake=lambda: self._parts.wake(key),
-            on_decision=self._parts.metrics.decision,
-            earlier=FinishedRuns(self._parts.cache, key[0], uid),
+            wake=lambda: self._context.wake(key),
+            on_decision=self._context.metrics.decision,
+            earlier=FinishedRuns(self._context.cache, key[0], uid),
         )
 
 
 @contextlib.asynccontextmanager
-async def reconciler(parts: Parts, gated_seconds: float = GATED_SECONDS) -> AsyncIterator[Reconcile]:
+async def reconciler(
+    context: ReconcileContext, gated_seconds: float = GATED_SECONDS
+) -> AsyncIterator[Reconcile]:
     """The operator's own reconcile."""
-    runs = ClaimedRuns(parts, gated_seconds)
-    parts.on_lost.append(runs.forget)
+    runs = ClaimedRuns(context, gated_seconds)
+    context.on_lost.append(runs.forget)
     renewal = asyncio.create_task(runs.renew_claims(), name="claims")
     try:
         yield runs.reconcile

@@ -1,7 +1,8 @@
 """What the steps of a reconcile return: :class:`Run` as it was read, what was :class:`Accepted` and :class:`Observed`, the decision of
 the lifecycle and its :class:`Checks`. Together they are the :class:`Findings`, which are applied and reported.
 
-All are frozen: a later step changes none of an earlier one. Only ``Run.obj`` and ``Run.objects`` follow the writes of the reconcile.
+All are frozen: a later step changes none of an earlier one, with two exceptions. ``Run.obj`` and ``Run.objects`` follow the writes of
+the reconcile, and ``Run.state`` is what is kept between reconciles, which any step may change.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Run:
         unix_seconds: now.
         before: the last status.
         persisted: the state of the lifecycle, from that status.
+        state: what is kept between the run's reconciles; mutable.
     """
 
     obj: Object

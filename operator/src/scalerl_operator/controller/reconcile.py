@@ -1,4 +1,4 @@
-"""Reconciles one run, in eight steps, each of which returns its part (:mod:`.parts`).
+"""Reconciles one run, in eight steps, each in the file of its name, but the first. Steps 1 to 5 return a part each (:mod:`.parts`).
 
 1. read: the run and its objects, from the cache.
 2. accept: its spec, or the one accepted before; adds the finalizer.
@@ -31,36 +31,32 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_autoscaling.autoscaler import Autoscaler
 from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision
-from scalerl_lifecycle.persisted_state import is_over, persisted_state
-from scalerl_operator.controller import gang_admission
+from scalerl_lifecycle.persisted_state import persisted_state
 from scalerl_operator.controller.accept import accept
+from scalerl_operator.controller.answer import BLOCKED_SECONDS, answer, soonest
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.check import Checker
-from scalerl_operator.controller.cluster_autoscaler import number_to_scale_to
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
     CoordinatorPollers,
     Timings,
     request_stop,
 )
-from scalerl_operator.controller.diagnosis import next_start_check
-from scalerl_operator.controller.lifecycle_input import decide
+from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.observe import Observer
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import LOST_SECONDS
 from scalerl_operator.controller.record import write_record
+from scalerl_operator.controller.report import report
+from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.run_state import KnownRuns
-from scalerl_operator.controller.status import RunObject, report
 from scalerl_operator.controller.summary import RunFigures, figures
-from scalerl_operator.controller.volume import RETRY_SECONDS
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key
 from scalerl_operator.manifests.scope import Images
 from scalerl_operator.names import FINALIZER
 
-BLOCKED_SECONDS: Final = 30.0
-"""Between two reconciles of a run of which an object was refused."""
 COORDINATOR_SECONDS: Final = 10.0
 """Longest wait for a coordinator's response; the poller wakes the run earlier, with a response or a failure."""
 
@@ -102,9 +98,9 @@ class Reconciler:
     ) -> None:
         self._api = api
         self._cache = cache
-        self._run = RunObject(api, cache)
+        self._run_object = RunObject(api, cache)
         self._applier = Applier(api, cache, images, operator_namespace)
-        self._checker = Checker(api, cache, self._run, self._applier.render_all, namespaced=namespaced)
+        self._checker = Checker(api, cache, self._run_object, self._applier.render_all, namespaced=namespaced)
         self.coordinators = CoordinatorPollers(
             lambda what: api.must_lead(what), wake, background=background, timings=poll_timings
         )
@@ -134,7 +130,7 @@ class Reconciler:
             return None
         accepted = accept(run)
         if accepted.found is not None and not run.deleted and FINALIZER not in run.finalizers:
-            await self._run.add_finalizer(run)
+            await self._run_object.add_finalizer(run)
         await self._applier.find_unlabelled(run)
         observed = await self._observer.observe(run, accepted)
         if observed is None:
@@ -142,7 +138,7 @@ class Reconciler:
         decision = decide(run, accepted, observed, self._gated_seconds)
         if decision.release:
             await write_record(self._api, run)
-            await self._run.remove_finalizer(run)
+            await self._run_object.remove_finalizer(run)
             await self._known.forget(key)
             return None
         findings = Findings(run, accepted, observed, decision, blocked=run.state.blocked)
@@ -155,7 +151,7 @@ class Reconciler:
             waiting = LifecycleDecision(Phase.PENDING, run.persisted, again_seconds=BLOCKED_SECONDS)
             findings = replace(findings, checks=checks, decision=waiting, blocked=None)
         put_off = await self._report(findings)
-        return _soonest(put_off, await self._answer(findings))
+        return soonest(put_off, await answer(self._api, self._run_object, findings))
 
     async def _read(self, key: Key) -> Run | None:
         """The run; None: it is gone, or its objects are left to the garbage collector."""
@@ -187,35 +183,4 @@ class Reconciler:
         """Writes the status if it has changed. Returns the seconds until a write that was put off is due."""
         status = report(findings)
         self._on_status(findings.run.key, status, figures(findings, status))
-        return await self._run.write(findings.run, status)
-
-    async def _answer(self, findings: Findings) -> float | None:
-        """Tells others what was decided. Returns the seconds until the next reconcile."""
-        run, decision, state = findings.run, findings.decision, findings.run.state
-        if findings.accepted.found is None:
-            return decision.again_seconds
-        if findings.checks.not_started is None:
-            await gang_admission.answer(self._api, findings)
-            if decision.set_suspend:
-                await self._run.suspend(run)
-            elif (number := number_to_scale_to(findings)) is not None:
-                await self._run.scale(run, number, findings.observed.autoscaler.decision)
-                return 0.0  # the operator's own write wakes no run
-        repair = state.next_repair_seconds(run.unix_seconds)
-        if is_over(decision.persisted):
-            ttl = findings.accepted.spec.ttl_seconds_after_finished
-            return _soonest(await self._run.expire(run, ttl), repair)
-        # A restored claim without the run's label is not watched.
-        unwatched = findings.blocked is not None or findings.checks.claim_gone or state.unanswered
-        return _soonest(
-            decision.again_seconds,
-            findings.observed.young_seconds,
-            repair,
-            RETRY_SECONDS if state.size_refused is not None else None,
-            BLOCKED_SECONDS if unwatched else None,
-            next_start_check(findings),
-        )
-
-
-def _soonest(*waits: float | None) -> float | None:
-    return min((wait for wait in waits if wait is not None), default=None)
+        return await self._run_object.write(findings.run, status)

@@ -28,7 +28,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.names import ABANDON, RUN, RUN_UID, Names, label_value
 
 if TYPE_CHECKING:
-    from scalerl_operator.controller.status import RunObject
+    from scalerl_operator.controller.run_object import RunObject
 
 READ_SECONDS: Final = 30.0
 """Between two reads of a claim that the spec names: without the run's label, it is not watched."""
@@ -44,7 +44,7 @@ _RESIZE_FAILED: Final = ("ControllerResizeError", "NodeResizeError")
 """Conditions of a claim whose storage could not be enlarged."""
 
 
-async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Checks | None:
+async def check_volume(api: KubeApi, run_object: RunObject, findings: Findings) -> Checks | None:
     """The claim's problem, and whether pods may start on it. None: a user has abandoned the run's steps, and they have been
     removed from its status; it is to be reconciled again."""
     run, decision = findings.run, findings.decision
@@ -59,7 +59,7 @@ async def check_volume(api: KubeApi, runs: RunObject, findings: Findings) -> Che
     abandoned = run.annotation(ABANDON) == str(run.steps)
     if gone and abandoned and (empty or not mounted):
         text = f"{run.steps} steps are abandoned: {ABANDON}"
-        await runs.write(run, without_steps(run.before), at_once=True)
+        await run_object.write(run, without_steps(run.before), at_once=True)
         await api.event(run.obj, "Warning", Reason.STEPS_ABANDONED, text)
         return None
     starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None

@@ -11,6 +11,6 @@
                     ◀── Graded(verdict, messages) for each episode: without messages, it has ended
 
 :mod:`.protocol` has what an environment implements, :mod:`.nim` an example, :mod:`.built_in` their names; :mod:`.tool_calls` reads calls,
-:mod:`.tools` makes them. A step replays all replies: an episode has no
+:mod:`.tool_environment` makes them. A step replays all replies: an episode has no
 state but its replies, so another process can continue it. This package does not tokenize.
 """

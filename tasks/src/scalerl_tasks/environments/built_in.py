@@ -11,7 +11,7 @@ from typing import Final
 
 from scalerl_tasks.environments.nim import Nim
 from scalerl_tasks.environments.protocol import Environment
-from scalerl_tasks.environments.tools import Tools
+from scalerl_tasks.environments.tool_environment import Tools
 
 ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim, "tools": Tools}
 """The classes, which are made with ``environment.parameters``."""

@@ -14,7 +14,7 @@ from scalerl_tasks.environments.protocol import (
     read_replies,
     write_replies,
 )
-from scalerl_tasks.environments.tools import Tools
+from scalerl_tasks.environments.tool_environment import Tools
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_function import PythonFunction, described, imported

@@ -1,5 +1,5 @@
 """Steps of episodes, as verdicts with messages: of an environment's processes, of the task's verifier (``retry``), or of both
-(``tools``)."""
+(``tool_environment``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from scalerl_tasks.environments.protocol import Message, read_replies, write_replies
-from scalerl_tasks.environments.tools import PARTS
+from scalerl_tasks.environments.tool_environment import PARTS
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded, PoolCounts

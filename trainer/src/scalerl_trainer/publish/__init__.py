@@ -1,6 +1,8 @@
 """Publishes weights to the generators, whose generations in flight pause and resume.
 
     ``publisher``       the interface of both publishers, and what they share
+    ``published_weights``
+                        what is sent: whole weights or adapters, by the LoRA mode
     ``from_spec``       makes the one of ``weightSync.backend``
     ``group_publisher`` over a process group: join, receive, retry
     ``rounds``          which members a retry has, by the answers to the last attempt; pure
@@ -12,7 +14,8 @@
     ``probe``           the mismatch between trainer and generators at one version
     ``first_probe``     its sequences before the first batch
 
-No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM.
+No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM. Rank 0's publishes, which need ranks and the
+coordinator, are in :mod:`scalerl_trainer.publishes`.
 
 No call outlives its deadline. Threads that are stuck in gloo or in a request are daemons and never joined; they end when
 their sockets are closed.

@@ -1,4 +1,4 @@
-"""The operator's Prometheus metrics; their names are those of :mod:`scalerl_api.operator_metric_names`. Those of each run:
+"""Prometheus metrics of the operator's process; their names are those of :mod:`scalerl_api.operator_metric_names`. Those of each run:
 :mod:`scalerl_operator.run_metrics`."""
 
 from __future__ import annotations

@@ -28,10 +28,11 @@ from scalerl_trainer.checkpoints.when_to_save import POLL_SECONDS, RunCheckpoint
 from scalerl_trainer.coordinator_client import CoordinatorUnreachable
 from scalerl_trainer.coordinator_silence import CoordinatorSilence
 from scalerl_trainer.errors import PublishRefusedError
-from scalerl_trainer.models.lora import PUBLISHED, AdapterNames
+from scalerl_trainer.models.lora import AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
-from scalerl_trainer.publish.publisher import Publisher, WeightSource
+from scalerl_trainer.publish.published_weights import published_weights
+from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.worker import Command, Worker
 
 log = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ class PermittedPublishes:
                 torch.cuda.current_stream(worker.engine.device).synchronize()
             reading.set_result(None)
 
-        outcome = self._publisher.publish(version, self._weights(), members, have_read)
+        weights = published_weights(worker.spec, worker.engine.weights, self.stream, self.adapters)
+        outcome = self._publisher.publish(version, weights, members, have_read)
         stats = dict(outcome.stats)
         probed = probing([m for m in members if m.member_id in outcome.updated])
         stats |= probed.stats
@@ -352,17 +354,6 @@ class PermittedPublishes:
                     self._silence.no_answer(error)
             if self._checkpoints.sync_and_check_stop():
                 return None
-
-    def _weights(self) -> WeightSource:
-        """The current weights, or the adapters, as they are published."""
-        worker, trainer = self._worker, self._worker.spec.trainer
-        adapters, weights = trainer.publishes_adapters, worker.engine.weights
-        shapes = weights.adapter_shapes(PUBLISHED) if adapters else weights.checkpoint_shapes()
-        manifest = [wire.TensorSpec(name, worker.spec.model.dtype, list(shape)) for name, shape in shapes]
-        if trainer.lora is not None and adapters:
-            scale = trainer.lora.alpha / trainer.lora.rank
-            return WeightSource(manifest, partial(self.adapters, PUBLISHED), scale)
-        return WeightSource(manifest, self.stream)
 
     def _score(self, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
         self._worker.send(Command.SCORE)

@@ -1,5 +1,4 @@
-"""The run's status, from its observation and its decision, and back to the lifecycle's persisted state at the next reconcile; and all
-writes of the run's own object: status and Events, finalizer, ``spec.suspend`` and ``spec.generator.replicas``, and its deletion.
+"""All writes of the run's own object: status and Events, finalizer, ``spec.suspend`` and ``spec.generator.replicas``, and its deletion.
 
 Each write requires the version that was read: a change by another writer is reconciled first.
 """
@@ -12,103 +11,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalerl_api.conditions import Phase
-from scalerl_api.recipe import resolve
 from scalerl_api.spec import KIND
-from scalerl_api.status import GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
+from scalerl_api.status import RunStatus
 from scalerl_lifecycle.persisted_state import (
     PROGRESS_SECONDS,
-    decision_fields,
-    progress_fields,
-    rfc3339,
     seconds,
-    trained_spec,
     waits_for_progress_only,
 )
-from scalerl_lifecycle.workloads import Role
-from scalerl_operator.controller.conditions import conditions, event_type
-from scalerl_operator.controller.parts import Findings, Run
-from scalerl_operator.controller.summary import columns
+from scalerl_operator.controller.conditions import event_type
+from scalerl_operator.controller.parts import Run
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY, selector
+from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY
 
 log = logging.getLogger(__name__)
-
-
-def report(findings: Findings) -> RunStatus:
-    """The current status."""
-    run, accepted, decision = findings.run, findings.accepted, findings.decision
-    before, persisted, now = run.before, decision.persisted, rfc3339(run.unix_seconds)
-    coordinator, startable = findings.observed.coordinator, findings.checks.not_started is None
-    labels = sorted(selector(run.uid, Role.GENERATOR).items())
-    update: dict[str, Any] = {
-        "observed_generation": run.generation,
-        "accepted_spec": accepted.text if startable else before.accepted_spec,
-        "accepted_spec_hash": accepted.long_hash if startable else before.accepted_spec_hash,
-        "trained_spec": trained_spec(before, persisted, accepted.text) if startable else before.trained_spec,
-        "conditions": conditions(findings),
-        "source": _source(findings),
-        **decision_fields(before, decision, now),
-        "model": findings.model,
-        "trouble": findings.observed.trouble,
-        "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
-    }
-    scaling = findings.observed.autoscaler
-    if scaling.known and scaling.decisions:
-        update |= {
-            "forecast": scaling.forecast,
-            "outlook": scaling.outlook,
-            "stop_votes": scaling.votes,
-            "decision": scaling.state,
-            "decisions": list(scaling.decisions),
-        }
-    if accepted.found is not None:
-        update["recipe"] = [
-            RecipeValue(field=choice.field, value=choice.value[:256], origin=choice.shown_origin)
-            for choice in resolve(accepted.spec.recipe).choices
-        ]
-        pods = [pod for pod in findings.observed.of(Role.GENERATOR) if not pod.finished]
-        ready = sum(pod.ready for pod in pods)
-        update |= {"replicas": len(pods), "generators": GeneratorsStatus(replicas=len(pods), ready=ready)}
-    if coordinator is not None:
-        update |= progress_fields(coordinator, before, now)
-    status = before.model_copy(update=update)
-    return status.model_copy(update=columns(findings, status))
-
-
-def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON merge patch (RFC 7386) from ``before`` to ``after``, with null for fields that ``after`` does not have.
-
-    >>> merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "e": 4})
-    {'a': {'b': 1, 'c': None}, 'e': 4, 'd': None}
-    """
-    patch: dict[str, Any] = {}
-    for name, value in after.items():
-        old = before.get(name)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            value = merge_patch(old, value)
-        patch[name] = value
-    return patch | {name: None for name in before if name not in after}
-
-
-def _source(findings: Findings) -> SourceStatus | None:
-    """Of a fork, its source: as found at its preparation, with the step as the coordinator reports it."""
-    accepted, before = findings.accepted.found, findings.run.before
-    coordinator, uid = findings.observed.coordinator, findings.checks.source_uid
-    given = None if accepted is None else accepted.spec.source
-    if given is None:
-        return before.source
-    found = before.source or SourceStatus(run=given.run)
-    if uid:
-        found = found.model_copy(update={"uid": uid[:64]})
-    if coordinator is not None and coordinator.forked_step >= 0:
-        found = found.model_copy(update={"step": coordinator.forked_step})
-    return found
-
-
-# --- writes -------------------------------------------------------------------------------------
 
 
 class RunObject:
@@ -196,3 +114,18 @@ async def _write_events(api: KubeApi, run: Object, before: RunStatus, status: Ru
         known = None if old is None else (old.status, old.reason)
         if known != (condition.status, condition.reason) and (kind := event_type(condition)) is not None:
             await api.event(run, kind, condition.reason, f"{condition.type}: {condition.message}")
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) from ``before`` to ``after``, with null for fields that ``after`` does not have.
+
+    >>> merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "e": 4})
+    {'a': {'b': 1, 'c': None}, 'e': 4, 'd': None}
+    """
+    patch: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = merge_patch(old, value)
+        patch[name] = value
+    return patch | {name: None for name in before if name not in after}
