@@ -136,6 +136,7 @@ class Rehearsal:
         self.persisted = PersistedState()
         self.asked = LifecycleDecision(Phase.PENDING, self.persisted)
         self.commands = {one.role: one.containers[0].argv for one in plan.workloads}
+        self.replicas = {one.role: one.replicas for one in plan.workloads}
 
     async def observe(self):
         from scalerl_lifecycle.lifecycle_types import Job, JobState, LifecycleInput, Service
@@ -147,7 +148,7 @@ class Rehearsal:
             prepare=Job(there[asked.prepare]),
             trainer=Job(there[attempt > 0], attempt),
             coordinator=Service(ready=int(asked.coordinator)),
-            generators=Service(ready=asked.generators),
+            generators=Service(ready=self.replicas["generator"] if asked.generators else 0),
             serving=asked.coordinator,
             status=self.status(attempt) if asked.coordinator else None,
         )

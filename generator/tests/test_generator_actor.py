@@ -529,7 +529,7 @@ async def test_update_exception_ends_update(scene: Scene, monkeypatch: pytest.Mo
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(ServerWeights, "receive", broken)
+        patch.setattr(ServerWeights, "install", broken)
         message = WeightReceive(epoch=7, version=1, tensors=[], bucket_bytes=64, timeout_seconds=5.0)
         body = msgspec.msgpack.encode(message)
         url = scene.generator.control_url + endpoints.WEIGHTS_RECEIVE

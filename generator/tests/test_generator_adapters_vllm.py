@@ -61,7 +61,7 @@ def merged(model: Path, given: TensorSource, dtype: torch.dtype) -> LlamaForCaus
 async def publish_adapters(client: VllmClient, sender: Sender, given: TensorSource, version: int) -> None:
     message = msgspec.structs.replace(receive(given, sender.epoch, version), adapter_scale=SCALE)
     results = await asyncio.gather(
-        ServerWeights(client).receive(message),
+        ServerWeights(client).install(message),
         asyncio.to_thread(sender.send, given, version),
         return_exceptions=True,
     )

@@ -59,7 +59,7 @@ async def publish(client: VllmClient, writer: WeightWriter, model: Path, version
     request = write(writer, adapters(model, version, torch.float32), version)
     request = msgspec.structs.replace(request, adapter_scale=SCALE)
     fetched = await ServerWeights(client).fetch(request)
-    await ServerWeights(client).receive(request, fetched)
+    await ServerWeights(client).install(request, fetched)
 
 
 async def sample(

@@ -118,7 +118,7 @@ async def test_refused_adapters_leave_the_version_before(server: Server) -> None
         damaged = asyncio.create_task(asyncio.to_thread(sender.send, good, 23, 0))
         message = msgspec.structs.replace(receive(good, 4, 23), adapter_scale=SCALE)
         with pytest.raises(UpdateFailed, match="checksum mismatch"):
-            await ServerWeights(client).receive(message)
+            await ServerWeights(client).install(message)
         await damaged
         await serves_good(client)
         sender = await connect(client, 5)

@@ -263,7 +263,7 @@ async def test_receive_resumes_only_complete_weights(serve: Serve, state: str) -
         }
     )
     with pytest.raises(UpdateFailed, match="peer lost") as failed:
-        await ServerWeights(client).receive(RECEIVE)
+        await ServerWeights(client).install(RECEIVE)
     assert failed.value.partial == (state == "partial")
     expected = ["/pause", "/start_weight_update", "/update_weights"]
     assert called == expected + (["/resume"] if state == "whole" else [])

@@ -212,7 +212,7 @@ def receive(
 
 async def publish(client: VllmClient, sender: Sender, policy: LlamaForCausalLM, version: int) -> None:
     await asyncio.gather(
-        ServerWeights(client).receive(receive(policy, sender.epoch, version)),
+        ServerWeights(client).install(receive(policy, sender.epoch, version)),
         asyncio.to_thread(sender.send, policy, version),
     )
 
@@ -241,7 +241,7 @@ async def publish_files(
 ) -> FetchReport:
     request = write(writer, policy, version)
     fetched = await ServerWeights(client).fetch(request)
-    await ServerWeights(client).receive(request, fetched)
+    await ServerWeights(client).install(request, fetched)
     return fetched
 
 

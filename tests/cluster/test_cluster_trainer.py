@@ -39,7 +39,7 @@ def objects(image: str) -> list[dict[str, Any]]:
     run = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())
     run["metadata"] = {"name": "pods", "namespace": NAMESPACE}
     run["spec"]["trainer"] = {"replicas": 2, "devices": 2, "cpuThreads": 1}
-    desired = Desired(Wanted(prepare=True, coordinator=True, generators=1, trainer=1))
+    desired = Desired(Wanted(prepare=True, coordinator=True, generators=True, trainer=1))
     made = render(
         run_from_object(run), "0", desired, Images(image, image, image), operator_namespace="operators"
     )

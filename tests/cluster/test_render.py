@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 IMAGES = Images("registry.local/trainer:1", "registry.local/generator:1", "registry.local/operator:1")
-EVERYTHING = Desired(Wanted(prepare=True, coordinator=True, generators=2, trainer=3))
+EVERYTHING = Desired(Wanted(prepare=True, coordinator=True, generators=True, trainer=3))
 CONTROLLERS_SECONDS = 180.0
 
 TINY: Object = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())

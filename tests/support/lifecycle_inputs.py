@@ -34,5 +34,5 @@ RUNNING = LifecycleInput(
 FIRST = PersistedState(attempt=1, ready_since=95.0)
 
 
-def exists(decision: LifecycleDecision) -> tuple[bool, bool, int, int | None]:
+def exists(decision: LifecycleDecision) -> tuple[bool, bool, bool, int | None]:
     return decision.prepare, decision.coordinator, decision.generators, decision.trainer

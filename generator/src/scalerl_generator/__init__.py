@@ -22,7 +22,7 @@ A weight update (one at a time); files without a folder are those of ``weights/`
     1 │── join ─────▶ weight_control     WeightControl.join()                                      │
       │               server_weights     ServerWeights.init_group() ──────────▶ receiver_group     ReceiverGroup
     2 │── receive ──▶ weight_control     WeightControl.receive(): ServerState.begin_update()       │
-      │               server_weights     ServerWeights.receive(): pause() ────▶ vllm_weight_engine start_weight_update()
+      │               server_weights     ServerWeights.install(): pause() ────▶ vllm_weight_engine start_weight_update()
     3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
     4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
       │                                  of adapters, merged or beside them:    merged_lora, vllm_lora_versions

@@ -7,7 +7,6 @@ from typing import Final
 
 from scalerl_api.conditions import Phase
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
-from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_lifecycle import budget
 from scalerl_lifecycle.lifecycle_types import (
@@ -21,14 +20,12 @@ from scalerl_lifecycle.lifecycle_types import (
 )
 from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, no_later
 
-AS_OBSERVED: Final = 1
-"""Number of generators of a run without a spec: those that exist drain, and a drain changes no object."""
 EARLIER_JOBS: Final = "the Jobs of its earlier start to be deleted"
 
 
-def suspended(spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedState) -> LifecycleDecision:
+def suspended(observed: LifecycleInput, persisted: PersistedState) -> LifecycleDecision:
     """Drains the run; then it has no workloads."""
-    draining = draining_trainer(spec, observed, persisted, Phase.SUSPENDING)
+    draining = draining_trainer(observed, persisted, Phase.SUSPENDING)
     if draining is not None:
         return draining
     if observed.deleting:
@@ -61,7 +58,7 @@ def reset_failures(persisted: PersistedState) -> PersistedState:
 
 
 def draining_trainer(
-    spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedState, phase: Phase
+    observed: LifecycleInput, persisted: PersistedState, phase: Phase
 ) -> LifecycleDecision | None:
     """The decision while the trainer drains; None when it has ended, has nothing to save, or has timed out."""
     now, trainer = observed.unix_seconds, observed.trainer
@@ -90,7 +87,7 @@ def draining_trainer(
         Wanted(
             prepare=True,
             coordinator=serving,
-            generators=wanted_generators(spec, observed) if serving else 0,
+            generators=serving and not only_saves(observed.status),
             trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
         ),
         update_existing=False,
@@ -100,15 +97,8 @@ def draining_trainer(
     )
 
 
-def wanted_generators(spec: RunSpec | None, observed: LifecycleInput) -> int:
-    """How many are to exist: none beside a trainer that only saves. Without a spec, those that exist drain."""
-    if only_saves(observed.status):
-        return 0
-    return AS_OBSERVED if spec is None else spec.generator.replicas
-
-
 def only_saves(status: Status | None) -> bool:
-    """Whether the trainer only waits for space on the volume, to save its last weights."""
+    """Whether the trainer only waits for space on the volume, to save its last weights: it needs no generator."""
     return status is not None and status.unsaved_version >= 0
 
 

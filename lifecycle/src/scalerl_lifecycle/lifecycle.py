@@ -47,10 +47,10 @@ from scalerl_lifecycle.attempts import (
 )
 from scalerl_lifecycle.drain import (
     draining_trainer,
+    only_saves,
     request_of_stop,
     reset_failures,
     suspended,
-    wanted_generators,
     without_drain,
 )
 from scalerl_lifecycle.ending import (
@@ -105,12 +105,12 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedS
     if observed.deleting or observed.suspend or observed.edit.may_fix:
         persisted = replace(persisted, suspending_for=None)
     if observed.deleting or observed.suspend or persisted.suspension is not Suspension.NO:
-        return suspended(spec, observed, persisted)
+        return suspended(observed, persisted)
     assert spec is not None
     if observed.prepare.stale:
         # The roles' spec has changed: the run is drained with the old spec, then created again with the new one.
         waiting_for = "the objects of the earlier spec to be deleted"
-        draining = draining_trainer(spec, observed, persisted, Phase.PREPARING)
+        draining = draining_trainer(observed, persisted, Phase.PREPARING)
         return draining or LifecycleDecision(
             Phase.PREPARING, reset_failures(persisted), waiting_for=waiting_for
         )
@@ -131,7 +131,7 @@ def decide(spec: RunSpec | None, observed: LifecycleInput, persisted: PersistedS
             observed.status is not None or persisted.suspending_for is not None
         )
         saving = replace(persisted, suspending_for=failure)
-        draining = draining_trainer(spec, observed, saving, Phase.SUSPENDING) if saves else None
+        draining = draining_trainer(observed, saving, Phase.SUSPENDING) if saves else None
         return draining or end_run(observed, without_drain(persisted), failure)
     return _run(spec, observed, without_drain(persisted))
 
@@ -227,7 +227,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState) -> 
     return LifecycleDecision(
         Phase.FINISHING if ending and request_stop != "" else Phase.RUNNING,
         persisted,
-        Wanted(prepare=True, coordinator=True, generators=wanted_generators(spec, observed), trainer=trainer),
+        Wanted(prepare=True, coordinator=True, generators=not only_saves(status), trainer=trainer),
         request_stop=request_stop,
         again_seconds=min(wait, POLL_SECONDS),
         waiting_for=_waiting_for(status, persisted),

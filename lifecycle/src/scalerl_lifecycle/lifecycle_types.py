@@ -203,14 +203,14 @@ class Wanted:
     """The objects that are to exist.
 
     Attributes:
-        prepare, coordinator: whether they exist. Environment servers exist with the coordinator.
-        generators: replicas; 0: none exists.
+        prepare, coordinator, generators: whether they exist, with as many replicas as the plan says. Environment servers exist with
+            the coordinator.
         trainer: the attempt that exists, from 1; None: none.
     """
 
     prepare: bool = False
     coordinator: bool = False
-    generators: int = 0
+    generators: bool = False
     trainer: int | None = None
 
 
@@ -249,7 +249,7 @@ class LifecycleDecision:
         return self.wanted.coordinator
 
     @property
-    def generators(self) -> int:
+    def generators(self) -> bool:
         return self.wanted.generators
 
     @property

@@ -99,8 +99,7 @@ class Workload:
     """Replicas of one role; the containers of a replica share its ports and its address.
 
     Attributes:
-        replicas: by the spec. A cluster has :attr:`.Wanted.generators` of the decision in place of those of generators; on one machine,
-            the autoscaler changes this number.
+        replicas: by the spec. On one machine, the autoscaler changes the number of generators.
         per_node: replicas that share a node's devices; a cluster runs them as processes of one pod.
         essential: the run fails when the workload does.
     """

@@ -96,7 +96,7 @@ def test_failure_after_an_edit_holds_a_run_that_has_trained(
     )
     assert outcome.message.startswith(says)
     assert outcome.message.endswith(SENTENCE)
-    assert (decision.coordinator, decision.generators) == (False, 0), "it holds no devices"
+    assert (decision.coordinator, decision.generators) == (False, False), "it holds no devices"
 
 
 @pytest.mark.parametrize(("change", "persisted", "says"), FAILURES.values(), ids=FAILURES)
@@ -183,23 +183,23 @@ def until_started(observed: LifecycleInput, persisted: PersistedState) -> Lifecy
     observed = replace(observed, edit=SpecEdit())
     for _ in range(3):  # its Jobs are still there
         decision = decide(SPEC, observed, persisted)
-        assert exists(decision) == (False, False, 0, None)
+        assert exists(decision) == (False, False, False, None)
         assert (decision.phase, decision.persisted) == ("Pending", persisted)
     terminating = replace(observed, prepare=replace(observed.prepare, state=JobState.TERMINATING))
-    assert exists(decide(SPEC, terminating, persisted)) == (False, False, 0, None)
+    assert exists(decide(SPEC, terminating, persisted)) == (False, False, False, None)
     return decide(SPEC, replace(observed, prepare=Job(), trainer=Job()), persisted)
 
 
 def test_mended_spec_continues_from_the_checkpoint() -> None:
     observed, persisted = held(edit=SpecEdit(("podTemplate.volumeMounts.0.mountPath",)))
     decision = decide(SPEC, observed, persisted)
-    assert (decision.phase, exists(decision)) == ("Pending", (False, False, 0, None))
+    assert (decision.phase, exists(decision)) == ("Pending", (False, False, False, None))
     assert decision.persisted.outcome is None
     decision = until_started(observed, decision.persisted)
-    assert (exists(decision), decision.persisted.resumed) == ((True, False, 0, None), True)
+    assert (exists(decision), decision.persisted.resumed) == ((True, False, False, None), True)
     started = replace(observed, edit=SpecEdit(), prepare=DONE, trainer=Job())
     decision = decide(SPEC, started, decision.persisted)
-    assert exists(decision) == (True, True, 1, 1)
+    assert exists(decision) == (True, True, True, 1)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_generator_failure_saves_the_training_first() -> None:
     decision = decide(SPEC, observed, EDITED)
     assert (decision.phase, decision.request_stop, exists(decision)) == (
         *("Suspending", INTERRUPTED),
-        (True, True, 1, 1),
+        (True, True, True, 1),
     )
     told = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
     starting = replace(observed, generators=Service(starting=1), status=told)
@@ -293,7 +293,7 @@ def test_limit_ends_a_run_whose_trainer_cannot_return(saved: int, lost: str) -> 
     silent = decide(SPEC, replace(early, status=None), decision.persisted).persisted
     ended = decide(SPEC, replace(observed, unix_seconds=100.0 + DRAIN_SECONDS), silent)
     assert ended.persisted.outcome is not None
-    assert (ended.phase, exists(ended)) == ("Completed", (True, False, 0, None))
+    assert (ended.phase, exists(ended)) == ("Completed", (True, False, False, None))
     assert lost in ended.persisted.outcome.message
 
 

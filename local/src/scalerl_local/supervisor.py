@@ -200,9 +200,7 @@ class Supervisor:
             return self._runs(unit) and any(self._runs(other) for other in others)
         kept = unit.index < self._replicas[unit.status.role]
         return (
-            decision.coordinator
-            and kept
-            and (unit.status.role is not Role.GENERATOR or decision.generators > 0)
+            decision.coordinator and kept and (unit.status.role is not Role.GENERATOR or decision.generators)
         )
 
     def _set(self, unit: Unit, wanted: bool) -> None:

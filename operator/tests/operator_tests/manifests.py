@@ -26,10 +26,10 @@ from scalerl_operator.manifests.scope import Desired, Images
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"
 IMAGES = Images("registry/trainer:1", "registry/generator:1", "registry/operator:1")
-RUNNING = Desired(Wanted(coordinator=True, generators=1, trainer=1))
+RUNNING = Desired(Wanted(coordinator=True, generators=True, trainer=1))
 PODS = ("Job/prepare", "StatefulSet/coordinator", "Deployment/generator", "Job/trainer")
 """What has pods, as :func:`rendered` names it."""
-EVERYTHING = Desired(Wanted(prepare=True, coordinator=True, generators=1, trainer=1))
+EVERYTHING = Desired(Wanted(prepare=True, coordinator=True, generators=True, trainer=1))
 
 
 def cluster_run(name: str = "math", labels: dict[str, str] | None = None, **spec: Any) -> ScaleRLRun:

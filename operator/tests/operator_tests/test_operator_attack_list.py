@@ -73,7 +73,7 @@ def objects(uid: str = "uid-1") -> list[dict[str, Any]]:
     run = run_spec(trainer={"replicas": 2})
     metadata = run.metadata.model_copy(update={"namespace": "default"})
     run = run.model_copy(update={"metadata": metadata})
-    return list(render(run, uid, Desired(Wanted(True, True, 2, 1)), IMAGES, operator_namespace="scalerl"))
+    return list(render(run, uid, Desired(Wanted(True, True, True, 1)), IMAGES, operator_namespace="scalerl"))
 
 
 PODS: dict[str, tuple[dict[str, str], dict[str, str], frozenset[int]]] = {

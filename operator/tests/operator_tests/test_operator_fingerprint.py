@@ -20,7 +20,7 @@ from scalerl_operator.manifests.scope import Desired, Images
 
 RUN = cluster_run()
 IMAGES = Images("t", "g", "c")
-DESIRED = Desired(Wanted(prepare=True, coordinator=True, generators=2, trainer=1))
+DESIRED = Desired(Wanted(prepare=True, coordinator=True, generators=True, trainer=1))
 
 Object = dict[str, Any]
 Objects = dict[tuple[str, str], Object]

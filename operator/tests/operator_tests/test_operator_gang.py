@@ -13,7 +13,7 @@ from kubernetes.aio.client.configuration import Configuration
 from lifecycle_inputs import DONE, FIRST, RUNNING, SPEC, exists
 
 from operator_tests.builders import container, pod
-from operator_tests.manifests import EVERYTHING, UID, cluster_run, findings, pod_spec, rendered
+from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, findings, pod_spec, rendered
 from operator_tests.test_operator_main import LEAST
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
@@ -41,8 +41,8 @@ from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.namespace_claims import NamespaceClaims
 from scalerl_operator.kube.types import Object
 from scalerl_operator.main import Operator
+from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import Gang, minimum
-from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.settings import Settings
 
@@ -93,6 +93,10 @@ class Api:
         return {}
 
 
+THREE: Object = {"generator": {"replicas": 3, "devices": 1}}
+"""No generator beyond a gang of three."""
+
+
 def queued(**spec: Any) -> Any:
     parts = {"generator": {"replicas": 4, "devices": 1}, "trainer": {"replicas": 2, "devices": 8}} | spec
     return cluster_run(labels=LABELS, **parts)
@@ -116,11 +120,10 @@ def live(
     return made | {"status": {"conditions": conditions} | ({"admission": admission} if admission else {})}
 
 
-def rendered_workload(generators: int) -> Object:
-    workload: Object = rendered(queued(), replace(EVERYTHING, gang=Gang(generators, priority=7)))[
-        "Workload/run"
-    ]
-    return workload
+def rendered_workload(generators: int, run: Any = None) -> Object:
+    desired = replace(EVERYTHING, gang=Gang(generators, priority=7))
+    objects = render(run or queued(), UID, desired, IMAGES, operator_namespace="o")
+    return next(obj for obj in objects if obj["kind"] == "Workload")
 
 
 def seen(
@@ -153,7 +156,7 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
     run = queued(podTemplate=template, autoscaling={"generators": {"min": 2, "max": 8}})
     assert minimum(run.spec) == 2
     assert minimum(queued().spec) == 4
-    workload = rendered(run, replace(EVERYTHING, gang=Gang(2, priority=7)))["Workload/run"]
+    workload = rendered_workload(2, run)
     assert workload["spec"]["priority"] == 7, "which Kueue requires beside the class"
     assert workload["spec"]["queueName"] == "team"
     assert workload["spec"]["priorityClassRef"]["name"] == "urgent"
@@ -176,24 +179,20 @@ def test_workload_has_all_parts_and_only_what_kueue_counts() -> None:
 
 
 def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_generators() -> None:
-    waiting = rendered(queued(), Desired(Wanted(True, True, 3, 1), gang=Gang(3)))
+    run = queued(**THREE)
+    waiting = rendered(run, replace(EVERYTHING, gang=Gang(3)))
     assert "Job/trainer" not in waiting, "the pods of a Job would start"
     placed = Gang(3, json.dumps({"trainer": {}}), admitted=True)
-    objects = rendered(queued(), Desired(Wanted(True, True, 3, 1), gang=placed))
+    objects = rendered(run, replace(EVERYTHING, gang=placed))
     labelled = {key for key, obj in objects.items() if QUEUE in obj["metadata"]["labels"]}
     assert labelled == {"Job/prepare"}
     assert "Job/trainer" in objects
 
 
 def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
-    from operator_tests.manifests import IMAGES
-    from scalerl_operator.manifests import render
-
-    desired = Desired(
-        Wanted(True, True, 5, 1),
-        gang=Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}), admitted=True),
-    )
-    objects = render(queued(), UID, desired, IMAGES, operator_namespace="o")
+    gang = Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}), admitted=True)
+    desired, run = replace(EVERYTHING, gang=gang), queued(generator={"replicas": 5, "devices": 1})
+    objects = render(run, UID, desired, IMAGES, operator_namespace="o")
     first, extra = (obj for obj in objects if obj["kind"] == "Deployment")
     assert (first["spec"]["replicas"], extra["spec"]["replicas"]) == (3, 2)
     assert extra["metadata"]["labels"][QUEUE] == "team"
@@ -210,10 +209,7 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
 
 
 def test_no_selector_has_pods_of_another_run_or_role() -> None:
-    from operator_tests.manifests import IMAGES
-    from scalerl_operator.manifests import render
-
-    desired = Desired(Wanted(True, True, 5, 1), gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
+    desired = replace(EVERYTHING, gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
     made = {
         uid: render(queued(), uid, desired, IMAGES, operator_namespace="o")
         for uid in (UID, "of an earlier run")
@@ -248,7 +244,9 @@ async def test_admitted_pods_go_where_their_flavors_are() -> None:
     assert api.reads == 2
     await find(api, made, served=True)
     assert api.reads == 2, "flavors are read once for an admission"
-    objects = rendered(queued(podTemplate={"nodeSelector": {"a": "b"}}), replace(EVERYTHING, gang=found))
+    objects = rendered(
+        queued(podTemplate={"nodeSelector": {"a": "b"}}, **THREE), replace(EVERYTHING, gang=found)
+    )
     trainer, generator = objects["Job/trainer"], objects["Deployment/generator"]
     for each in (trainer, generator):
         assert pod_spec(each)["nodeSelector"] == {"a": "b", "pool": "spot"}
@@ -283,7 +281,7 @@ async def test_evicted_pods_stay_as_they_are_while_the_trainer_saves() -> None:
     before = await find(api, seen(live("QuotaReserved", "Admitted", admission=ADMISSION)), served=True)
     evicted = live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION)
     after = await find(api, seen(evicted), served=True)
-    first, second = (rendered(queued(), replace(EVERYTHING, gang=each)) for each in (before, after))
+    first, second = (rendered(queued(**THREE), replace(EVERYTHING, gang=each)) for each in (before, after))
     for key in ("StatefulSet/coordinator", "Deployment/generator"):
         assert pod_spec(first[key])["nodeSelector"] == {"pool": "spot"}
         assert first[key] == second[key]
@@ -363,7 +361,7 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
     ):
         assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
     decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, gated=True)), FIRST)
-    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, False, 1))
     assert gang_admission.is_wanted(decision, DONE), "it stays in the queue"
     between = decide(SPEC, replace(evicted, trainer=Job(JobState.FAILED, 1)), FIRST)
     assert between.phase == "Pending"
@@ -383,7 +381,7 @@ def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
     assert not wanted(Phase.COMPLETED, prepare=True, trainer=1), "an ended run keeps its Jobs, and no quota"
     assert not wanted(Phase.SUSPENDED)
     first = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=DONE), PersistedState())
-    assert (first.phase, exists(first)) == ("Pending", (True, False, 0, 1))
+    assert (first.phase, exists(first)) == ("Pending", (True, False, False, 1))
     assert gang_admission.is_wanted(first, DONE)
     resumed = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=held), FIRST)
     assert (resumed.phase, resumed.prepare) == ("Pending", True)
@@ -393,14 +391,14 @@ def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
 
 
 async def answered(
-    workload: Object, *pods: Object, admitted: bool = False, generators: int = 4
+    workload: Object, *pods: Object, admitted: bool = False, generators: int = 4, generating: bool = True
 ) -> Object | None:
     api: Any = Api()
     trainer = Job(JobState.ACTIVE, 1, ready=admitted)
-    made = seen(workload, *pods, gang=Gang(3, "{}", admitted=admitted), trainer=trainer)
-    await gang_admission.answer(
-        api, replace(made, decision=replace(made.decision, wanted=Wanted(generators=generators)))
-    )
+    run = queued(generator={"replicas": generators, "devices": 1})
+    made = seen(workload, *pods, run=run, gang=Gang(3, "{}", admitted=admitted), trainer=trainer)
+    wanted = Wanted(generators=generating)
+    await gang_admission.answer(api, replace(made, decision=replace(made.decision, wanted=wanted)))
     if not api.patches:
         return None
     ((kind, _, name, patch, subresource), options) = api.patches[0]
@@ -452,7 +450,7 @@ async def test_quota_is_given_back_though_a_node_is_lost() -> None:
     held = gang_admission.observed_in_queue(made.run, made.observed).trainer
     assert held == Job(JobState.ACTIVE, FIRST.attempt, gated=True, abandoned=FIRST.attempt)
     decision = decide(SPEC, replace(RUNNING, queued=True, serving=True, unadmitted=True, trainer=held), FIRST)
-    assert exists(decision)[1:3] == (False, 0)
+    assert exists(decision)[1:3] == (False, False)
     assert decision.persisted.last_recorded_attempt == FIRST.attempt, "its number is not used again"
 
 
@@ -465,6 +463,8 @@ async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
     assert await answered(admitted, *pods[1:], admitted=True, generators=2) is not None, (
         "the spec has fewer now"
     )
+    assert await answered(admitted, pods[-1], admitted=True) is None
+    assert await answered(admitted, pods[-1], admitted=True, generating=False) is not None, "it only saves"
     status = await answered(admitted, *pods, admitted=True)
     assert status is not None
     assert "admission" not in status
@@ -495,7 +495,7 @@ def test_size_of_a_slice_is_a_number(size: str) -> None:
         queued(podTemplate=template)
     earlier = queued(podTemplate={"annotations": {"kueue.x-k8s.io/podset-slice-size": "2"}})
     earlier.spec.pod_template.annotations["kueue.x-k8s.io/podset-slice-size"] = size
-    sets = rendered(earlier, replace(EVERYTHING, gang=Gang(2)))["Workload/run"]["spec"]["podSets"]
+    sets = rendered_workload(2, earlier)["spec"]["podSets"]
     assert sets[0]["topologyRequest"]["podSetSliceSize"] == size, "the API server refuses it, with a message"
 
 

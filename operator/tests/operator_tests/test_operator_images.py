@@ -92,5 +92,5 @@ def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> 
     inputs = LifecycleInput(unix_seconds=0.0, prepare=observed.prepare, trainer=observed.trainer)
     decision = lifecycle.decide(run.spec, inputs, PersistedState(attempt=1))
     assert (decision.prepare, decision.coordinator, decision.generators, decision.trainer) == (
-        *(False, False, 0, None),
+        *(False, False, False, None),
     )

@@ -38,16 +38,16 @@ def test_run_starts_with_admitted_workloads() -> None:
     """No generator holds a device that the trainer then lacks."""
     waiting = LifecycleInput(0.0, queued=True, prepare=Job(JobState.ACTIVE, gated=True))
     decision = decide(SPEC, waiting, PersistedState())
-    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, None))
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, False, None))
     decision = decide(SPEC, replace(waiting, prepare=DONE), PersistedState())
-    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, False, 1))
     assert decision.again_seconds is not None, "the Job is yet to be seen"
     held = replace(waiting, prepare=DONE, trainer=HELD)
     decision = decide(SPEC, held, decision.persisted)
-    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, False, 1))
     assert decision.again_seconds is None, "the queue's word wakes us"
     decision = decide(SPEC, replace(held, trainer=Job(JobState.ACTIVE, 1)), decision.persisted)
-    assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
+    assert (decision.phase, exists(decision)) == ("Running", (True, True, True, 1))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_queued_trainer_has_no_volume_mounted(trainer: Job, at_work: bool) -> No
 
 
 def test_without_a_queue_all_begins_at_once() -> None:
-    assert exists(decide(SPEC, LifecycleInput(0.0, prepare=DONE), PersistedState())) == (True, True, 1, 1)
+    assert exists(decide(SPEC, LifecycleInput(0.0, prepare=DONE), PersistedState())) == (True, True, True, 1)
 
 
 def test_requeued_trainer_is_no_failure_and_frees_the_run() -> None:
@@ -74,7 +74,7 @@ def test_requeued_trainer_is_no_failure_and_frees_the_run() -> None:
     saving = replace(QUEUED, trainer=replace(HELD, pods_terminating=True))
     for now in (100.0, 100.0 + 2 * GATED_SECONDS):
         decision = decide(SPEC, replace(saving, unix_seconds=now), replace(FIRST, gated_since=100.0))
-        assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
+        assert (decision.phase, exists(decision)) == ("Running", (True, True, True, 1))
         assert decision.persisted == replace(FIRST, gated_since=100.0)
     saved = replace(saving, unix_seconds=100.0 + 2 * GATED_SECONDS, trainer=HELD)
     assert decide(SPEC, saved, decision.persisted).phase == "Pending", "it has been held for long"
@@ -82,7 +82,7 @@ def test_requeued_trainer_is_no_failure_and_frees_the_run() -> None:
     persisted = decide(SPEC, short, FIRST).persisted
     short = replace(short, unix_seconds=99.0 + GATED_SECONDS)
     decision = decide(SPEC, short, persisted)
-    assert (decision.phase, exists(decision)) == ("Running", (True, True, 1, 1))
+    assert (decision.phase, exists(decision)) == ("Running", (True, True, True, 1))
     assert (decision.persisted.restarts, decision.persisted.record, decision.persisted.ready_since) == (
         0,
         FIRST.record,
@@ -90,12 +90,12 @@ def test_requeued_trainer_is_no_failure_and_frees_the_run() -> None:
     )
     long = replace(short, unix_seconds=100.0 + GATED_SECONDS)
     decision = decide(SPEC, long, decision.persisted)
-    assert (decision.phase, exists(decision)) == ("Pending", (True, False, 0, 1))
+    assert (decision.phase, exists(decision)) == ("Pending", (True, False, False, 1))
     back = replace(long, status=None, serving=False, trainer=Job(JobState.ACTIVE, 1))
     decision = decide(SPEC, back, decision.persisted)
     assert (decision.phase, exists(decision), decision.persisted.attempt) == (
         "Running",
-        (True, True, 1, 1),
+        (True, True, True, 1),
         1,
     )
     assert decision.persisted.gated_since is None
@@ -118,9 +118,9 @@ def test_trainer_hold_uses_one_clock() -> None:
 
 def test_next_attempt_is_admitted_again_while_others_stay() -> None:
     between = decide(SPEC, replace(QUEUED, trainer=Job()), replace(FIRST, last_recorded_attempt=1))
-    assert exists(between) == (True, True, 1, 2)
+    assert exists(between) == (True, True, True, 2)
     held = replace(QUEUED, trainer=Job(JobState.ACTIVE, 2, gated=True))
-    assert exists(decide(SPEC, held, between.persisted)) == (True, True, 1, 2)
+    assert exists(decide(SPEC, held, between.persisted)) == (True, True, True, 2)
 
 
 def test_requeue_at_the_end_needs_no_devices() -> None:

@@ -36,7 +36,7 @@ from scalerl_trainer.launch import rank_environments
             Desired(Wanted(coordinator=True)),
             ["Service/coordinator", "Service/trainer", "StatefulSet/coordinator"],
         ),
-        (Desired(Wanted(generators=2)), ["PodDisruptionBudget/generator", "Deployment/generator"]),
+        (Desired(Wanted(generators=True)), ["PodDisruptionBudget/generator", "Deployment/generator"]),
         (Desired(Wanted(trainer=2)), ["Service/coordinator", "Service/trainer", "Job/trainer"]),
     ],
 )
@@ -218,8 +218,8 @@ def test_trainer_pod_with_one_rank_is_that_rank() -> None:
     [(0, {}, 1, 0), (1, {}, 0, 1), (0, {names.QUEUE: "q"}, 0, 1)],
 )
 def test_generator_update_strategy(devices: int, queue: dict[str, str], surge: int, unavailable: int) -> None:
-    run = cluster_run(labels=queue, generator={"devices": devices})
-    deployment = rendered(run, Desired(Wanted(generators=3)))["Deployment/generator"]
+    run = cluster_run(labels=queue, generator={"replicas": 3, "devices": devices})
+    deployment = rendered(run, Desired(Wanted(generators=True)))["Deployment/generator"]
     assert deployment["spec"]["replicas"] == 3
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {
         "maxSurge": surge,

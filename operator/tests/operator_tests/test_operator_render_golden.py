@@ -25,7 +25,7 @@ RUNS = {
         labels={"kueue.x-k8s.io/queue-name": "research"},
         model={"hub": {"name": "example/math-7b"}},
         storage={"claimName": "team-volume"},
-        generator={"replicas": 4, "devices": 2, "podTemplate": {"shmSize": "16Gi"}},
+        generator={"devices": 2, "podTemplate": {"shmSize": "16Gi"}},
         trainer={
             "replicas": 2,
             "devices": 8,

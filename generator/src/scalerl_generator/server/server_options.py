@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalerl_api.lora import LORA_RANKS
+from scalerl_api.lora import reserved_rank
 from scalerl_api.registry import Kind, PluginError, entry_point
 from scalerl_api.vllm_options import HEAD_MESSAGE, HEAD_TYPE, OVERRIDES_OPTION, free_option, option_name
 from scalerl_generator.drafts.draft_protocol import DRAFTER, MEMORY_TOKENS
@@ -160,8 +160,8 @@ def vllm_arguments(options: ServerOptions, on_cpu: bool, seed: int = 0) -> list[
         argv += ["--speculative-config", json.dumps(speculation)]
         argv += ["--additional-config", json.dumps(_drafts(options))]
     if options.lora_versions:
-        rank = next(rank for rank in LORA_RANKS if rank >= options.lora_rank)
-        argv += ["--enable-lora", "--max-loras", str(options.lora_versions), "--max-lora-rank", str(rank)]
+        rank = str(reserved_rank(options.lora_rank))
+        argv += ["--enable-lora", "--max-loras", str(options.lora_versions), "--max-lora-rank", rank]
         if options.lora_targets:
             # vLLM compares last parts of names, or whole ones, which of some models are not those in the files.
             kinds = {target.rpartition(".")[2] for target in options.lora_targets.split(",")}

@@ -65,19 +65,19 @@ class ServerWeights:
             if problem is not None:
                 return
 
-    async def fetch(self, receive: WeightReceive) -> FetchReport:
+    async def fetch(self, request: WeightReceive) -> FetchReport:
         """Read one version from files into the server's memory. The server generates meanwhile.
 
         Raises:
-            FetchContinues: it was not read within ``receive.timeout_seconds``.
+            FetchContinues: it was not read within ``request.timeout_seconds``.
             FetchStalled: the same, and nothing was read.
             FetchUnreachable: it cannot be read, and no file is at fault.
             ServerRefused: it cannot be read.
         """
-        path, deadline = "/collective_rpc", time.monotonic() + receive.timeout_seconds
-        encoded = base64.b64encode(msgspec.msgpack.encode(receive)).decode()
+        path, deadline = "/collective_rpc", time.monotonic() + request.timeout_seconds
+        encoded = base64.b64encode(msgspec.msgpack.encode(request)).decode()
         await self._server.call("POST", path, {"method": "scalerl_fetch", "args": [encoded]}, CONTROL_SECONDS)
-        poll = {"method": "scalerl_fetched", "args": [str(receive.version)]}
+        poll = {"method": "scalerl_fetched", "args": [str(request.version)]}
         interval, first = _FIRST_JOIN_POLL_SECONDS, None
         while True:
             await asyncio.sleep(interval)
@@ -87,15 +87,15 @@ class ServerWeights:
                 return report
             first = report if first is None else first
             if report.problem is None and time.monotonic() > deadline:
-                late = f"not read after {receive.timeout_seconds:g} s"
+                late = f"not read after {request.timeout_seconds:g} s"
                 if report.bytes == first.bytes:
-                    of = "object store" if receive.files is not None and receive.files.to else "volume"
+                    of = "object store" if request.files is not None and request.files.to else "volume"
                     raise FetchStalled(path, 500, f"{late}, and nothing of it was: the {of} does not answer")
                 raise FetchContinues(path, 500, f"{late}; the server continues to read it")
             if report.problem:
                 raise (FetchUnreachable if report.unreachable else ServerRefused)(path, 500, report.problem)
 
-    async def update_weights(self, receive: WeightReceive, path: str = "") -> PublishReport:
+    async def update_weights(self, request: WeightReceive, path: str = "") -> PublishReport:
         """Receive one version over the group, or load it from the memory at ``path`` into which it was fetched.
 
         Call between :meth:`.VllmClient.pause` and :meth:`.VllmClient.resume`. ``/finish_weight_update`` sets the server's
@@ -106,27 +106,27 @@ class ServerWeights:
             UpdateFailed: the version is not installed. The server has left the group and can join another.
             ServerDown, BadReply: the server does not answer or answers wrongly; which weights it holds is unknown.
         """
-        info = msgspec.to_builtins(receive) | {"path": path}
+        info = msgspec.to_builtins(request) | {"path": path}
         adapters = None
         if self._server.adapters is not None:
-            adapters = self._server.adapters.next(receive.version)
+            adapters = self._server.adapters.next(request.version)
             info |= {"adapters": adapters.name, "needed_adapters": self._server.adapters.needed()}
-        seconds = receive.timeout_seconds + _MARGIN_SECONDS
+        seconds = request.timeout_seconds + _MARGIN_SECONDS
         try:
             if (await self.publish_report()).active:  # a client that died left it open
-                await self._abandon(receive)
+                await self._abandon(request)
             await self._server.call("POST", "/start_weight_update", {}, CONTROL_SECONDS)
             await self._server.call("POST", "/update_weights", {"update_info": info}, seconds)
             report = await self.publish_report()
             if adapters is not None and not report.error:
                 body = {"lora_name": adapters.name, "lora_path": PUBLISHED}
                 await self._server.call("POST", "/v1/load_lora_adapter", body, CONTROL_SECONDS)
-            finish = {} if report.error else {"weight_version": str(receive.version)}
+            finish = {} if report.error else {"weight_version": str(request.version)}
             await self._server.call("POST", "/finish_weight_update", finish, CONTROL_SECONDS)
         except ServerRefused as error:
             report = await self.publish_report()
             if adapters is not None and report.active:  # they arrived, and vLLM refused them
-                await self._abandon(receive)
+                await self._abandon(request)
             raise UpdateFailed(error.message, partial=report.state == "partial") from error
         if report.error:
             raise UpdateFailed(report.error, partial=report.state == "partial")
@@ -140,7 +140,7 @@ class ServerWeights:
         body = {"method": "scalerl_publish_report"}
         return read_publish_report(await self._server.call("POST", "/collective_rpc", body, CONTROL_SECONDS))
 
-    async def receive(self, receive: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
+    async def install(self, request: WeightReceive, fetched: FetchReport | None = None) -> WeightReceived:
         """Pause, receive one version over the group, or load one that was fetched, resume. Returns the duration of each phase.
 
         After a failure, the server is resumed only if its old weights are complete.
@@ -153,7 +153,7 @@ class ServerWeights:
         await self._server.pause()
         paused = time.perf_counter()
         try:
-            report = await self.update_weights(receive, fetched.path)
+            report = await self.update_weights(request, fetched.path)
         except UpdateFailed as error:
             if not error.partial:
                 await self._server.resume()
@@ -161,7 +161,7 @@ class ServerWeights:
         updated = time.perf_counter()
         await self._server.resume()
         return WeightReceived(
-            version=receive.version,
+            version=request.version,
             pause_seconds=paused - started,
             transfer_seconds=fetched.seconds + report.transfer_seconds,
             load_seconds=report.verify_seconds + report.load_seconds + report.finish_seconds,
@@ -176,8 +176,8 @@ class ServerWeights:
                 await self._server.call("POST", "/v1/unload_lora_adapter", body, CONTROL_SECONDS)
             adapters.dropped.pop()
 
-    async def _abandon(self, receive: WeightReceive) -> None:
+    async def _abandon(self, request: WeightReceive) -> None:
         """Abort an update that was started and will not be sent; the worker reports it as failed."""
-        info = {"epoch": receive.epoch, "version": receive.version, "abort": True}
+        info = msgspec.to_builtins(request) | {"abort": True}
         await self._server.call("POST", "/update_weights", {"update_info": info}, CONTROL_SECONDS)
         await self._server.call("POST", "/finish_weight_update", {}, CONTROL_SECONDS)

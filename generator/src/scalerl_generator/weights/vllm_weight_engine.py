@@ -22,23 +22,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
 from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
-from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
+from scalerl_api.wire import GroupJoin, WeightReceive
 from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_generator.weights.merged_lora import merged_weights
 from scalerl_generator.weights.receiver_group import ReceiverGroup
@@ -54,53 +49,22 @@ if TYPE_CHECKING:
 _MIN_BROADCAST_SECONDS = 0.1
 
 
-@dataclass
-class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM ships no types
-    """``init_info``: :class:`scalerl_api.wire.GroupJoin`. ``rank`` is that of the server's first worker."""
+class UpdateInfo(WeightReceive, frozen=True, kw_only=True):
+    """``update_info``: the trainer's request, and what the actor adds. ``timeout_seconds`` is for all buckets together."""
 
-    epoch: int
-    store_host: str
-    store_port: int
-    rank: int
-    world_size: int
-    backend: Literal["gloo", "nccl"]
-    timeout_seconds: float
-
-    def __post_init__(self) -> None:
-        if self.backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend must be gloo or nccl, got {self.backend!r}")
-        if not 1 <= self.rank < self.world_size:
-            raise ValueError(f"rank must be in 1..{self.world_size - 1} (rank 0 sends), got {self.rank}")
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``update_info``: :class:`scalerl_api.wire.WeightReceive`, ``tensors`` in its array form.
-
-    ``timeout_seconds`` is for all buckets together. ``abort`` ends a started update that will not be sent.
-    """
-
-    epoch: int
-    version: int
-    tensors: list[Any] = field(default_factory=list)
-    bucket_bytes: int = 1 << 30
-    timeout_seconds: float = 60.0
-    adapter_scale: float = 0.0
-    files: dict[str, Any] | None = None
     path: str = ""
     """With ``files``, of the memory that has the version (:class:`~.weight_files.SharedBuckets`)."""
     adapters: str = ""
     """Name of the version as a LoRA of vLLM's, of a server that holds several; empty: the version replaces the weights."""
-    needed_adapters: list[str] = field(default_factory=list)
+    needed_adapters: list[str] = []
     """Names of the others that requests still use."""
     abort: bool = False
+    """Ends a started update that will not be sent."""
 
 
-class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type: ignore[misc]
+class ScaleRLWeightEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]  # vLLM ships no types
     """Receives weights by rank 0's broadcasts, verifies each bucket, and loads it into the model layer by layer."""
 
-    init_info_cls = GroupInit
-    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(
@@ -133,11 +97,17 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         """State of the fetch of ``version``."""
         return self.fetcher.report(version) if self.parallel_config.rank == 0 else FetchReport(problem="")
 
-    def init_transfer_engine(self, init_info: GroupInit) -> None:
-        """Start to join a group, after leaving the current one, which may still be opening; does not wait for it."""
+    def parse_init_info(self, init_dict: dict[str, Any]) -> GroupJoin:
+        return msgspec.convert(init_dict, GroupJoin)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return msgspec.convert(update_dict, UpdateInfo)
+
+    def init_transfer_engine(self, init_info: GroupJoin) -> None:
+        """Start to join a group, after leaving the current one, which may still be opening; does not wait for it. ``rank`` is that of
+        the server's first worker."""
         self.shutdown()
-        join = GroupJoin(**asdict(init_info))
-        self._group = ReceiverGroup(join, join.rank + self.parallel_config.rank, self.device)
+        self._group = ReceiverGroup(init_info, init_info.rank + self.parallel_config.rank, self.device)
 
     def join_problem(self, epoch: int) -> str | None:
         """Why the worker is not in the group of ``epoch``; empty if it is, None while the group opens."""
@@ -156,7 +126,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
             held=self.report.held,
         )
         try:
-            self._receive(update_info, report)
+            self._load(update_info, report)
         except Exception as error:
             report.error = (
                 f"version {update_info.version}, group epoch {update_info.epoch}: {error} "
@@ -166,12 +136,13 @@ class ScaleRLWeightEngine(WeightTransferEngine[GroupInit, UpdateInfo]):  # type:
         finally:
             self.report = report
 
-    def _receive(self, info: UpdateInfo, report: PublishReport) -> None:
+    def _load(self, info: UpdateInfo, report: PublishReport) -> None:
+        """Verify each bucket and load it, and keep account in ``report``."""
         if info.abort:
             raise RuntimeError("aborted by the client")
         if (self._adapters is None) == bool(info.adapters):
             raise RuntimeError("the server's --lora-versions and trainer.lora.inFlight contradict each other")
-        buckets = lay_out(msgspec.convert(info.tensors, list[TensorSpec]), info.bucket_bytes)
+        buckets = lay_out(info.tensors, info.bucket_bytes)
         buffers = self._broadcasts(info, buckets) if info.files is None else self._fetched(info, buckets)
         adapters: dict[str, torch.Tensor] = {}
         for bucket in buckets:

@@ -117,7 +117,7 @@ class WeightControl:
                 )
             self._state.begin_update()
             self._busy.pause()
-            return await self._receive(request, fetched)
+            return await self._install(request, fetched)
 
     async def _fetch(self, request: WeightReceive) -> FetchReport:
         """Make the server read the version's files, while it generates."""
@@ -134,10 +134,10 @@ class WeightControl:
             code = codes.get(type(error), "fetch-failed")
             raise ControlProblem(502, code, f"version {request.version}: {error}") from error
 
-    async def _receive(self, request: WeightReceive, fetched: FetchReport | None) -> WeightReceived:
+    async def _install(self, request: WeightReceive, fetched: FetchReport | None) -> WeightReceived:
         started = time.monotonic()
         try:
-            received = await self._weights.receive(request, fetched)
+            received = await self._weights.install(request, fetched)
         except BaseException as error:  # the update must end after any exception, a cancellation included
             old_weights_whole = isinstance(error, UpdateFailed) and not error.partial
             self._epoch = None

@@ -62,8 +62,7 @@ class Applier:
 
     def render_all(self, findings: Findings) -> list[Object]:
         """All objects that a new run will have."""
-        replicas, source_claim = findings.accepted.spec.generator.replicas, findings.checks.source_claim
-        desired = Desired(Wanted(True, True, max(1, replicas), 1), source_claim=source_claim)
+        desired = Desired(Wanted(True, True, True, 1), source_claim=findings.checks.source_claim)
         return self._render(findings, desired, pinned(findings.run, self._images))
 
     async def apply(self, findings: Findings) -> Problem | None:

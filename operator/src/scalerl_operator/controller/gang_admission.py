@@ -205,8 +205,8 @@ def _is_ready(findings: Findings) -> bool:
     if gang is None or not gang.admitted or not observed.trainer.ready:
         return False
     generators = observed.service(Role.GENERATOR).ready
-    wanted = min(gang.generators, findings.decision.generators)
-    return observed.service(Role.COORDINATOR).ready > 0 and generators >= wanted
+    replicas = findings.accepted.spec.generator.replicas if findings.decision.generators else 0
+    return observed.service(Role.COORDINATOR).ready > 0 and generators >= min(gang.generators, replicas)
 
 
 def _is_active(pod: PodView, roles: tuple[Role, ...]) -> bool:

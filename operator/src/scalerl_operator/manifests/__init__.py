@@ -24,6 +24,7 @@ from scalerl_operator.manifests import (
     storage,
     trainer,
 )
+from scalerl_operator.manifests.deployments import beside_gang
 from scalerl_operator.manifests.gang import Gang
 from scalerl_operator.manifests.scope import Desired, Images, Scope, finished, spec_hash
 from scalerl_operator.manifests.storage import secret
@@ -71,9 +72,11 @@ def render(
     if wanted.coordinator:
         objects.append(coordinator.stateful_set(scope))
         if has_servers:
-            objects += [network.environment_service(scope), *environment.deployments(scope)]
+            objects.append(network.environment_service(scope))
+            objects += beside_gang(scope, Role.ENVIRONMENT, environment.servers)
     if wanted.generators:
-        objects += [generator.disruption_budget(scope), *generator.deployments(scope, wanted.generators)]
+        objects.append(generator.disruption_budget(scope))
+        objects += beside_gang(scope, Role.GENERATOR, generator.generators)
     if wanted.trainer is not None and (desired.gang is None or desired.gang.admitted):
         objects.append(trainer.job(scope, wanted.trainer))
     return [finished(rendered) for rendered in objects]
@@ -85,11 +88,11 @@ def _workload(scope: Scope, of: Gang) -> Object:
     job = trainer.job(scope, 1)["spec"]
     templates = {
         Role.COORDINATOR: (1, coordinator.stateful_set(scope)["spec"]["template"]),
-        Role.GENERATOR: (of.generators, generator.generators(scope, of.generators)["spec"]["template"]),
+        Role.GENERATOR: (of.generators, generator.generators(scope)["spec"]["template"]),
         Role.TRAINER: (job["parallelism"], job["template"]),
     }
     if scope.spec.environment is not None and of.environments:
-        template = environment.servers(scope, of.environments)["spec"]["template"]
+        template = environment.servers(scope)["spec"]["template"]
         templates[Role.ENVIRONMENT] = (of.environments, template)
     return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates, of.priority)
 

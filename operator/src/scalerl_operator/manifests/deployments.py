@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.pod_settings import PodSettings
@@ -19,15 +20,18 @@ START_SECONDS: Final = 2100
 """Longer than the startup probe, before whose end a Deployment without progress may only be slow."""
 
 
-def beside_gang(replicas: int, of_gang: int | None, make: Callable[[int, bool], Object]) -> list[Object]:
-    """One Deployment, or with a gang of fewer replicas, two. make: takes replicas, and whether they are beyond the gang's."""
-    first = replicas if of_gang is None else min(replicas, of_gang)
-    return [make(count, extra) for count, extra in ((first, False), (replicas - first, True)) if count]
+def beside_gang(scope: Scope, role: Role, make: Callable[[Scope, bool], Object]) -> list[Object]:
+    """One Deployment of the role, or with a gang of fewer replicas, two. make: takes whether its pods are beyond the gang's."""
+    return [make(scope, extra) for extra in (False, True) if _replicas(scope, role, extra)]
 
 
-def deployment(
-    scope: Scope, settings: PodSettings, name: str, replicas: int, *, extra: bool, in_place: bool
-) -> Object:
+def _replicas(scope: Scope, role: Role, extra: bool) -> int:
+    wanted, gang = scope.workload(role).replicas, scope.desired.gang
+    first = wanted if gang is None else min(wanted, gang.replicas(role))
+    return wanted - first if extra else first
+
+
+def deployment(scope: Scope, settings: PodSettings, name: str, *, extra: bool, in_place: bool) -> Object:
     """extra: its pods are beyond the run's gang. in_place: an update deletes a pod before it creates another, as there may be no room
     for both; otherwise the reverse."""
     label = {names.EXTRA: "true"} if extra else {}
@@ -37,7 +41,7 @@ def deployment(
         "kind": "Deployment",
         "metadata": scope.workload_metadata(name, settings.role),
         "spec": {
-            "replicas": replicas,
+            "replicas": _replicas(scope, settings.role, extra),
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": int(not in_place), "maxUnavailable": int(in_place)},

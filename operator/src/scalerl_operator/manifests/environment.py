@@ -6,13 +6,12 @@ PodDisruptionBudget, and an update replaces one pod at a time.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.coordinator import leave_soon
-from scalerl_operator.manifests.deployments import beside_gang, deployment
+from scalerl_operator.manifests.deployments import deployment
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.scope import Scope
 
@@ -20,16 +19,9 @@ GRACE_SECONDS: Final = 30
 """Sessions have nothing to save."""
 
 
-def deployments(scope: Scope) -> list[Object]:
-    """Of the run's servers; see :mod:`.deployments`."""
-    gang = scope.desired.gang
-    replicas = scope.workload(Role.ENVIRONMENT).replicas
-    return beside_gang(replicas, None if gang is None else gang.environments, partial(servers, scope))
-
-
-def servers(scope: Scope, replicas: int, extra: bool = False) -> Object:
+def servers(scope: Scope, extra: bool = False) -> Object:
     settings = PodSettings(role=Role.ENVIRONMENT, grace_seconds=GRACE_SECONDS)
     name = scope.names.extra_environments if extra else scope.names.environment
-    made = deployment(scope, settings, name, replicas, extra=extra, in_place=bool(scope.queue_labels))
+    made = deployment(scope, settings, name, extra=extra, in_place=bool(scope.queue_labels))
     leave_soon(made["spec"]["template"])
     return made

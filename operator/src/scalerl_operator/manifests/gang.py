@@ -63,6 +63,10 @@ class Gang:
     priority: int | None = None
     environments: int = 0
 
+    def replicas(self, role: Role) -> int:
+        """Of a role with a Deployment."""
+        return self.environments if role is Role.ENVIRONMENT else self.generators
+
     def of(self, role: Role) -> Object:
         """``nodeSelector``, ``tolerations`` and ``topology`` (whether Kueue chooses the node of each pod) of a role."""
         found: Object = json.loads(self.placement).get(role, {}) if self.placement else {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 from scalerl_api.process import COMPILE_CACHE
 from scalerl_lifecycle.workloads import ADDRESS, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
-from scalerl_operator.manifests.deployments import beside_gang, deployment
+from scalerl_operator.manifests.deployments import deployment
 from scalerl_operator.manifests.pod_settings import PodSettings
 from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPILE_CACHE_DIR
@@ -18,13 +17,7 @@ GRACE_SECONDS: Final = 60
 """For the actor to return its leases."""
 
 
-def deployments(scope: Scope, replicas: int) -> list[Object]:
-    """Of so many generators; see :mod:`.deployments`."""
-    gang = scope.desired.gang
-    return beside_gang(replicas, None if gang is None else gang.generators, partial(generators, scope))
-
-
-def generators(scope: Scope, replicas: int, extra: bool = False) -> Object:
+def generators(scope: Scope, extra: bool = False) -> Object:
     settings = PodSettings(
         role=Role.GENERATOR,
         grace_seconds=GRACE_SECONDS,
@@ -34,7 +27,7 @@ def generators(scope: Scope, replicas: int, extra: bool = False) -> Object:
     )
     name = scope.names.extra_generators if extra else scope.names.generator
     in_place = bool(scope.spec.generator.devices or scope.queue_labels)
-    return deployment(scope, settings, name, replicas, extra=extra, in_place=in_place)
+    return deployment(scope, settings, name, extra=extra, in_place=in_place)
 
 
 def _compile_cache(scope: Scope) -> dict[str, str]:
