@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from scalerl_api.engines import BUCKET_ELEMENTS, ENGINES, MOMENTS_BYTES, EngineName, Offload, Partition
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
 from scalerl_api.spec import RunSpec
 
@@ -72,7 +71,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         frozen=frozen_models(spec),
         trained=None if spec.trainer.lora is None else trained_parameters(size, spec),
         fp32_head=spec.recipe.fp32_logits in ("Both", "Trainer"),
-        publish_bytes=quantity_bytes(spec.weight_sync.bucket),
+        publish_bytes=spec.publish_bucket_bytes,
         accelerator=spec.trainer.devices > 0,
     )
 
