@@ -156,6 +156,7 @@ def rank_memory(
     # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
     largest = max(size.vocabulary_size * hidden, size.largest_parameter)
     publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
+    buckets += library.overlap_bytes(part) if accelerator else 0
     parts = replace(parts, buckets=buckets + publish)
     if not accelerator:
         return parts
