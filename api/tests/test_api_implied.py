@@ -57,6 +57,28 @@ def test_every_weight_backend() -> None:
     assert weight_backend("Files", on_devices=True).group is None
 
 
+ON_GPUS: dict[str, Any] = {"generator": {"devices": 1}, "trainer": {"devices": 1}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "mebibytes"),
+    [
+        ({}, 16),
+        ({"weightSync": {"bucket": "64Mi"}}, 64),
+        (ON_GPUS | {"weightSync": {"backend": "Gloo"}}, 16),
+        (ON_GPUS | {"weightSync": {"backend": "Files"}}, 16),
+        (ON_GPUS, 409),  # a tenth of 16 GiB is left by vLLM; four buckets
+        (ON_GPUS | {"generator": {"devices": 1, "deviceMemory": "80Gi"}}, 512),
+        (ON_GPUS | {"generator": {"devices": 1, "deviceMemory": "80Gi", "memoryFraction": "0.99"}}, 204),
+        (ON_GPUS | {"generator": {"devices": 1, "memoryFraction": "1"}}, 16),
+        (ON_GPUS | {"weightSync": {"bucket": "16384Ki"}}, 16),
+        (ON_GPUS | {"weightSync": {"bucket": "1Gi"}}, 1024),
+    ],
+)
+def test_size_of_a_bucket_is_the_backends_unless_given(sections: dict[str, Any], mebibytes: int) -> None:
+    assert run_spec(**sections).publish_bucket_bytes == mebibytes << 20
+
+
 def test_every_source_is_a_kind_and_cannot_change() -> None:
     assert SOURCES == ("reasoningGym", "jsonl", "dataset", "plugin")
     for name, field in SourcesSpec.model_fields.items():

@@ -7,7 +7,7 @@ import pytest
 
 from scalerl_api.load import load_run
 from scalerl_api.memory.containers import container_bytes, directory_bytes
-from scalerl_api.memory.limits import device_memory_problem, trainer_advice
+from scalerl_api.memory.limits import TooLittle, device_memory_problem, trainer_advice
 from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.memory.roles import (
     checkpoint_copy,
@@ -253,6 +253,48 @@ def test_generator_whose_weights_do_not_fit_is_named() -> None:
     assert problem is not None
     assert problem.field == "generator"
     assert "weights is 15.3 GiB a GPU, generator.memoryFraction (0.9) of 16.0 GiB is less" in problem.problem
+
+
+def test_given_bucket_has_to_fit_beside_vllm() -> None:
+    def problem(**weights: str) -> TooLittle | None:
+        run = spec(
+            model={"path": "/m", "dtype": "bfloat16", "contextTokens": 8192},
+            generator={"devices": 1},
+            trainer={"devices": 4, "zeroStage": 3, "activationCheckpointing": True, "microBatchTokens": 8192},
+            weightSync=weights,
+        )
+        return device_memory_problem(QWEN3_8B, run, H100, 24 << 30)
+
+    # A tenth of 24 GiB, for four buckets.
+    assert problem() is None
+    assert problem(bucket="600Mi") is None
+    assert problem(bucket="2Gi", backend="Gloo") is None
+    found = problem(bucket="700Mi")
+    assert found is not None
+    assert found.field == "weightSync.bucket"
+    assert "up to 4 buckets of a publish on its GPU, 2.7 GiB" in found.problem
+    assert found.problem.endswith("(0.9) of 24.0 GiB leaves 2.4")
+
+
+def test_bucket_of_nccl_is_counted_on_the_devices_alone() -> None:
+    def run(backend: str) -> RunSpec:
+        return spec(
+            model={"path": "/m", "dtype": "bfloat16", "contextTokens": 8192},
+            generator={"devices": 1, "deviceMemory": "80Gi"},
+            trainer={"devices": 4, "zeroStage": 2, "microBatchTokens": 8192},
+            weightSync={"backend": backend},
+        )
+
+    gloo, nccl = run("Gloo"), run("NCCL")
+    # Of gloo the embedding is larger than a bucket.
+    more = trainer_rank_memory(QWEN3_8B, nccl).buckets - trainer_rank_memory(QWEN3_8B, gloo).buckets
+    assert more == max(0, 2 * ((512 << 20) - 2 * 151936 * 4096))
+    small = ModelSize(parameters=10**8, hidden_size=64, layers=2, intermediate_size=128, vocabulary_size=1000)
+    more = trainer_rank_memory(small, nccl).buckets - trainer_rank_memory(small, gloo).buckets
+    assert more == 2 * (2 * 10**8 - 2 * small.largest_parameter), "not more than the model"
+    for container in ("server", "trainer"):
+        less = container_bytes(container, QWEN3_8B, gloo) - container_bytes(container, QWEN3_8B, nccl)
+        assert less == pytest.approx(1.1 * 2 * (16 << 20), abs=1)
 
 
 def test_unknown_device_memory_is_no_problem() -> None:

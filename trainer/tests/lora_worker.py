@@ -79,6 +79,14 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def norms(job: dict[str, Any]) -> list[float]:
+    """Gradient norms of three steps."""
+    engine = engine_of(job)
+    found = [engine.step(share(step, rank, world), Cispo()).gradient_norm for step in range(3)]
+    engine.close()
+    return found
+
+
 def refused(job: dict[str, Any]) -> str:
     engine = engine_of(job)
     try:

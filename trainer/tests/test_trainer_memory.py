@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from free_port import free_port
 
 from scalerl_api.memory.model_size import ModelSize
@@ -41,10 +42,27 @@ def test_low_precision_gradients_are_freed_during_backward(dtype: str) -> None:
     from scalerl_trainer.engine.deepspeed_config import deepspeed_config
     from scalerl_trainer.engine.settings import EngineSettings
 
-    config = deepspeed_config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9)  # type: ignore[arg-type]
+    config = deepspeed_config(EngineSettings(zero_stage=1, dtype=dtype), 2, 10**9, torch.device("cpu"))  # type: ignore[arg-type]
     assert config["bf16"]["immediate_grad_update"] == (dtype == "bfloat16")
     # The estimate's buckets are the engine's.
     assert config["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "stages"), [("cpu", []), ("cuda", [3])])
+def test_reductions_overlap_where_deepspeed_orders_them(device: str, stages: list[int]) -> None:
+    """The engine refuses them at stages 0 and 1, with accumulation by the caller."""
+    from scalerl_trainer.engine.deepspeed_config import deepspeed_config
+    from scalerl_trainer.engine.settings import EngineSettings
+
+    found = [
+        stage
+        for stage in range(4)
+        if deepspeed_config(
+            EngineSettings(zero_stage=stage, dtype="float32"), 2, 10**9, torch.device(device)
+        )["zero_optimization"]["overlap_comm"]
+    ]
+    assert found == stages
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl_api import wire
 from scalerl_api.spec import RunSpec
+from scalerl_api.weight_backends import WEIGHT_BACKENDS
 from scalerl_api.weight_layout import (
     CHECKSUM_VECTORS,
     check_trailer,
@@ -32,6 +34,7 @@ from scalerl_api.weight_layout import (
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.errors import GroupError, SourceError
+from scalerl_trainer.publish.from_spec import publish_settings
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
 from scalerl_trainer.publish.probe import Measured, ProbeSequence, probe
 from scalerl_trainer.publish.publisher import WeightSource
@@ -79,6 +82,20 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+class AllocatedBytes(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
 
 
 @pytest.mark.parametrize("words", [2, (1 << 14) - 2, 1 << 14, (5 << 14) + 4])
@@ -222,6 +239,47 @@ def test_publish_updates_all_members(actors: FakeActors, make_publisher: Any) ->
         for member in members:
             assert actors.holds(member.name, version, tensors)
     assert outcome.stats["publish_open_seconds"] == 0, "the same members keep their group"
+
+
+NCCL_BUCKET = WEIGHT_BACKENDS["NCCL"].own_bucket_bytes
+
+
+def test_publish_with_the_buckets_of_nccl(
+    actors: FakeActors, make_publisher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are of the model's size, not of a bucket's."""
+    backend = replace(WEIGHT_BACKENDS["NCCL"], group="gloo")
+    monkeypatch.setitem(WEIGHT_BACKENDS, "NCCL", backend)  # type: ignore[index]
+    spec = RunSpec.model_validate(
+        {
+            "model": {"path": "/m"},
+            "task": {"jsonl": {"path": "/x"}, "verifier": {"name": "exact"}},
+            "generator": {"devices": 1, "deviceMemory": "80Gi"},
+            "trainer": {"devices": 1},
+            "budget": {"maxSteps": 1},
+        }
+    )
+    made = publish_settings(spec, "127.0.0.1", torch.device("cpu"))
+    assert (made.backend, made.bucket_bytes) == ("gloo", NCCL_BUCKET)
+    (member,) = actors.start([])
+    publisher, tensors = make_publisher(bucket_bytes=made.bucket_bytes), sample_weights()
+    with AllocatedBytes() as allocated:
+        assert publisher.publish(0, as_weights(tensors), [member]).updated == ["generator-0"]
+    assert actors.holds("generator-0", 0, tensors)
+    assert allocated.largest < 1 << 20
+
+
+def test_publish_with_a_tensor_above_a_bucket_and_a_short_last_one(
+    actors: FakeActors, make_publisher: Any
+) -> None:
+    tensors, bucket_bytes = sample_weights(), 600
+    buckets = lay_out([tensor_spec(n, t) for n, t in tensors.items()], bucket_bytes)
+    assert len(buckets) > 2
+    assert buckets[0].payload_bytes > bucket_bytes > buckets[-1].payload_bytes
+    (member,) = actors.start([])
+    outcome = make_publisher(bucket_bytes=bucket_bytes).publish(0, as_weights(tensors), [member])
+    assert outcome.updated == ["generator-0"]
+    assert actors.holds("generator-0", 0, tensors)
 
 
 def test_publish_new_member_opens_new_group(actors: FakeActors, make_publisher: Any) -> None:

@@ -76,6 +76,10 @@ class Engine:
         """Communication buckets."""
         raise NotImplementedError
 
+    def overlap_bytes(self, part: Partition) -> int:
+        """Gradients on an accelerator that wait for a reduction beside the backward pass."""
+        return 0
+
     def update_bytes(self, part: Partition) -> int:
         """Buffers after the backward pass."""
         raise NotImplementedError
@@ -107,6 +111,10 @@ class DeepSpeed(Engine):
 
     def bucket_bytes(self, part: Partition) -> int:
         return _BUCKET_BYTES[part.zero_stage] * min(part.bucket_elements, part.trained)
+
+    def overlap_bytes(self, part: Partition) -> int:
+        """Of three buckets: ZeRO-3 has at most two in progress before it waits [by reading]."""
+        return (part.zero_stage == 3) * 3 * part.value_bytes * min(part.bucket_elements, part.trained)
 
     def update_bytes(self, part: Partition) -> int:
         """The buffer in which gradients are reduced without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time."""

@@ -28,6 +28,7 @@ from scalerl_api.fields import (
     StorePrefix,
     UnitDecimal,
     at_most_one,
+    quantity_bytes,
 )
 from scalerl_api.generator_spec import GeneratorSpec
 from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
@@ -361,6 +362,15 @@ class RunSpec(Model):
         """That of ``weightSync.backend`` and the run's devices."""
         on_devices = self.generator.devices > 0 and self.trainer.devices > 0
         return weight_backend(self.weight_sync.backend, on_devices=on_devices)
+
+    @property
+    def publish_bucket_bytes(self) -> int:
+        """Bytes of a bucket of a publish: ``weightSync.bucket``, or by the backend where that is left out."""
+        generator = self.generator
+        memory = quantity_bytes(generator.device_memory) if generator.device_memory else None
+        return self.weight_backend.bucket_bytes(
+            self.weight_sync.bucket, memory, float(generator.memory_fraction)
+        )
 
     @property
     def probe_limit(self) -> float:

@@ -10,10 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from scalerl_api.fields import Rule
+from scalerl_api.fields import Rule, quantity_bytes
 from scalerl_api.wire.control import GroupBackend
 
 BackendName = Literal["Auto", "Gloo", "NCCL", "Files"]
+
+DEFAULT_BUCKET: Final = "16Mi"
+"""``weightSync.bucket`` if it is left out, and the text that means the backend's own size; another text of the same size, such as
+``16384Ki``, means 16 MiB."""
+_MIB: Final = 2**20
+RECEIVED_BUCKETS: Final = 4
+"""Buckets that a generator's device has memory for at a time: the one that is received, two with tensors of layers that are not complete,
+and one that torch's allocator keeps."""
+_SMALL_DEVICE_BYTES: Final = 16 << 30
+"""Memory of a generator's device if the spec does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +34,33 @@ class WeightBackend:
     """Backend of the process group of trainer and generators; None: they read files, without a group."""
     keeps_published: bool = False
     """Rank 0 and each generator have the last published version in the host's memory."""
+    own_bucket_bytes: int = 16 * _MIB
+    """Of ``weightSync.bucket: 16Mi``, its default: over gloo and from files, a larger one costs the receiver page faults on fresh memory."""
+
+    def bucket_bytes(self, bucket: str, device_bytes: int | None, memory_fraction: float) -> int:
+        """Bytes of a bucket for ``weightSync.bucket``. The backend's own size is at most what a generator's device has free for it.
+
+        Args:
+            device_bytes: memory of a generator's device; None: not known.
+            memory_fraction: the part of it that vLLM takes.
+
+        >>> WEIGHT_BACKENDS["Gloo"].bucket_bytes("16Mi", None, 0.9) >> 20, WEIGHT_BACKENDS["NCCL"].bucket_bytes("16Mi", 80 << 30, 0.9) >> 20
+        (16, 512)
+        >>> WEIGHT_BACKENDS["NCCL"].bucket_bytes("16Mi", None, 0.9) >> 20, WEIGHT_BACKENDS["NCCL"].bucket_bytes("16384Ki", None, 0.9) >> 20
+        (409, 16)
+        """
+        if bucket != DEFAULT_BUCKET:
+            return quantity_bytes(bucket)
+        free = (1 - memory_fraction) * (device_bytes or _SMALL_DEVICE_BYTES)
+        fits = int(free / RECEIVED_BUCKETS) // _MIB * _MIB
+        return min(self.own_bucket_bytes, max(16 * _MIB, fits))
 
 
 WEIGHT_BACKENDS: Final[Mapping[BackendName, WeightBackend]] = {
     "Gloo": WeightBackend("gloo"),
-    "NCCL": WeightBackend("nccl"),
+    # A broadcast of 16 MiB takes less on a GPU than what surrounds it: the launches, the trailer's copy to the host, the wait. An 8B model has
+    # 1,000 of them; with 512 MiB it has 32 [by reading].
+    "NCCL": WeightBackend("nccl", own_bucket_bytes=512 * _MIB),
     "Files": WeightBackend(keeps_published=True),
 }
 WEIGHT_BACKEND_RULES: Final = (

@@ -66,6 +66,7 @@ from scalerl_trainer.checkpoints.upload import Uploader
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
+from scalerl_trainer.device_memory import check_device_memory
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
     AttemptSuperseded,
@@ -151,6 +152,7 @@ def run(
     prefix = "" if attempt is None else f"{attempt}-"
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
+    check_device_memory(ranks, device, paths.base_model, spec)
     opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
     model, weights = opened()
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)

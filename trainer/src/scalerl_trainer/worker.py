@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.spec import RunSpec
 from scalerl_api.weight_sync import PROBE_SEQUENCES
 from scalerl_api.wire import Shard, TrainedSequence
@@ -249,4 +248,4 @@ class Worker:
 
     @property
     def bucket_bytes(self) -> int:
-        return quantity_bytes(self.spec.weight_sync.bucket)
+        return self.spec.publish_bucket_bytes

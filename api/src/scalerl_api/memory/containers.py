@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Final, Literal, TypeGuard
 
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.memory.model_size import BYTES, ModelSize
 from scalerl_api.memory.roles import (
     checkpoint_copy,
@@ -84,7 +83,7 @@ def _server(size: ModelSize, spec: RunSpec) -> int:
     which vLLM lays out anew, and the float32 weights of the head."""
     tensor, bucket = (
         4 * size.largest_tensor,
-        2 * quantity_bytes(spec.weight_sync.bucket) + published_copy(size, spec),
+        _host_buckets(spec) + published_copy(size, spec),
     )
     if spec.generator.devices:
         return tensor + bucket
@@ -98,6 +97,11 @@ DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
 """KV cache of vLLM on CPUs without ``generator.kvCache``, as :mod:`scalerl_generator.vllm_server` sets it for each worker."""
 
 
+def _host_buckets(spec: RunSpec) -> int:
+    """Two buckets of a publish; over NCCL they are on the devices."""
+    return 0 if spec.weight_backend.group == "nccl" else 2 * spec.publish_bucket_bytes
+
+
 def _trainer(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators a few tensors at a time while it loads, the copy of its state for a checkpoint, what it offloads, and buffers
     of a publish over gloo. On CPUs :func:`.roles.trainer_rank_bytes`."""
@@ -107,5 +111,5 @@ def _trainer(size: ModelSize, spec: RunSpec) -> int:
         checkpoint_copy(size, spec)
         + offloaded_bytes(size, spec)
         + 12 * size.largest_parameter
-        + 2 * quantity_bytes(spec.weight_sync.bucket)
+        + _host_buckets(spec)
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scalerl_api.engines import ENGINES
-from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.model_size import BYTES, ModelSize
 from scalerl_api.memory.roles import host_memory, offloaded_bytes, server_memory, trainer_rank_bytes
 from scalerl_api.memory.trainer_rank import trainer_rank_memory, with_trainer
 from scalerl_api.spec import RunSpec
+from scalerl_api.weight_backends import DEFAULT_BUCKET, RECEIVED_BUCKETS
 
 _GIB = 2.0**30
 
@@ -46,7 +47,22 @@ def device_memory_problem(
                 f"({spec.generator.memory_fraction}) of {generator / _GIB:.1f} GiB is less",
                 "choose a smaller model or more generator.devices",
             )
+        free, buckets = (1 - fraction) * generator, RECEIVED_BUCKETS * _device_bucket(size, spec)
+        if buckets > free:
+            return TooLittle(
+                "weightSync.bucket",
+                f"a generator has up to {RECEIVED_BUCKETS} buckets of a publish on its GPU, {buckets / _GIB:.1f} GiB, and "
+                f"generator.memoryFraction ({spec.generator.memory_fraction}) of {generator / _GIB:.1f} GiB leaves {free / _GIB:.1f}",
+                "leave weightSync.bucket out, or reduce it or generator.memoryFraction",
+            )
     return None
+
+
+def _device_bucket(size: ModelSize, spec: RunSpec) -> int:
+    """Bytes of a bucket on a generator's device, if its size is given: the backend's own fits by its choice."""
+    if spec.weight_backend.group != "nccl" or spec.weight_sync.bucket == DEFAULT_BUCKET:
+        return 0
+    return min(spec.publish_bucket_bytes, size.parameters * BYTES[spec.model.dtype])
 
 
 def host_memory_problem(size: ModelSize, spec: RunSpec, there: int) -> TooLittle | None:

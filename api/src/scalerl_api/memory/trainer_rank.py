@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from scalerl_api.engines import BUCKET_ELEMENTS, ENGINES, MOMENTS_BYTES, EngineName, Offload, Partition
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
 from scalerl_api.spec import RunSpec
 
@@ -72,7 +71,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         frozen=frozen_models(spec),
         trained=None if spec.trainer.lora is None else trained_parameters(size, spec),
         fp32_head=spec.recipe.fp32_logits in ("Both", "Trainer"),
-        publish_bytes=quantity_bytes(spec.weight_sync.bucket),
+        publish_bytes=spec.publish_bucket_bytes,
         accelerator=spec.trainer.devices > 0,
     )
 
@@ -157,6 +156,7 @@ def rank_memory(
     # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
     largest = max(size.vocabulary_size * hidden, size.largest_parameter)
     publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
+    buckets += library.overlap_bytes(part) if accelerator else 0
     parts = replace(parts, buckets=buckets + publish)
     if not accelerator:
         return parts

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from scalerl_api.engines import BUCKET_ELEMENTS
 from scalerl_trainer.engine.settings import EngineSettings
 
 
-def deepspeed_config(settings: EngineSettings, world: int, parameters: int) -> dict[str, Any]:
+def overlaps(zero_stage: int, device: torch.device) -> bool:
+    """Whether gradients are reduced on a stream beside the backward pass: under ZeRO-3 on CUDA, DeepSpeed's own default.
+
+    DeepSpeed 0.19.8 refuses it below stage 2 with accumulation by the caller. At stage 2 its reductions still hold up the backward pass
+    (issue 8364), so a second buffer buys little, and it has had four fixes of wrong gradients (5606, 7805, 7965, 8080). At stage 3
+    gradients are copied to the buffer on the reducing stream itself, after what computed them, and each backward pass ends with a wait
+    for it: so an accumulation, a norm or an update sees all of them. CPUs have no streams. Not run on a GPU yet [by reading].
+    """
+    return zero_stage == 3 and device.type == "cuda"
+
+
+def deepspeed_config(
+    settings: EngineSettings, world: int, parameters: int, device: torch.device
+) -> dict[str, Any]:
     bfloat16 = settings.dtype == "bfloat16"
     # DeepSpeed allocates whole buckets, so they should not exceed the model, and needs an even number of elements.
     bucket = min(BUCKET_ELEMENTS, parameters + parameters % 2)
@@ -32,7 +47,7 @@ def deepspeed_config(settings: EngineSettings, world: int, parameters: int) -> d
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": settings.zero_stage,
-            "overlap_comm": False,
+            "overlap_comm": overlaps(settings.zero_stage, device),
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket,

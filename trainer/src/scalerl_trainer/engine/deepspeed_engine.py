@@ -24,7 +24,7 @@ import torch
 
 from scalerl_trainer.checkpoints.engine_files import Piece
 from scalerl_trainer.engine import adamw
-from scalerl_trainer.engine.deepspeed_config import deepspeed_config
+from scalerl_trainer.engine.deepspeed_config import deepspeed_config, overlaps
 from scalerl_trainer.engine.distributed import gather_vectors, limit_as_default
 from scalerl_trainer.engine.gradient_norms import GradientNorms, kind_of
 from scalerl_trainer.engine.settings import EngineSettings
@@ -78,6 +78,12 @@ class ClippingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+def finish_writes(overlaps: bool) -> None:
+    """Wait for writes to ZeRO-3's partitions: with ``overlap_comm`` the next pass gathers them on a stream that does not wait for them."""
+    if overlaps:
+        torch.cuda.current_stream().synchronize()
+
+
 class DeepSpeedEngine:
     """The operations on DeepSpeed that ``Engine`` needs."""
 
@@ -90,10 +96,11 @@ class DeepSpeedEngine:
     ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self._stage = settings.zero_stage
+        self._overlaps = overlaps(settings.zero_stage, device)
         self._offloaded = settings.offload != "None"
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         parameters = [p for p in module.parameters() if p.requires_grad]
-        config = deepspeed_config(settings, self._world, sum(p.numel() for p in parameters))
+        config = deepspeed_config(settings, self._world, sum(p.numel() for p in parameters), device)
         self._module = module = place(module, config, device, weights)
         kind = ClippingAdamW if self._stage == 0 else torch.optim.AdamW
         optimizer = kind(
@@ -134,6 +141,7 @@ class DeepSpeedEngine:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self.engine.step()
+        finish_writes(self._overlaps)
         if isinstance(self._base_optimizer, ClippingAdamW):
             return self._base_optimizer.gradient_norm
         self._clear()
@@ -234,6 +242,7 @@ class DeepSpeedEngine:
             ):
                 flat.data.copy_(master.data)
             optimizer.checkpoint_event_epilogue()
+        finish_writes(self._overlaps)
 
     def _held(self, parameter: torch.nn.Parameter) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """The part of ``parameter`` that this rank's optimizer holds, at most one, in elements.
@@ -277,8 +286,9 @@ class FrozenModule:
     ) -> None:
         module.requires_grad_(False)
         self._engine: Any = None
+        self._overlaps = overlaps(settings.zero_stage, device)
         parameters = sum(p.numel() for p in module.parameters())
-        config = deepspeed_config(settings, torch.distributed.get_world_size(), parameters)
+        config = deepspeed_config(settings, torch.distributed.get_world_size(), parameters, device)
         module = place(module, config, device, weights)
         if settings.zero_stage == 3:
             self._engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
@@ -302,6 +312,7 @@ class FrozenModule:
             if not zero3 or torch.distributed.get_rank() == 0:
                 for target, source in zip(own, others, strict=True):
                     target.copy_(source)
+        finish_writes(self._overlaps)
 
     def part(self, name: str, start: int, count: int) -> torch.Tensor:
         """A view of elements of a flattened parameter; under ZeRO-3 they must be of this rank's part."""

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from scalerl_api.fields import quantity_bytes
 from scalerl_api.object_store import ObjectStore
 from scalerl_api.process import ProcessEnvironment
 from scalerl_api.spec import RunSpec, ScaleRLRun
@@ -43,7 +42,7 @@ def make_publisher(
         claim = partial(claim_prefix, store, identity(run), "weightSync.to", "no other run uses it")
         folder = StoredFolder(store, name)
         begin = begin_attempt(folder, fence, claim, environment.attempt)
-    bucket_bytes = quantity_bytes(spec.weight_sync.bucket)
+    bucket_bytes = spec.publish_bucket_bytes
     return FilePublisher(
         WeightWriter(folder, bucket_bytes, begin),
         control,
@@ -66,7 +65,7 @@ def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishS
     return PublishSettings(
         host=host,
         backend=backend,
-        bucket_bytes=quantity_bytes(spec.weight_sync.bucket),
+        bucket_bytes=spec.publish_bucket_bytes,
         timeout_seconds=float(spec.weight_sync.timeout_seconds),
         workers_per_member=spec.generator.workers,
         device=device if backend == "nccl" else torch.device("cpu"),
