@@ -366,11 +366,10 @@ class RunSpec(Model):
     @property
     def publish_bucket_bytes(self) -> int:
         """Bytes of a bucket of a publish: ``weightSync.bucket``, or by the backend where that is left out."""
-        generator = self.generator
-        memory = quantity_bytes(generator.device_memory) if generator.device_memory else None
-        return self.weight_backend.bucket_bytes(
-            self.weight_sync.bucket, memory, float(generator.memory_fraction)
-        )
+        given = self.generator.device_memory
+        memory = quantity_bytes(given) if given else None
+        share = float(self.generator.memory_fraction)
+        return self.weight_backend.bucket_bytes(self.weight_sync.bucket, memory, share)
 
     @property
     def probe_limit(self) -> float:
