@@ -228,10 +228,8 @@ def test_tasks_are_checked_at_submission_without_the_file_of_a_warm_start() -> N
         return [str(problem) for problem in problems]
 
     assert found() == []
-    run["spec"]["task"]["heldOut"]["size"] = 1
-    del run["spec"]["task"]["plugin"], run["spec"]["task"]["verifier"]
-    run["spec"]["task"] |= {"gym": {"name": "no_such_gym"}}
-    assert any("no_such_gym" in one for one in found())
+    run["spec"]["task"]["plugin"]["parameters"]["contexts"] = {"nowhere": "1"}
+    assert any("nowhere" in one for one in found())
 
 
 def test_compare_knows_a_data_set_by_its_content(tmp_path: Path) -> None:
