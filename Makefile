@@ -61,14 +61,17 @@ run: setup ## train the tiny model on this machine, end to end
 run-autostop: setup ## a run that its own forecast stops
 	$(BIN)/scalerl run examples/tiny-autostop/run.yaml $(if $(RUN_DIR),--dir $(RUN_DIR))
 
-# What a cluster is made of is built meanwhile. Where its programs never were, that takes longer than lint: the tests that need no
-# cluster are run first then. Images take as long as the first unit tests. What goes wrong there goes wrong again in the tests of clusters.
+# What a cluster is made of is built meanwhile. Where its programs or the images' packages never were, that takes longer than lint: the
+# tests that need no cluster are run first then. Images of other code take as long as the first unit tests. What has failed before lint ended
+# is tried again with its output here (3: no cluster can be made); what fails later goes wrong again in the tests of clusters.
 test: setup ## everything CI runs
 	@$(if $(KUBECONFIG),,nice $(BIN)/python tests/cluster/cluster.py prepare > $(VENV)/prepare.log 2>&1 & built=$$!; trap "kill $$built 2> /dev/null || :" EXIT;) \
 	  $(MAKE) --no-print-directory -j 2 -O lint doctests && \
 	  if [ "$${built:-}" ] && kill -0 "$$built" 2> /dev/null && ! $(BIN)/python tests/cluster/cluster.py kept; then \
 	    $(MAKE) --no-print-directory test-unit test-local test-cluster; \
-	  else $(MAKE) --no-print-directory test-tiers IMAGES_LATER=$(if $(FULL),,$${built:+1}); fi
+	  elif [ "$${built:-}" ] && { kill -0 "$$built" 2> /dev/null || wait "$$built" || [ $$? -eq 3 ]; }; then \
+	    $(MAKE) --no-print-directory test-tiers IMAGES_LATER=$(if $(FULL),,1); \
+	  else $(MAKE) --no-print-directory test-tiers; fi
 
 test-full: export FULL := 1
 test-full: test ## those and the ones marked `full`, then the short form of every benchmark: before a release

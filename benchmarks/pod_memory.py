@@ -1,4 +1,4 @@
-"""Host memory of each container of a run, measured, beside the request that the operator derives (``scalerl_api.pod_memory``).
+"""Host memory of each container of a run, measured, beside the request that the operator derives (``scalerl_api.memory.containers``).
 
     python benchmarks/pod_memory.py [--quick] [--only NAME;...]
 

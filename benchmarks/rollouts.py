@@ -23,6 +23,7 @@ from scalerl_analysis import find_rollouts
 from scalerl_api.wire import GroupText, PromptRef, Split, TrainedSequence, VersionSpan
 from scalerl_cli.main import parser as command_line
 from scalerl_cli.rollouts import conditions as conditions_of
+from scalerl_cli.rollouts import prepare_search
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 from scalerl_coordinator.recorded_rows import RecordedGroup
@@ -102,6 +103,7 @@ def write(directory: Path, rollouts: int) -> dict[str, float]:
 def search(run: Path, *conditions: str) -> dict[str, float]:
     """Search three times; returns the best time and its CPU time."""
     arguments = command_line().parse_args(["rollouts", str(run), *conditions])
+    prepare_search()
     times = []
     for _ in range(3):
         started, used = time.perf_counter(), time.process_time()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -20,10 +22,12 @@ from scalerl_analysis import (
     MetricSeries,
     Prices,
     RolloutConditions,
+    compare,
     find_rollouts,
     fit_curve,
     plan,
     read_curve,
+    read_recipe,
 )
 
 SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
@@ -119,3 +123,50 @@ def test_torn_file_of_rollouts_is_a_warning(tmp_path: Path) -> None:
         assert find_rollouts(tmp_path).total == 1
     with warnings.catch_warnings(action="error"):
         assert find_rollouts(tmp_path, report=lambda _: None).matching == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("split", "heldout", "split: 'heldout' is not one of train, held-out"),
+        ("sort", "rewards", "sort: 'rewards' is not one of step, reward, advantage, tokens, age, difference"),
+        ("step", "first", "step: 'first' is not a pair of numbers or one of last"),
+    ],
+)
+def test_condition_that_is_none_of_its_choices_is_refused(field: str, value: str, said: str) -> None:
+    with pytest.raises(AnalysisProblem) as caught:
+        RolloutConditions(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == said
+
+
+def test_rollouts_are_searched_where_the_system_names_no_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS."""
+    record(tmp_path, [{"step": 1}])
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert find_rollouts(tmp_path).matching == 1
+
+
+def test_search_changes_no_setting_of_its_process_and_says_that_files_are_too_many(tmp_path: Path) -> None:
+    first = record(tmp_path, [{"step": 1}])
+    for at in range(2, 40):
+        shutil.copyfile(first, first.with_name(f"train-{at:08}-{at:08}-00000001.parquet"))
+    code = (
+        "import os, resource, sys, pyarrow.parquet; from scalerl_analysis import AnalysisProblem, find_rollouts;"
+        "before = dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE);"
+        "print(find_rollouts(sys.argv[1]).total);"
+        "assert before == (dict(os.environ), resource.getrlimit(resource.RLIMIT_NOFILE));"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); find_rollouts(sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "39\n"
+    assert "more files than this process may open; raise its limit (ulimit -n)" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_single_path_is_one_run_of_its_recipe(tmp_path: Path, kind: type) -> None:
+    path = kind(write_run(tmp_path / "c.csv"))
+    (alone,) = compare({"base": path}).recipes
+    assert (len(alone.files), alone.problems) == (1, ())
+    assert len(read_recipe("base", path).files) == 1

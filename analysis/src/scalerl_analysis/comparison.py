@@ -70,8 +70,12 @@ class Recipe:
         return EqualCompute.of([at for file in self.files if (at := _interpolated(file, compute))])
 
 
+Runs = str | Path | Iterable[str | Path]
+"""Directories or files of the runs of a recipe; one alone is one run."""
+
+
 def read_recipe(
-    label: str, paths: Iterable[str | Path], columns: Columns | None = None, failures: Sequence[str] = ()
+    label: str, paths: Runs, columns: Columns | None = None, failures: Sequence[str] = ()
 ) -> Recipe:
     """Curves and fits of the runs of a recipe, such as its seeds; the reasons of those without are ``problems``.
 
@@ -80,7 +84,7 @@ def read_recipe(
         failures: reason for each failed run, which is not among ``paths``.
     """
     files, made, problems = [], [], []
-    for path in paths:
+    for path in (paths,) if isinstance(paths, str | Path) else paths:
         try:
             files.append(read_curve(path, columns))
             made.append(fit_curve(files[-1]))
@@ -380,7 +384,7 @@ class Comparison:
             yield from dict.fromkeys(f"{recipe.label}: {line}." for line in lines)
 
 
-def compare(recipes: Mapping[str, Iterable[str | Path]], columns: Columns | None = None) -> Comparison:
+def compare(recipes: Mapping[str, Runs], columns: Columns | None = None) -> Comparison:
     """Compare recipes, by label the directories or files of their runs; all are compared with the first one."""
     made = tuple(read_recipe(label, paths, columns) for label, paths in recipes.items())
     return Comparison(made, RewardScale(*(columns or Columns()).scale))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import resource
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +29,7 @@ SORTS: Final = {
     "difference": "logprob_difference_max",
 }
 """Column of each order of a search."""
+SPLITS: Final = ("train", "held-out")
 NEWEST: Final = "last"
 """As the steps of a search: the newest one."""
 _LISTINGS: Final = 3
@@ -81,6 +82,18 @@ class RolloutConditions:
     """A key of :data:`SORTS`; rows without a value come last."""
     descending: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises :class:`AnalysisProblem`: ``split``, ``sort`` or ``step`` is none of its choices."""
+        for name, value, choices in (
+            ("split", self.split, (None, *SPLITS)),
+            ("sort", self.sort, SORTS),
+            ("step", self.step if isinstance(self.step, str) else NEWEST, (NEWEST,)),
+        ):
+            if value not in choices:
+                given = ", ".join(str(one) for one in choices if one is not None)
+                pair = "a pair of numbers or " if name == "step" else ""
+                raise AnalysisProblem(f"{name}: {value!r} is not {pair}one of {given}")
+
 
 @dataclass(frozen=True)
 class FoundRollouts:
@@ -122,7 +135,7 @@ def find_rollouts(
     conditions = conditions or RolloutConditions()
     files = _files(Path(directory), report)
     step = _newest(files, conditions) if isinstance(conditions.step, str) else conditions.step
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(_processors()) as pool:
         results = list(pool.map(lambda file: _whole(file, conditions, step, report), files.items()))
     found = [one for one in results if one is not None and len(one.places)]
     matching = sum(len(one.places) for one in found)
@@ -141,13 +154,15 @@ def find_rollouts(
     return FoundRollouts(_read(files, chosen, columns, tokens=tokens), matching, total)
 
 
+def _processors() -> int:
+    """Those that this process may use, where the system says it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
     """The files of the record, without those that others replace. Raises :class:`AnalysisProblem`."""
     if find_spec("pyarrow") is None:
         raise AnalysisProblem("scalerl rollouts needs pyarrow, which this installation does not have")
-    # Before its import, which reads it: else Arrow returns the memory of each row group, and the kernel clears it for the next.
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
-
     paths = RunPaths(directory)
     if not directory.is_dir():
         raise AnalysisProblem(f"{directory}: no such directory")
@@ -157,8 +172,6 @@ def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
         raise AnalysisProblem(
             f"{directory} has no rollouts: its coordinator did not start, or had rollouts.perStep 0"
         )
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for _ in range(_LISTINGS):
         try:
             files = {path: _open(path, report) for path in sorted(paths.rollouts.glob(_NAMES))}
@@ -179,7 +192,7 @@ def _files(directory: Path, report: Report) -> dict[Path, pq.ParquetFile]:
 
 
 def _open(path: Path, report: Report) -> pq.ParquetFile | None:
-    """The file; None if it is torn, which is reported. Raises FileNotFoundError."""
+    """The file; None if it is torn, which is reported. Raises FileNotFoundError, and :class:`AnalysisProblem` for too many files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -189,6 +202,10 @@ def _open(path: Path, report: Report) -> pq.ParquetFile | None:
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise AnalysisProblem(
+                f"{path.parent} has more files than this process may open; raise its limit (ulimit -n)"
+            ) from error
         report(f"{path}: left out, not a complete Parquet file: {str(error).splitlines()[0]}")
         return None
 
@@ -359,6 +376,6 @@ def _read(
             ) from error
         return rows
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(_processors()) as pool:
         rows = {place: row for some in pool.map(read, by_file.items()) for place, row in some.items()}
     return [rows[one] for one in chosen]

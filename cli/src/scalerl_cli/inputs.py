@@ -113,16 +113,23 @@ def problems(
         files: whether paths of the spec are those of this machine.
     """
     spec = run.spec
+    tasks = spec if files else _without_warm_start_files(spec)
     late = past_deadline(spec, time.time()) if thorough else None
     found = [
         *(() if late is None else [late]),
         *(() if thorough else _suspended(spec)),
         *(plugin_problems(spec, load=thorough) if files else ()),
         *(model_problems(spec, structure=thorough) if files or spec.model.path is None else ()),
-        *(task_problems(spec, answers=thorough) if _reads_tasks(spec, thorough, files) else ()),
+        *(task_problems(tasks, answers=thorough) if _reads_tasks(tasks, thorough, files) else ()),
         *(machine_problems(run) if machine else ()),
     ]
     return list(dict.fromkeys(found))
+
+
+def _without_warm_start_files(spec: RunSpec) -> RunSpec:
+    """The spec without a warm start that has problems of its own: the tasks can be checked where its files are not."""
+    own = spec.warm_start is not None and spec.warm_start.own
+    return spec.model_copy(update={"warm_start": None}) if own else spec
 
 
 def _reads_tasks(spec: RunSpec, thorough: bool, files: bool) -> bool:

@@ -215,6 +215,23 @@ def test_data_set_paths_are_absolute_on_a_cluster(tmp_path: Path) -> None:
     assert inputs.problems(run_from_object(run), thorough=True, machine=False, files=False) == []
 
 
+OPGRAPH = Path(__file__).parents[3] / "examples/opgraph/run.yaml"
+
+
+def test_tasks_are_checked_at_submission_without_the_file_of_a_warm_start() -> None:
+    """Its file is one of pods; a generated task needs none."""
+    run = yaml.safe_load(OPGRAPH.read_text())
+    run["spec"]["warmStart"] |= {"jsonl": {"path": "/data/solutions.jsonl"}}
+
+    def found() -> list[str]:
+        problems = inputs.problems(run_from_object(run), thorough=True, machine=False, files=False)
+        return [str(problem) for problem in problems]
+
+    assert found() == []
+    run["spec"]["task"]["plugin"]["parameters"]["contexts"] = {"nowhere": "1"}
+    assert any("nowhere" in one for one in found())
+
+
 def test_compare_knows_a_data_set_by_its_content(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     file = run_file(tmp_path)

@@ -5,7 +5,7 @@
     run.LocalRun ─ scalerl_lifecycle.runtime        observe, decide, record, apply
       ├─ status_file.StatusFile                     status.json: the lifecycle's persisted state, as in a cluster's object
       ├─ CoordinatorClient                          its status, the stop request
-      └─ supervisor.Supervisor                       which processes of the plan run
+      └─ supervisor.Supervisor                      which processes of the plan run
            ├─ commands.Commands                     their ports, devices and environment
            └─ unit.Unit                             starts, probes and restarts a group of processes, as a kubelet does
                 └─ scalerl_processes.ChildProcess ─ subreaper ─ the role's process and its descendants

@@ -23,14 +23,6 @@ from testcluster.runtime import Loader
 
 PROJECT = Path(__file__).resolve().parents[3]
 ROLES = ("operator", "trainer", "generator")
-_INPUTS = {
-    "operator": (
-        ("control",),
-        ("processes", "api", "tasks", "curvefit", "coordinator", "operator", "analysis", "cli", "extras"),
-    ),
-    "trainer": (("cpu", "s3"), ("processes", "api", "tasks", "trainer", "extras")),
-    "generator": (("cpu",), ("processes", "api", "tasks", "generator", "extras")),
-}
 VARIABLE = "SCALERL_TEST_IMAGES"
 DEFAULT_BASE = "the Dockerfiles' own"
 # The release of Debian whose Python the locks are for.
@@ -38,6 +30,9 @@ _SUITE = "bookworm"
 _PACKAGES = ("python3", "python3-venv", "ca-certificates")
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _SECONDS = 1800
+_COPY = re.compile(r"^COPY (?!--from=)(.+) \S+$", re.MULTILINE)
+_OUR_CODE = "FROM packages AS members\n"
+"""In each Dockerfile, what follows the layers of packages."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,23 @@ def build_all() -> None:
     buildah = Buildah.here()
     for role in ROLES:
         with buildah.lock():
+            packages = _packages_digest(role, _base_name())
             buildah.build(role)
+            _packages_note(role).write_text(packages)
+
+
+def has_packages() -> bool:
+    """Whether ``build_all`` has built every role's image on the present base with the present packages, from whichever code of ours."""
+    notes = {role: _packages_note(role) for role in ROLES}
+    return all(
+        note.is_file() and note.read_text() == _packages_digest(role, _base_name())
+        for role, note in notes.items()
+    )
+
+
+def _packages_note(role: str) -> Path:
+    """Beside the store, with which it goes."""
+    return cache.folder() / "buildah" / f"packages-{role}"
 
 
 def _base_name() -> str:
@@ -166,11 +177,24 @@ def _base_name() -> str:
 
 def tag(role: str, base: str) -> str:
     """By what an image is made from."""
-    locks, members = _INPUTS[role]
-    files = [PROJECT / f"Dockerfile.{role}", PROJECT / ".dockerignore"]
-    files += [PROJECT / "requirements" / f"{lock}.txt" for lock in ("uv", *locks)]
-    files += [PROJECT / member / part for member in members for part in ("pyproject.toml", "src")]
-    return cache.digest(files, base)
+    instructions = _dockerfile(role).read_text()
+    return cache.digest([_dockerfile(role), PROJECT / ".dockerignore", *_copied(instructions)], base)
+
+
+def _dockerfile(role: str) -> Path:
+    return PROJECT / f"Dockerfile.{role}"
+
+
+def _copied(instructions: str) -> list[Path]:
+    """What instructions of a Dockerfile copy of this tree, for CPUs."""
+    lines = _COPY.findall(instructions.replace("${DEVICE}", "cpu"))
+    return [PROJECT / name for line in lines for name in line.split()]
+
+
+def _packages_digest(role: str, base: str) -> str:
+    """By what an image's layers of packages are made from."""
+    instructions = _dockerfile(role).read_text().partition(_OUR_CODE)[0]
+    return cache.digest(_copied(instructions), base, instructions)
 
 
 def _debootstrap(tree: Path, step: Step) -> None:

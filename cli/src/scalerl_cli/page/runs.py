@@ -25,7 +25,7 @@ from scalerl_cli.arguments import add_rollout_conditions
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.curve import curve, other_curves
-from scalerl_cli.rollouts import conditions
+from scalerl_cli.rollouts import conditions, prepare_search
 
 MAX_ROWS: Final = 200
 """Rollouts of a response."""
@@ -204,6 +204,7 @@ class Run:
 
     def _find(self, arguments: argparse.Namespace, **options: Any) -> FoundRollouts:
         """Search; gives the memory of the search back."""
+        prepare_search()
         try:
             return find_rollouts(self.directory, conditions(arguments), limit=arguments.limit, **options)
         finally:
