@@ -12,6 +12,7 @@ import random
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,9 @@ from scalerl_api.wire import Counts
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
 from scalerl_generator.rollouts import partial_reports
-from scalerl_tasks.environments import server as module
+from scalerl_tasks import scoring
+from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.timings import Timings
 
 MAX_TURNS, STEPS, LONGEST, MEAN = 8, 40, 1100, 30
 VICTIMS = ["coordinator"] * 5 + ["trainer"] * 6 + ["server"] * 12 + ["actor"] * 27
@@ -121,8 +124,8 @@ class MortalServer:
 
 @pytest.fixture
 async def environment_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MortalServer]:
-    monkeypatch.setattr(module, "_FIRST_BACK_OFF_SECONDS", 0.05)
-    monkeypatch.setattr(module, "_MAX_BACK_OFF_SECONDS", 0.5)
+    soon = Timings(first_back_off=0.05, max_back_off=0.5)
+    monkeypatch.setattr(scoring, "ServerGrader", partial(ServerGrader, timings=soon))
     server = MortalServer()
     await server.start()
     yield server
