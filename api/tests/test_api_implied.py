@@ -71,7 +71,7 @@ ON_GPUS: dict[str, Any] = {"generator": {"devices": 1}, "trainer": {"devices": 1
         (ON_GPUS | {"generator": {"devices": 1, "deviceMemory": "80Gi"}}, 512),
         (ON_GPUS | {"generator": {"devices": 1, "deviceMemory": "80Gi", "memoryFraction": "0.99"}}, 204),
         (ON_GPUS | {"generator": {"devices": 1, "memoryFraction": "1"}}, 16),
-        (ON_GPUS | {"weightSync": {"bucket": "16384Ki"}}, 16),
+        (ON_GPUS | {"weightSync": {"bucket": "16Mi"}}, 16),
         (ON_GPUS | {"weightSync": {"bucket": "1Gi"}}, 1024),
     ],
 )

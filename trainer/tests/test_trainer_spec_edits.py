@@ -99,6 +99,8 @@ ANNOTATED = {
         "Worker",
         "stage_model",
         "_whole_step",
+        "published_weights",
+        "check_device_memory",
     ),
     *(
         "engine_settings",
@@ -113,12 +115,13 @@ ANNOTATED = {
         "Lora.of",
         "write_model",
         "open_tasks",
+        "trainer_rank_memory",
         "open_warm_start",
         "of_run",
     ),
 }
-"""Functions whose annotations name the part of the spec that they read; of the last three the trainer uses the data, which
-cannot change."""
+"""Functions whose annotations name the part of the spec that they read, or that this test sees in their own file; of the last three the
+trainer uses the data, which cannot change, and an estimate of memory is of the spec with which the trainer started."""
 READ_AGAIN = {"autoscaling.mode"}
 """By the leader, before each checkpoint."""
 NOT_READ = {

@@ -15,9 +15,6 @@ from scalerl_api.wire.control import GroupBackend
 
 BackendName = Literal["Auto", "Gloo", "NCCL", "Files"]
 
-DEFAULT_BUCKET: Final = "16Mi"
-"""``weightSync.bucket`` if it is left out, and the text that means the backend's own size; another text of the same size, such as
-``16384Ki``, means 16 MiB."""
 _MIB: Final = 2**20
 RECEIVED_BUCKETS: Final = 4
 """Buckets that a generator's device has memory for at a time: the one that is received, two with tensors of layers that are not complete,
@@ -35,21 +32,21 @@ class WeightBackend:
     keeps_published: bool = False
     """Rank 0 and each generator have the last published version in the host's memory."""
     own_bucket_bytes: int = 16 * _MIB
-    """Of ``weightSync.bucket: 16Mi``, its default: over gloo and from files, a larger one costs the receiver page faults on fresh memory."""
+    """Where ``weightSync.bucket`` is left out: over gloo and from files, a larger one costs the receiver page faults on fresh memory."""
 
-    def bucket_bytes(self, bucket: str, device_bytes: int | None, memory_fraction: float) -> int:
+    def bucket_bytes(self, bucket: str | None, device_bytes: int | None, memory_fraction: float) -> int:
         """Bytes of a bucket for ``weightSync.bucket``. The backend's own size is at most what a generator's device has free for it.
 
         Args:
             device_bytes: memory of a generator's device; None: not known.
             memory_fraction: the part of it that vLLM takes.
 
-        >>> WEIGHT_BACKENDS["Gloo"].bucket_bytes("16Mi", None, 0.9) >> 20, WEIGHT_BACKENDS["NCCL"].bucket_bytes("16Mi", 80 << 30, 0.9) >> 20
+        >>> WEIGHT_BACKENDS["Gloo"].bucket_bytes(None, None, 0.9) >> 20, WEIGHT_BACKENDS["NCCL"].bucket_bytes(None, 80 << 30, 0.9) >> 20
         (16, 512)
-        >>> WEIGHT_BACKENDS["NCCL"].bucket_bytes("16Mi", None, 0.9) >> 20, WEIGHT_BACKENDS["NCCL"].bucket_bytes("16384Ki", None, 0.9) >> 20
+        >>> WEIGHT_BACKENDS["NCCL"].bucket_bytes(None, None, 0.9) >> 20, WEIGHT_BACKENDS["NCCL"].bucket_bytes("16Mi", None, 0.9) >> 20
         (409, 16)
         """
-        if bucket != DEFAULT_BUCKET:
+        if bucket is not None:
             return quantity_bytes(bucket)
         free = (1 - memory_fraction) * (device_bytes or _SMALL_DEVICE_BYTES)
         fits = int(free / RECEIVED_BUCKETS) // _MIB * _MIB

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from scalerl_api.fields import Model, PositiveDecimal, PositiveQuantity, Rule, StorePrefix
-from scalerl_api.weight_backends import DEFAULT_BUCKET, BackendName
+from scalerl_api.weight_backends import BackendName
 
 DEFAULT_PROBE_LIMITS: Final[Mapping[str, float]] = {"bfloat16": 0.01, "float32": 1e-6}
 """Default of ``weightSync.probeLimit``. With equal weights, tiny random models gave 3e-13 in float32 and 1e-4 (dense) to 1e-2
@@ -30,8 +30,9 @@ class WeightSyncSpec(Model):
     to: StorePrefix | None = None
     """Prefix of an S3 bucket, of this run alone, in the volume's place with ``backend: Files``. Provide credentials as variables in
     ``trainer.podTemplate.env`` and ``generator.podTemplate.env``, from a Secret."""
-    bucket: PositiveQuantity = DEFAULT_BUCKET
-    """Bytes per broadcast, or of a part of a file; larger buckets cause page faults on fresh memory in the receiver (measured on CPU)."""
+    bucket: PositiveQuantity | None = None
+    """Bytes per broadcast, or of a part of a file. Default: 16Mi, where larger buckets cause page faults on fresh memory in the receiver
+    (measured on CPU), and with NCCL 512Mi or what a generator's device has free."""
     timeout_seconds: Annotated[int, Field(ge=5, le=3600)] = 120
     """Timeout of a publish, which is then repeated without the lost generators."""
     probe_limit: PositiveDecimal | None = None

@@ -9,7 +9,7 @@ from scalerl_api.memory.model_size import BYTES, ModelSize
 from scalerl_api.memory.roles import host_memory, offloaded_bytes, server_memory, trainer_rank_bytes
 from scalerl_api.memory.trainer_rank import trainer_rank_memory, with_trainer
 from scalerl_api.spec import RunSpec
-from scalerl_api.weight_backends import DEFAULT_BUCKET, RECEIVED_BUCKETS
+from scalerl_api.weight_backends import RECEIVED_BUCKETS
 
 _GIB = 2.0**30
 
@@ -60,7 +60,7 @@ def device_memory_problem(
 
 def _device_bucket(size: ModelSize, spec: RunSpec) -> int:
     """Bytes of a bucket on a generator's device, if its size is given: the backend's own fits by its choice."""
-    if spec.weight_backend.group != "nccl" or spec.weight_sync.bucket == DEFAULT_BUCKET:
+    if spec.weight_backend.group != "nccl" or spec.weight_sync.bucket is None:
         return 0
     return min(spec.publish_bucket_bytes, size.parameters * BYTES[spec.model.dtype])
 
