@@ -323,6 +323,9 @@ def test_kill_during_the_copy_leaves_nothing_half(tmp_path: Path, prepared: bool
         target = tmp_path / "c"
     _forked_in_place(given, target, prepared)
     checked(target, 10)
+    if prepared:  # killed after its last rename
+        (target / STAGED).mkdir()
+        _forked_in_place(given, target, prepared)
     assert not [path for path in target.iterdir() if path.name.startswith(STAGED)]
 
 

@@ -246,7 +246,11 @@ def take_over(paths: RunPaths, spec: RunSpec, source: Path | None) -> None:
         ForkError, OSError: as :func:`copy_run`.
     """
     given = spec.source
-    if given is None or paths.journal.exists() or any(paths.checkpoints.glob("[!.]*")):
+    if given is None:
+        return
+    staged = paths.root / STAGED
+    shutil.rmtree(staged, ignore_errors=True)  # of a try that was killed, also after its last rename
+    if paths.journal.exists() or any(paths.checkpoints.glob("[!.]*")):
         return
     if source is None and spec.checkpoint.to is not None:
         log.info(
@@ -258,8 +262,6 @@ def take_over(paths: RunPaths, spec: RunSpec, source: Path | None) -> None:
             "from: on one machine, a fork is made by `scalerl fork RUNDIR`, and continued with --resume; on a cluster, the run has "
             "trained before and its volume has no checkpoint"
         )
-    staged = paths.root / STAGED
-    shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
         origin = copy_run(RunPaths(source), RunPaths(staged), spec, given.step, link=False)
