@@ -32,9 +32,14 @@ class ReceiverGroup:
     Args:
         rank: of this worker; that in ``init`` is of the server's first worker.
         device: of the buffers.
+
+    Raises:
+        ValueError: the group has no receiver of that rank; the other members would wait for it until their time is over.
     """
 
     def __init__(self, init: GroupJoin, rank: int, device: torch.device) -> None:
+        if not 1 <= rank < init.world_size:
+            raise ValueError(f"rank must be in 1..{init.world_size - 1} (rank 0 sends), got {rank}")
         self.epoch = init.epoch
         self._on_gpu = init.backend == "nccl"
         self._device = device
