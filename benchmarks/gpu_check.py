@@ -351,12 +351,11 @@ def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]
 
     if way == "plain transformers":
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        optimizer = Masters(list(model.parameters()))
 
         def plain() -> None:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
         return plain
     cast_parameters(model, torch.bfloat16)

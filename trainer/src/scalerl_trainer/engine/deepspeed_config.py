@@ -16,7 +16,8 @@ def overlaps(zero_stage: int, device: torch.device) -> bool:
     DeepSpeed 0.19.8 refuses it below stage 2 with accumulation by the caller. At stage 2 its reductions still hold up the backward pass
     (issue 8364), so a second buffer buys little, and it has had four fixes of wrong gradients (5606, 7805, 7965, 8080). At stage 3
     gradients are copied to the buffer on the reducing stream itself, after what computed them, and each backward pass ends with a wait
-    for it: so an accumulation, a norm or an update sees all of them. CPUs have no streams. Not run on a GPU yet [by reading].
+    for it: so an accumulation, a norm or an update sees all of them. CPUs have no streams. Read, and run on one GPU, where
+    nothing is reduced.
     """
     return zero_stage == 3 and device.type == "cuda"
 
