@@ -472,3 +472,18 @@ def test_learning_rate_that_bfloat16_rounds_away_is_warned_of(
     )
     found = [one for one in warnings_of(run) if "little for the adapters" in str(one)]
     assert bool(found) == warned
+
+
+@pytest.mark.parametrize(
+    ("trainer", "warned"),
+    [
+        ({"zeroStage": 3}, True),
+        ({"zeroStage": 1}, False),
+        ({"zeroStage": 3, "replicas": 2}, False),
+        ({"zeroStage": 3, "engine": "FSDP2"}, False),
+        ({"zeroStage": 3, "devices": 1, "offload": "Optimizer"}, False),
+    ],
+)
+def test_stage_3_over_one_rank_is_warned_of(trainer: dict[str, Any], warned: bool) -> None:
+    run = spec(trainer={"microBatchTokens": 64, **trainer})
+    assert any(one.where == "spec.trainer.zeroStage" for one in warnings_of(run)) == warned
