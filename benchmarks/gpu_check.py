@@ -4,7 +4,7 @@
 
 It needs torch and transformers, pydantic, msgspec and numpy; neither an installation of this project nor DeepSpeed or vLLM: what
 cannot run without them says so, and the rest runs. Each check is a process of its own with a deadline, so that one that
-crashes or hangs costs nothing but itself. All but the last two take at most 90 s. What settles most comes first:
+crashes or hangs costs nothing but itself. All but the last three take at most 90 s. What settles most comes first:
 
 ============ =====================================================================================================
 machine      versions, device, driver, speed of a bfloat16 matrix product
@@ -24,6 +24,7 @@ lora         steps of low-rank adapters
 moe          steps of a mixture of experts
 group-1      the process group of weight updates, of one process
 group-2      the same of two processes, each on a device of its own where there are two
+vllm         vLLM beside the trainer: start, log-probabilities, updates through files, pause, tokens/s; 150 s at most
 publish      vLLM: ``benchmarks/publish.py --quick``
 run          vLLM: the tiny example, shortened
 ============ =====================================================================================================
@@ -132,22 +133,9 @@ def check_machine(options: Options) -> dict[str, Any]:
     return result
 
 
-def policy_logprobs(policy: Any, ids: list[int], device: Any) -> Any:
-    """One sequence as the trainer computes it: packed, without the last token."""
-    import torch
-
-    from scalerl_trainer.packing import Sequence, pack
-
-    (micro,) = pack([Sequence(ids[:1], ids[1:])], len(ids), shared_rows=False).micro_batches
-    inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
-    with torch.no_grad():
-        logprobs, _ = policy(*(tensor.to(device) for tensor in inputs), 1.0, False)
-    return logprobs
-
-
 def check_positions(options: Options) -> dict[str, Any]:
     import torch
-    from support.gpu_models import make, positions_shape
+    from support.gpu_models import make, policy_logprobs, positions_shape
 
     from scalerl_trainer.models.policy import Policy
     from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
@@ -471,7 +459,13 @@ def receive(port: int, options: Options) -> None:
 
 def check_publish(options: Options) -> dict[str, Any]:
     require("vllm", "deepspeed", "aiohttp")
-    return last_json([sys.executable, str(HERE / "publish.py"), "--quick"])
+    import tempfile
+
+    from support.vllm_process import use_source_tree
+
+    with tempfile.TemporaryDirectory() as folder:
+        use_source_tree(Path(folder))
+        return last_json([sys.executable, str(HERE / "publish.py"), "--quick"])
 
 
 def check_run(options: Options) -> dict[str, Any]:
@@ -530,6 +524,7 @@ CHECKS: dict[str, tuple[Callable[[Options], dict[str, Any]], float]] = {
     "moe": (supported("gpu_engine", "check_moe"), 90.0),
     "group-1": (lambda options: check_group(options, 1), 90.0),
     "group-2": (lambda options: check_group(options, 2), 90.0),
+    "vllm": (supported("gpu_vllm", "check_vllm"), 150.0),
     "publish": (check_publish, 240.0),
     "run": (check_run, 240.0),
 }
@@ -622,7 +617,8 @@ def main() -> int:
         if left < 5:
             results[name] = {"status": "not run", "reason": "the ten minutes are over"}
         else:
-            results[name] = run_check(context, name, options, min(CHECKS[name][1], left))
+            limit = CHECKS[name][1] * (2 if options.device == "cpu" else 1)
+            results[name] = run_check(context, name, options, min(limit, left))
         show(name, results[name])
         report = {
             "device": results.get("machine", {}).get("name", options.device),

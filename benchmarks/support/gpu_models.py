@@ -136,3 +136,14 @@ class Masters:
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             parameter.copy_(master)
             master.grad = None
+
+
+def policy_logprobs(policy: Any, ids: list[int], device: Any) -> Any:
+    """One sequence as the trainer computes it: packed, without the last token."""
+    from scalerl_trainer.packing import Sequence, pack
+
+    (micro,) = pack([Sequence(ids[:1], ids[1:])], len(ids), shared_rows=False).micro_batches
+    inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
+    with torch.no_grad():
+        logprobs, _ = policy(*(tensor.to(device) for tensor in inputs), 1.0, False)
+    return logprobs

@@ -143,6 +143,20 @@ def test_gpu_check_counts_devices_before_group_opens(monkeypatch: pytest.MonkeyP
     assert opened == [1]
 
 
+@pytest.mark.vllm
+@pytest.mark.full
+def test_gpu_check_vllm_on_cpu(tmp_path: Path) -> None:
+    """Each version is what the server answers by, and one that returns gives the same answers to the last bit."""
+    done = check("--device", "cpu", "--tiny", "--only", "vllm", "--out", str(tmp_path / "out.json"))
+    (result,) = json.loads((tmp_path / "out.json").read_text())["checks"].values()
+    assert result["status"] == "ok", done.stdout[-3000:]
+    for version in ("version 1", "version 2", "version 5, of adapters"):
+        assert 0 < result[f"{version}, scored"]["mean"] < 0.02
+        assert 0 < result[f"{version}, sampled"]["mean"] < 0.02
+    assert result["version 3, weights before"]["mean"] > 0.1
+    assert result["version 4 beside version 1, equal"]["max"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.full
 def test_gpu_check_run_on_cpu(tmp_path: Path) -> None:
