@@ -405,7 +405,7 @@ def test_tensors_of_an_h200(
     head = moments["head"]
     assert head.total == max(one.total for one in moments.values())
     tensors = head.total - head.allowance - (0 if accumulates else head.gradients)
-    assert tensors == pytest.approx(measured, rel=0.03)
+    assert tensors == pytest.approx(measured, rel=0.03 if size.mlp_values else 0.01)
     assert tensors + head.allowance > measured
 
 
