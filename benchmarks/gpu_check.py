@@ -22,6 +22,7 @@ step-8B      the same of four layers of Llama 3 8B
 files        weights through files: a base and a delta, written from the device and read bit by bit
 lora         steps of low-rank adapters
 moe          steps of a mixture of experts
+memory       bytes by the parts of a step, beside the estimate, of wide layers and of all stages
 group-1      the process group of weight updates, of one process
 group-2      the same of two processes, each on a device of its own where there are two
 vllm         vLLM beside the trainer: start, log-probabilities, updates through files, pause, tokens/s; 150 s at most
@@ -522,6 +523,7 @@ CHECKS: dict[str, tuple[Callable[[Options], dict[str, Any]], float]] = {
     "files": (supported("gpu_engine", "check_files"), 90.0),
     "lora": (supported("gpu_engine", "check_lora"), 90.0),
     "moe": (supported("gpu_engine", "check_moe"), 90.0),
+    "memory": (supported("gpu_engine", "check_memory"), 90.0),
     "group-1": (lambda options: check_group(options, 1), 90.0),
     "group-2": (lambda options: check_group(options, 2), 90.0),
     "vllm": (supported("gpu_vllm", "check_vllm"), 150.0),

@@ -16,7 +16,13 @@ from scalerl_api.memory.roles import (
     server_memory,
     trainer_rank_bytes,
 )
-from scalerl_api.memory.trainer_rank import rank_memory, stage_plan, trained_parameters, trainer_rank_memory
+from scalerl_api.memory.trainer_rank import (
+    rank_memory,
+    rank_moments,
+    stage_plan,
+    trained_parameters,
+    trainer_rank_memory,
+)
 from scalerl_api.spec import RunSpec, ScratchModel
 from scalerl_api.spec_warnings import warnings_of
 
@@ -64,7 +70,9 @@ def test_recomputed_activations_cost_less_with_many_layers() -> None:
         ).activations
         for flag in (False, True)
     )
-    assert (kept, again) == (10 * 40 * (8 * 8 + 4 * 8 + 4 * 16 - 16) * 4, 10 * (40 * 8 + 144) * 4)
+    layer = 8 * 8 + 4 * 8 + 4 * 16 - 16
+    # After the layers, six of the hidden size; in the backward pass of one, gradients of its values.
+    assert (kept, again) == (10 * (40 * layer + 6 * 8) * 4, 10 * (40 * 8 + layer + 2 * 16 + 3 * 8) * 4)
 
 
 @pytest.mark.parametrize(("stage", "world"), [(4, 1), (-1, 1), (1, 0)])
@@ -198,7 +206,7 @@ def test_breakdown_names_every_part() -> None:
     got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
     assert (
         str(got)
-        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 1.1, head 0.2, buckets 0.0)"
+        == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 1.3, head 0.2, buckets 0.0, allowance 0.0)"
     )
 
 
@@ -308,7 +316,7 @@ def test_unknown_device_memory_is_no_problem() -> None:
         (ModelSize(1_543_714_304, 1536, 28, 8960, 151936), 1, 8, 15),
         (QWEN3_8B, 1, 8, 63),
         (ModelSize(14_768_307_200, 5120, 40, 17408, 151936), 1, 8, 116),
-        (ModelSize(1_543_714_304, 1536, 28, 8960, 151936), 2, 8, 11),
+        (ModelSize(1_543_714_304, 1536, 28, 8960, 151936), 2, 8, 9),
         (QWEN3_8B, 2, 8, 40),
         (ModelSize(14_768_307_200, 5120, 40, 17408, 151936), 2, 8, 70),
         (QWEN3_8B, 3, 8, 30),
@@ -326,6 +334,79 @@ def test_estimates_of_large_models(size: ModelSize, stage: int, world: int, expe
         activation_checkpointing=True,
     )
     assert got.total / 2**30 == pytest.approx(expected, abs=0.1 * expected + 0.5)
+
+
+QWEN_0_5B, QWEN_1_5B, LLAMA_8B, MIXTURE = (
+    {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": wide,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+    for hidden, layers, heads, groups, wide, vocabulary, tied in (
+        (896, 24, 14, 2, 4864, 151936, True),
+        (1536, 28, 12, 2, 8960, 151936, True),
+        (4096, 4, 32, 8, 14336, 128256, False),
+        (1024, 8, 16, 4, 3584, 32000, False),
+    )
+)
+CHECKPOINTED = {"activation_checkpointing": True}
+FSDP2: dict[str, Any] = {"engine": "FSDP2", "zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "tokens", "accumulates", "settings", "measured"),
+    [
+        (QWEN_0_5B, 494_032_768, 14_336, False, FSDP2 | CHECKPOINTED, 10_250_530_304),
+        (QWEN_0_5B, 494_032_768, 14_336, True, {"zero_stage": 1} | CHECKPOINTED, 12_927_098_368),
+        (QWEN_0_5B, 494_032_768, 14_336, True, {"zero_stage": 3} | CHECKPOINTED, 13_124_536_832),
+        (
+            QWEN_0_5B,
+            494_032_768,
+            14_336,
+            True,
+            FSDP2 | CHECKPOINTED | {"offload": "OptimizerAndParameters"},
+            4_307_498_496,
+        ),
+        (
+            QWEN_0_5B,
+            494_032_768,
+            14_336,
+            True,
+            {"zero_stage": 3, "offload": "Optimizer"} | CHECKPOINTED,
+            5_220_476_416,
+        ),
+        (QWEN_1_5B, 1_543_714_304, 14_336, True, FSDP2 | {"trained": 9_232_384}, 46_097_980_416),
+        (MIXTURE | {"num_experts_per_tok": 2}, 791_200_000, 7_168, False, FSDP2, 16_146_008_064),
+        (QWEN_0_5B, 494_032_768, 16_384, False, {"zero_stage": 1}, 32_951_516_672),
+        (QWEN_1_5B, 1_543_714_304, 16_384, False, {"zero_stage": 1}, 73_088_035_840),
+        (LLAMA_8B, 1_923_125_248, 8_192, False, {"zero_stage": 1}, 38_697_452_032),
+        (LLAMA_8B, 1_923_125_248, 8_192, False, {"zero_stage": 1, "fp32_head": False}, 39_234_204_672),
+    ],
+)
+def test_tensors_of_an_h200(
+    config: dict[str, Any],
+    parameters: int,
+    tokens: int,
+    accumulates: bool,
+    settings: dict[str, Any],
+    measured: int,
+) -> None:
+    """What torch allocated at most in steps of one rank (``benchmarks/gpu_check.py``): in each the head was the largest moment. Steps of
+    one micro-batch have no gradients then, unless these are a buffer."""
+    size = ModelSize.of_config(config, parameters)
+    assert size is not None
+    moments = rank_moments(
+        size, dtype="bfloat16", world=1, micro_batch_tokens=tokens, accelerator=True, **settings
+    )
+    head = moments["head"]
+    assert head.total == max(one.total for one in moments.values())
+    tensors = head.total - head.allowance - (0 if accumulates else head.gradients)
+    assert tensors == pytest.approx(measured, rel=0.03 if size.mlp_values else 0.01)
+    assert tensors + head.allowance > measured
 
 
 ON_TWO_GPUS = load_run(Path(__file__).parents[2] / "examples/lora-hub/run.yaml").spec

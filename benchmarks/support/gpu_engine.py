@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from scalerl_api.memory.model_size import ModelSize
-from scalerl_api.memory.trainer_rank import rank_memory
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import (
     Engine,
@@ -24,10 +24,25 @@ from scalerl_trainer.engine import (
 )
 from scalerl_trainer.models.lora import PUBLISHED, Lora
 from scalerl_trainer.packing import Sequence
-from support.gpu_device import Options, clock, open_device, peak_bytes, require
+from support.gpu_device import Options, clock, open_device, require
+from support.gpu_memory import Peaks, memory_of
 from support.gpu_models import SHAPES, TINY, Shape, make, make_moe
 
 BUCKET_BYTES = 64 << 20
+MEMORY_SECONDS: Final = 65.0
+"""After which ``check_memory`` begins no other case."""
+_RECOMPUTED: Final = {"activation_checkpointing": True}
+MEMORY_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "8B, FSDP2, checkpointing": ("8B", {"engine": "FSDP2", "zero_stage": 3} | _RECOMPUTED),
+    "8B, ZeRO 3, checkpointing": ("8B", {"zero_stage": 3} | _RECOMPUTED),
+    "1.5B, FSDP2, checkpointing": ("1.5B", {"engine": "FSDP2", "zero_stage": 3} | _RECOMPUTED),
+    "1.5B, FSDP2": ("1.5B", {"engine": "FSDP2", "zero_stage": 3}),
+    "1.5B, ZeRO 1": ("1.5B", {"zero_stage": 1}),
+    "1.5B, ZeRO 1, checkpointing": ("1.5B", {"zero_stage": 1} | _RECOMPUTED),
+    "0.5B, ZeRO 0, float32": ("0.5B", {"zero_stage": 0, "dtype": "float32"} | _RECOMPUTED),
+    "1.5B, ZeRO 3": ("1.5B", {"zero_stage": 3}),
+}
+"""In an order in which the first tell most: of layers as wide as those of an 8B model, the backward pass is the largest moment."""
 
 
 def check_engine(options: Options, way: str, offload: str = "None") -> dict[str, Any]:
@@ -58,7 +73,24 @@ def check_moe(options: Options) -> dict[str, Any]:
     return result
 
 
-def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str, Any]) -> dict[str, Any]:
+def check_memory(options: Options) -> dict[str, Any]:
+    """Memory by the parts of a step, beside the estimate, as many cases as the time allows."""
+    require("deepspeed")
+    begin, shapes = time.monotonic(), TINY if options.tiny else SHAPES
+    found: dict[str, Any] = {}
+    for name, (shape, changed) in MEMORY_CASES.items():
+        if time.monotonic() - begin > MEMORY_SECONDS:
+            found[name] = "the time was over"
+            continue
+        found[name] = _trained(options, make, shapes[shape], changed, steps=2)
+        print(f"{name}: {json.dumps(found[name])}", flush=True)  # kept should a later one fail
+        gc.collect()
+    return found
+
+
+def _trained(
+    options: Options, make_model: Any, shape: Shape, changed: dict[str, Any], steps: int = 3
+) -> dict[str, Any]:
     open_device(options)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,9 +104,9 @@ def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str,
     tokens = shape.rows * shape.sequence
     given: dict[str, Any] = {"learning_rate": 1e-4, "warmup_steps": 0, "micro_batch_tokens": tokens}
     settings = EngineSettings(**given | changed)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     engine = Engine(model, settings, device)
+    del model
+    peaks = Peaks(engine, device) if device.type == "cuda" else None
     sequences = _sequences(shape)
     before = engine.logprobs(sequences).logprobs_n
     count = len(before)
@@ -82,7 +114,7 @@ def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str,
         sequences, torch.full((len(sequences),), 1 / count), torch.ones(len(sequences)), before
     )
     stats = []
-    for _ in range(3):
+    for _ in range(steps):
         begin = clock(device)
         done = engine.step(batch, Cispo())
         stats.append((done, clock(device) - begin))
@@ -97,8 +129,7 @@ def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str,
         "logprob_gain": float((after - before).mean()),
         "step_seconds": stats[-1][1],
         "tokens_per_second": last.tokens / stats[-1][1],
-        "peak_bytes": peak_bytes(device),
-        "estimated_bytes": _estimate(shape, parameters, settings, device),
+        **memory_of(engine, settings, parameters, peaks),
     }
     if settings.lora is None:
         wrong = {n for bucket in engine.weights.gather_parameters(BUCKET_BYTES) for n in bucket.names} ^ names
@@ -116,32 +147,16 @@ def _trained(options: Options, make_model: Any, shape: Shape, changed: dict[str,
 
 
 def _sequences(shape: Shape) -> list[Sequence]:
-    """Of uneven lengths, so that a kernel for them has something to pack: of each row's tokens a half, and the rest in parts."""
+    """Of uneven lengths, so that a kernel for them has something to pack, and as many as fill two micro-batches: the second has the
+    gradients of the first beside it. The last token of a sequence is not computed."""
     generator = torch.Generator().manual_seed(5)
     found = []
-    for _ in range(shape.rows):
-        for length in (shape.sequence // 2, shape.sequence // 4, shape.sequence // 8):
+    for _ in range(2 * shape.rows):
+        for part in (2, 4, 8, 8):
+            length = shape.sequence // part + 1
             ids = torch.randint(3, shape.vocabulary, (length,), generator=generator).tolist()
             found.append(Sequence(ids[: length // 4], ids[length // 4 :]))
     return found
-
-
-def _estimate(shape: Shape, parameters: int, settings: EngineSettings, device: torch.device) -> int:
-    """The memory that ``prepare`` would ask for."""
-    size = ModelSize(parameters, shape.hidden, shape.layers, shape.intermediate, shape.vocabulary)
-    lora = settings.lora
-    return rank_memory(
-        size,
-        dtype=settings.dtype,
-        zero_stage=settings.zero_stage,
-        world=1,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        engine=settings.engine,
-        offload=settings.offload,
-        activation_checkpointing=settings.activation_checkpointing,
-        trained=None if lora is None else size.adapter_parameters(lora.rank),
-        accelerator=device.type == "cuda",
-    ).total
 
 
 def check_files(options: Options) -> dict[str, Any]:

@@ -27,8 +27,8 @@ SUB_GROUP_ELEMENTS: Final = 1_000_000_000
 """Elements that ZeRO-3 updates at a time."""
 LIVE_ELEMENTS: Final = 1_000_000_000
 """Elements that ZeRO-3 keeps gathered because a later module needs them again (``stage3_max_live_parameters``)."""
-_BUCKET_BYTES: Final[Mapping[int, int]] = {0: 0, 1: 0, 2: 7, 3: 11}
-"""Bytes per element of a bucket by ZeRO stage, for bfloat16: the buffer, its float32 copy, and what is being reduced."""
+_BUCKET_BYTES: Final[Mapping[int, tuple[int, int]]] = {0: (0, 0), 1: (0, 0), 2: (4, 7), 3: (4, 11)}
+"""Bytes per element of a bucket by ZeRO stage, for bfloat16: the buffer; and with what is being reduced of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +61,38 @@ class Engine:
     """What it can keep in the host's memory."""
     keeps_trained_weights: bool
     """Has trained parameters in the model's dtype beside the float32 master weights."""
-    freed_before_update: tuple[str, ...]
-    """Fields of :class:`~.memory.trainer_rank.RankMemory` whose memory is free again when :meth:`update_bytes` are allocated."""
 
     def zero_stages(self, offload: Offload, dtype: Dtype) -> range:
         """Stages that can train a model. Without ZeRO there are no float32 master weights of bfloat16."""
         return range(3 if self.partitions_all or offload != "None" else int(dtype == "bfloat16"), 4)
 
     def gathered_elements(self, part: Partition) -> int:
-        """Elements of partitioned parameters that are whole at a time."""
+        """Elements of partitioned parameters that are whole while a layer computes."""
         raise NotImplementedError
 
-    def bucket_bytes(self, part: Partition) -> int:
-        """Communication buckets."""
-        raise NotImplementedError
+    def gathered_at_head(self, part: Partition) -> int:
+        """The same while the head computes."""
+        return self.gathered_elements(part)
+
+    def bucket_bytes(self, part: Partition, *, reducing: bool) -> int:
+        """Communication buckets, between reductions and during them."""
+        return 0
 
     def overlap_bytes(self, part: Partition) -> int:
         """Gradients on an accelerator that wait for a reduction beside the backward pass."""
         return 0
 
+    def layer_bytes(self, part: Partition) -> int:
+        """Gradients of a layer in its backward pass, and what their reduction needs; of a model that is trained whole."""
+        raise NotImplementedError
+
+    def embedding_bytes(self, part: Partition) -> int:
+        """The same of the embeddings, which are the last ones of a backward pass, and what is gathered then."""
+        raise NotImplementedError
+
     def update_bytes(self, part: Partition) -> int:
         """Buffers after the backward pass."""
-        raise NotImplementedError
+        return 0
 
     def offloaded_bytes(self, trained: int, value_bytes: int, offload: Offload, frozen: int) -> int:
         """Host memory of what is offloaded.
@@ -100,7 +110,6 @@ class DeepSpeed(Engine):
     partitions_all = False
     offloads = ("Optimizer", "OptimizerAndParameters")
     keeps_trained_weights = True
-    freed_before_update = ("activations", "gathered", "head")
 
     def gathered_elements(self, part: Partition) -> int:
         """It keeps what is needed again, which is all of a small model; on one rank it uses the partition itself, unless that is on the
@@ -109,12 +118,26 @@ class DeepSpeed(Engine):
             return 0
         return min(part.parameters, max(part.size.used_at_once, LIVE_ELEMENTS))
 
-    def bucket_bytes(self, part: Partition) -> int:
-        return _BUCKET_BYTES[part.zero_stage] * min(part.bucket_elements, part.trained)
+    def bucket_bytes(self, part: Partition, *, reducing: bool) -> int:
+        return _BUCKET_BYTES[part.zero_stage][reducing] * min(part.bucket_elements, part.trained)
 
     def overlap_bytes(self, part: Partition) -> int:
         """Of three buckets: ZeRO-3 has at most two in progress before it waits [by reading]."""
         return (part.zero_stage == 3) * 3 * part.value_bytes * min(part.bucket_elements, part.trained)
+
+    def layer_bytes(self, part: Partition) -> int:
+        return self._reduced(part) * part.size.largest_in_layer
+
+    def embedding_bytes(self, part: Partition) -> int:
+        """A tied weight has two gradients, which autograd adds, before it is reduced."""
+        gathered = part.value_bytes * self.gathered_elements(part)
+        at_once = max(2 * part.value_bytes, self._reduced(part))
+        return gathered + at_once * part.size.vocabulary_size * part.size.hidden_size
+
+    def _reduced(self, part: Partition) -> int:
+        """Bytes a weight of a parameter's gradient until it is in the accumulated ones: from stage 2 on, of one that is larger than a
+        bucket, also in float32 to be sent and as received."""
+        return part.value_bytes + (8 if part.zero_stage > 1 else 0)
 
     def update_bytes(self, part: Partition) -> int:
         """The buffer in which gradients are reduced without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time."""
@@ -142,17 +165,28 @@ class Fsdp2(Engine):
     partitions_all = True
     offloads = ("OptimizerAndParameters",)
     keeps_trained_weights = False
-    freed_before_update = ("head",)
 
     def gathered_elements(self, part: Partition) -> int:
         return min(part.parameters, part.size.used_at_once)
 
-    def bucket_bytes(self, part: Partition) -> int:
-        return 0
+    def gathered_at_head(self, part: Partition) -> int:
+        """Layers are not."""
+        return min(part.parameters, part.size.embeddings)
 
-    def update_bytes(self, part: Partition) -> int:
-        """In the backward pass, after that of the head: gradients of a layer, in float32 to be sent and as received."""
-        return (part.value_bytes + 8) * min(part.size.layer, part.trained // part.size.layers)
+    def layer_bytes(self, part: Partition) -> int:
+        """In float32 to be sent beside those of the layer before, and as received."""
+        return (4 + self._reduced(part)) * self._layer(part)
+
+    def embedding_bytes(self, part: Partition) -> int:
+        """They are partitioned again before their gradients are reduced, beside those of the first layer."""
+        return self._reduced(part) * part.size.embeddings + 4 * self._layer(part)
+
+    def _reduced(self, part: Partition) -> int:
+        """Bytes a weight: the gradient in float32, and that of the model's dtype before it or the received part after it."""
+        return 4 + max(part.value_bytes, math.ceil(4 / part.world))
+
+    def _layer(self, part: Partition) -> int:
+        return min(part.size.layer, part.trained // part.size.layers)
 
     def offloaded_bytes(self, trained: int, value_bytes: int, offload: Offload, frozen: int) -> int:
         return trained * (MOMENTS_BYTES + 2 * (4 + 4)) + frozen

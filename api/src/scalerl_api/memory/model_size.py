@@ -44,6 +44,8 @@ class ModelSize:
     """Values a token that a layer's experts keep for the backward pass; 0 without experts."""
     norm_values: tuple[int, int] = (0, 0)
     """The same of its norms beyond those of a Llama, in bfloat16 and in float32."""
+    tied: bool = False
+    """Whether it is known that the embedding is the head's weight too."""
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> Self:
@@ -67,6 +69,7 @@ class ModelSize:
             mlp_values=model.experts.per_token * (4 * model.intermediate_size + 2 * h)
             if model.experts
             else 0,
+            tied=model.tied_embeddings,
         )
 
     @classmethod
@@ -82,31 +85,47 @@ class ModelSize:
             return None
         wide = text.get("intermediate_size")
         wide = wide if isinstance(wide, int) else 4 * hidden
-        mlp = _expert_values(text, hidden, wide)
+        mlp, tied = _expert_values(text, hidden, wide), text.get("tie_word_embeddings") is True
         heads, groups, each = (
             text.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
         if not isinstance(heads, int) or heads < 1:
-            return cls(parameters, hidden, layers, wide, vocabulary, largest_tensor, mlp_values=mlp)
+            return cls(
+                parameters, hidden, layers, wide, vocabulary, largest_tensor, mlp_values=mlp, tied=tied
+            )
         each = each if isinstance(each, int) else hidden // heads
         keys = each * (groups if isinstance(groups, int) else heads)
         norms = _norm_values(text, hidden, each * heads + keys)
         return cls(
-            parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys, mlp, norms
+            parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys, mlp, norms, tied
         )
 
-    def activation_values(self, dtype: Dtype) -> int:
+    def activation_values(self, dtype: Dtype, *, frozen: bool = False) -> int:
         """Values that a layer of a Llama keeps for the backward pass of a token, counted in transformers' layers.
 
         Eight of the hidden size (in bfloat16 ten, since norms compute in float32) less the two of the queries, those of the queries
-        and keys before and after attention, and four of the MLP's width. Of each expert that a token has, also its input and output.
+        and keys before and after attention, and four of the MLP's width. Of each expert that a token has, also its input and output. ``frozen`` norms keep no input of their
+        weights' products.
         """
         hidden, queries = self.hidden_size, self.query_size or self.hidden_size
-        norms = (8 if dtype == "bfloat16" else 6) * hidden
-        mlp = self.mlp_values or 4 * self.intermediate_size
-        return (
-            norms + self.norm_values[dtype == "float32"] + 2 * queries + 2 * (self.key_size or hidden) + mlp
-        )
+        norms = ((8 if dtype == "bfloat16" else 6) - 2 * frozen) * hidden
+        keys = self.key_size or hidden
+        return norms + self.norm_values[dtype == "float32"] + 2 * queries + 2 * keys + self._mlp_kept
+
+    @property
+    def backward_values(self) -> int:
+        """Values a token that the backward pass of a layer has at a time beside those that the layer keeps: of its MLP, whose product
+        with the gate has the gradients of both factors beside its own, of the residual stream, and of a norm in float32."""
+        return self._mlp_kept // 2 + 3 * self.hidden_size
+
+    @property
+    def _mlp_kept(self) -> int:
+        return self.mlp_values or 4 * self.intermediate_size
+
+    @property
+    def embeddings(self) -> int:
+        """Parameters of embedding and head."""
+        return (1 if self.tied else 2) * self.vocabulary_size * self.hidden_size
 
     @property
     def _dense_layer(self) -> int:
@@ -120,14 +139,20 @@ class ModelSize:
 
         Layers a quarter larger than a dense one have experts: norms and biases take less, a second expert more.
         """
-        outside = 2 * self.vocabulary_size * self.hidden_size
-        mean = (self.parameters - outside) // max(1, self.layers)
+        mean = (self.parameters - self.embeddings) // max(1, self.layers)
         return mean if 4 * mean > 5 * self._dense_layer else self._dense_layer
 
     @property
     def used_at_once(self) -> int:
         """Parameters of two layers, of which one is fetched ahead, and of embeddings and head."""
-        return 2 * self.layer + 2 * self.vocabulary_size * self.hidden_size
+        return 2 * self.layer + self.embeddings
+
+    @property
+    def largest_in_layer(self) -> int:
+        """Elements of a layer's largest parameter: of experts, two thirds of all, else of the MLP."""
+        if self.layer > self._dense_layer:
+            return 2 * self.layer // 3
+        return self.hidden_size * max(self.hidden_size, self.intermediate_size)
 
     @property
     def largest_parameter(self) -> int:
@@ -140,8 +165,7 @@ class ModelSize:
         >>> ModelSize(13_015_864_320, 5120, 40, 13824, 32000, largest_tensor=5120 * 32000, query_size=5120, key_size=5120).largest_parameter
         163840000
         """
-        experts = 2 * self.layer // 3 if self.layer > self._dense_layer else 0
-        return max(self.largest_tensor, experts)
+        return max(self.largest_tensor, self.largest_in_layer if self.layer > self._dense_layer else 0)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of adapters of all linear layers of a Llama; an estimate for other architectures, and where sizes of heads are

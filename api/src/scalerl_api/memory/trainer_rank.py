@@ -1,14 +1,16 @@
-"""Peak memory of a trainer rank in a step, by ZeRO stage.
+"""Peak memory of a trainer rank in a step, by ZeRO stage: the largest of its moments.
 
 Parameters, gradients, optimizer state and the engine's buffers (:mod:`scalerl_api.engines`) are those that ``benchmarks/memory.py``
-measures, activations a rough bound. On accelerators an allowance for the libraries and for fragmentation is added; on CPUs the
-libraries' own memory is not included.
+measures. On accelerators an allowance for the libraries and for fragmentation is added; on CPUs the memory of a process without a
+model is not included. ``benchmarks/gpu_check.py`` compares it with what a GPU has in use.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Final, ParamSpec
 
 from scalerl_api.engines import BUCKET_ELEMENTS, ENGINES, MOMENTS_BYTES, EngineName, Offload, Partition
 from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
@@ -20,31 +22,36 @@ ACCELERATOR_CHUNK_BYTES = 2**30
 """The same on an accelerator."""
 CONTEXT_BYTES = 5 * 2**28
 """Memory of an accelerator for CUDA's context, NCCL's channels and cuBLAS's workspaces: 1.25 GiB [by reading]."""
+HOST_BYTES = 2**25
+"""Memory that a step on a CPU takes beside tensors: 17 to 40 MB were measured."""
 FRAGMENTATION = 0.05
 """Share of the tensors' memory that torch's allocator cannot use [by reading]."""
+_FINAL_VALUES: Final = 6
+"""Values of the hidden size that a token has between the last layer and the head, and as its gradient."""
 _GIB = 2.0**30
+_Given = ParamSpec("_Given")
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one trainer rank in bytes: of its accelerator, or without one of the host."""
+    """Memory of one trainer rank at a moment, in bytes: of its accelerator, or without one of the host."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    """Kept for the backward pass, and recomputed ones of a layer."""
+    """Kept for the backward pass; with checkpointing recomputed ones of a layer; gradients of a layer's values."""
     gathered: int = 0
     """Partitioned parameters that are whole while they are used."""
     head: int = 0
-    """The output head: on a CPU its weight in float32; the weight's gradient in float32 and in the model's dtype, chunks of logits."""
+    """The output head: on a CPU its weight in float32; the weight's gradient in float32 and in the model's dtype, chunks of logits.
+    In the layers' backward pass the last gradient."""
     buckets: int = 0
-    """Buffers of a publish, communication buckets, and what an update (under FSDP2 the reduction of a layer) needs beyond head,
-    activations and gathered parameters, which are free by then."""
+    """Buffers of a publish, communication buckets, gradients that are being reduced, and what an update needs."""
     reference: int = 0
     """Frozen models: the reference of ``recipe.kl``, and the proximal policy of ``recipe.correction``."""
     allowance: int = 0
-    """For the accelerator's libraries and fragmentation."""
+    """For libraries, and for fragmentation of an accelerator's memory."""
 
     @property
     def total(self) -> int:
@@ -93,7 +100,7 @@ def frozen_models(spec: RunSpec) -> int:
     return (spec.recipe.kl.penalty is not None and second) + (spec.recipe.proximal_updates > 0)
 
 
-def rank_memory(
+def rank_moments(
     size: ModelSize,
     *,
     dtype: Dtype,
@@ -109,8 +116,8 @@ def rank_memory(
     publish_bytes: int = 0,
     accelerator: bool = False,
     bucket_elements: int = BUCKET_ELEMENTS,
-) -> RankMemory:
-    """Peak memory per rank of a step with AdamW.
+) -> dict[str, RankMemory]:
+    """Memory per rank at those moments of a step with AdamW that can be its peak, in their order, with gradients of micro-batches before.
 
     The optimizer of a bfloat16 model keeps float32 master weights besides the two moments (12 bytes per parameter). So does
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
@@ -120,9 +127,11 @@ def rank_memory(
     that have gradients, if adapters alone are trained.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
-    >>> memory = rank_memory(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
-    >>> memory.parameters, memory.gradients, memory.optimizer
-    (2000, 4000, 6000)
+    >>> moments = rank_moments(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
+    >>> list(moments)
+    ['head', 'layer', 'embedding', 'update']
+    >>> {(each.parameters, each.gradients, each.optimizer) for each in moments.values()}
+    {(2000, 4000, 6000)}
 
     Raises:
         ValueError: ``zero_stage`` does not exist, or ``world`` is less than 1.
@@ -138,41 +147,77 @@ def rank_memory(
     if dtype == "float32" and zero_stage == 1:
         gradients += part.share(1, own) * 4  # the reduced partition, beside the whole gradients
     optimizer = part.share(1, own) * (MOMENTS_BYTES + (0 if dtype == "float32" and zero_stage == 0 else 4))
-    layers = (size.layers * hidden + size.activation_values(dtype)) if activation_checkpointing else 0
-    values = layers or size.layers * size.activation_values(dtype)
-    parts = RankMemory(
-        parameters=part.share(3, kept) * each * (offload != "OptimizerAndParameters"),
-        gradients=gradients * (offload == "None"),
-        optimizer=optimizer * (offload == "None"),
-        activations=micro_batch_tokens * values * each,
-        gathered=library.gathered_elements(part) * each,
-        head=_head(
-            size, micro_batch_tokens, each, trains=trained is None, fp32=fp32_head, accelerator=accelerator
-        ),
-        reference=part.share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
-    )
-    free = sum(getattr(parts, field) for field in library.freed_before_update)
-    buckets = library.bucket_bytes(part) + max(0, library.update_bytes(part) - free)
     # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
     largest = max(size.vocabulary_size * hidden, size.largest_parameter)
     publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
-    buckets += library.overlap_bytes(part) if accelerator else 0
-    parts = replace(parts, buckets=buckets + publish)
-    if not accelerator:
-        return parts
-    return replace(parts, allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * parts.total))
+    buckets = publish + library.bucket_bytes(part, reducing=False)
+    reduction = library.overlap_bytes(part) if accelerator else 0
+    reduction += publish + library.bucket_bytes(part, reducing=True)
+    always = RankMemory(
+        parameters=part.share(3, kept) * each * (offload != "OptimizerAndParameters"),
+        gradients=gradients * (offload == "None"),
+        optimizer=optimizer * (offload == "None"),
+        activations=0,
+        buckets=buckets,
+        reference=part.share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
+    )
+    layer = size.activation_values(dtype, frozen=trained is not None)
+    values = size.layers * (hidden if activation_checkpointing else layer)
+    token, whole = micro_batch_tokens * each, trained is None
+    moments = {
+        "head": replace(
+            always,
+            activations=token * (values + _FINAL_VALUES * hidden),
+            gathered=library.gathered_at_head(part) * each,
+            head=_head(size, micro_batch_tokens, each, trains=whole, fp32=fp32_head, accelerator=accelerator),
+        ),
+        "layer": replace(
+            always,
+            activations=token * (values + activation_checkpointing * layer + size.backward_values),
+            gathered=library.gathered_elements(part) * each,
+            head=whole * each * size.vocabulary_size * hidden,
+            buckets=reduction + whole * library.layer_bytes(part),
+        ),
+        "embedding": replace(
+            always, activations=2 * token * hidden, buckets=reduction + whole * library.embedding_bytes(part)
+        ),
+        "update": replace(always, buckets=buckets + library.update_bytes(part)),
+    }
+    return {
+        name: replace(
+            one,
+            allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * one.total) if accelerator else HOST_BYTES,
+        )
+        for name, one in moments.items()
+    }
+
+
+def _largest(moments: Callable[_Given, dict[str, RankMemory]]) -> Callable[_Given, RankMemory]:
+    def peak(*args: _Given.args, **kwargs: _Given.kwargs) -> RankMemory:
+        return max(moments(*args, **kwargs).values(), key=lambda one: one.total)
+
+    return peak
+
+
+rank_memory = _largest(rank_moments)
+"""The largest of :func:`rank_moments`, with its arguments."""
 
 
 def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, accelerator: bool) -> int:
-    """Bytes of the weight's float32 gradient and that in the model's dtype, and of chunks of logits: three in float32, or on an
-    accelerator two and one in the model's dtype. On a CPU also the weight's float32 copy: there products of bfloat16 are not
-    accumulated in float32.
+    """Bytes of the weight's gradient, float32 until all chunks are in it, and of chunks of logits, of which the next is computed while those
+    of the last are there: in the forward pass logits and log-probabilities, in the backward pass logits and their derivative in the
+    model's dtype. On a CPU also the weight's float32 copy: there products of bfloat16 are not accumulated in float32. Without
+    ``fp32``, logits are in the model's dtype first.
     """
-    output = size.vocabulary_size * size.hidden_size
-    gradient = (4 * output + (each * output if each != 4 else 0)) if trains else 0
-    copies = gradient + (4 * output if fp32 and each != 4 and not accelerator else 0)
-    chunk = min(ACCELERATOR_CHUNK_BYTES if accelerator else CHUNK_BYTES, 4 * tokens * size.vocabulary_size)
-    return copies + (5 * chunk // 2 if accelerator else 3 * chunk)
+    output, low = size.vocabulary_size * size.hidden_size, each != 4
+    every = 4 * tokens * size.vocabulary_size
+    chunk = min(ACCELERATOR_CHUNK_BYTES if accelerator else CHUNK_BYTES, every)
+    following = min(chunk, every - chunk) + (chunk // 2 if low and not fp32 else 0)
+    last = 3 * chunk // 2 if low else chunk
+    forward, backward, end = 2 * chunk + following, last + following, last
+    if trains:
+        backward, end = backward + 4 * output, end + (4 + each * low) * output
+    return max(forward, backward, end) + (4 * output if fp32 and low and not accelerator else 0)
 
 
 def stage_plan(size: ModelSize, spec: RunSpec) -> dict[int, RankMemory]:
