@@ -45,7 +45,12 @@ from scalerl_generator.actor_api import actor_app
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.weights.weight_control import WeightControl
-from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer
+from scalerl_trainer.models.scratch import (
+    llama_config,
+    parameter_shapes,
+    train_tokenizer,
+    write_safetensors,
+)
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
 from scalerl_trainer.publish.publisher import WeightSource
@@ -73,7 +78,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 class Generator:
-    """A vLLM server with dummy weights, and its actor's weight control on a thread."""
+    """A vLLM server with random weights, and its actor's weight control on a thread."""
 
     def __init__(self, model: Path) -> None:
         control_port = free_port()
@@ -83,7 +88,7 @@ class Generator:
         self.server = VllmProcess(
             model,
             *("--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "16"),
-            *("--kv-cache-bytes", str(64 << 20), "--", "--load-format", "dummy"),
+            *("--kv-cache-bytes", str(64 << 20)),
         )
         self._ready = threading.Event()
         self._control_port = control_port
@@ -111,8 +116,9 @@ class Generator:
 
 
 def make_model(directory: Path, model: ScratchModel) -> None:
-    """Config and tokenizer; the server fills in weights of its own."""
+    """Config, tokenizer and random weights."""
     directory.mkdir()
+    write_safetensors(directory / "model.safetensors", model, model.vocabulary_size, 0, "bfloat16")
     train_tokenizer(["0 1 2 3"], 512).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"})

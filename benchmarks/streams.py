@@ -129,7 +129,6 @@ def main() -> None:
         server = VllmProcess(
             model,
             *("--dtype", "bfloat16", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "64"),
-            *("--", "--load-format", "dummy"),
         )
         try:
             print(f"{'prompt':>6} {'completion':>10} {'group':>9} {'streams':>9} {'ratio':>6} {'cpu':>6}")
