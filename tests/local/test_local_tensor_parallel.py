@@ -32,9 +32,7 @@ def test_generators_of_two_workers(backend: str, tmp_path: Path) -> None:
             rows = run.metrics()
             return sum(row["applied"] and row.get("publish_members") == 2 for row in rows) >= 2
 
-        run.until(
-            both_were_updated_twice, START_SECONDS + 300, "two updates were published to both generators"
-        )
+        run.until(both_were_updated_twice, 2 * START_SECONDS, "two updates were published to both generators")
         run.process.send_signal(signal.SIGINT)
         assert run.finish(120) == 130, run.tail()
         rows, summary = run.metrics(), run.summary()
