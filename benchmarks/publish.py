@@ -113,6 +113,7 @@ class Generator:
 def make_model(directory: Path, model: ScratchModel) -> None:
     """Config, tokenizer and random weights."""
     directory.mkdir()
+    write_safetensors(directory / "model.safetensors", model, model.vocabulary_size, 0, "bfloat16")
     train_tokenizer(["0 1 2 3"], 512).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"})

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.utils import groups
@@ -194,18 +195,21 @@ class Scenarios:
             "exported": exported,
         }
 
-    def reduced(self, stage: Stage, dtype: Dtype) -> tuple[list[float], float]:
-        """The distinct gradients after one step of two micro-batches (Adam's first moment holds a tenth of them), and
-        their norm. Each contribution is exact in bfloat16, no sum of any two is."""
+    def reduced(self, stage: Stage, dtype: Dtype) -> tuple[list[float], float, int]:
+        """The distinct gradients after one step of two micro-batches (Adam's first moment holds a tenth of them), their norm, and
+        the number of values that were all-reduced. Each contribution is exact in bfloat16, no sum of any two is."""
         settings = EngineSettings(**engine_of(stage), dtype=dtype, max_gradient_norm=0.0)
         engine = open_backend(Products(), settings, self.device)
-        for gradients in ((1.0, 2**-9), (2**-11, 2**-13)):
-            value = torch.full((64,), gradients[self.rank.rank], dtype=getattr(torch, dtype))
-            engine.backward(engine(value))
-        norm = engine.step(1e-3)
+        all_reduce = torch.distributed.all_reduce
+        with patch.object(torch.distributed, "all_reduce", wraps=all_reduce) as reduced:
+            for gradients in ((1.0, 2**-9), (2**-11, 2**-13)):
+                value = torch.full((64,), gradients[self.rank.rank], dtype=getattr(torch, dtype))
+                engine.backward(engine(value))
+            norm = engine.step(1e-3)
         moments = torch.cat([piece.values["exp_avg"] for piece in engine.pieces(owned=False)])
         engine.close()
-        return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm
+        values = sum(call.kwargs["tensor"].numel() for call in reduced.call_args_list)
+        return sorted({round(m / 0.1, 6) for m in moments.double().tolist() if m}), norm, values
 
     def unreached(self, stage: Stage) -> list[float]:
         """Gradient norms of steps with passes that reach both parameters, or only the first."""

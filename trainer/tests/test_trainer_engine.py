@@ -205,9 +205,19 @@ def test_gradients_are_reduced_in_float32_and_zero_disables_clipping(
     """In bfloat16 the smaller contributions would be rounded away: .5 or .500244."""
     mean = (1 + 2**-9 + 2**-11 + 2**-13) / 2
     for rank in ranks:
-        gradients, norm = rank[f"reduced {stage}"]
+        gradients, norm, _ = rank[f"reduced {stage}"]
         assert gradients == pytest.approx([mean], abs=2e-6)
         assert norm == pytest.approx(mean * 129**0.5, rel=1e-5), "far beyond 1"
+
+
+@pytest.mark.parametrize(("stage", "reductions"), [(0, 1), (1, 1), (2, 2)])
+def test_gradients_are_reduced_once_a_step_below_zero_2(
+    stage: Stage, reductions: int, ranks: list[dict[str, Any]]
+) -> None:
+    """Of a step of two micro-batches: where a rank has whole gradients, they are accumulated before they are reduced."""
+    for rank in ranks:
+        *_, values = rank[f"reduced {stage}"]
+        assert values // 129 == reductions
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "FSDP2", *OFFLOADED])

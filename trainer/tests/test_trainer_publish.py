@@ -417,6 +417,45 @@ def test_collective_timeout_exceeds_publish(backend: str, timeout_seconds: int, 
     assert collective_timeout_seconds(spec) == limit
 
 
+def test_check_ends_a_wait_for_gloo_and_a_later_wait_continues() -> None:
+    """A wait of gloo's that times out leaves its operation in progress."""
+    store, peers = Store("127.0.0.1", 60.0), list[Any]()
+    c10d: Any = torch.distributed
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+
+    def join() -> None:
+        client = c10d.TCPStore(
+            store.address.host, store.address.port, is_master=False, wait_for_workers=False
+        )
+        peers.append(c10d.ProcessGroupGloo(c10d.PrefixStore("scalerl-1", client), 1, 2, options))
+        peers[0].allreduce([torch.ones(1)]).wait()
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    group = open_group(1, "gloo", 2, store, torch.device("cpu"), 60.0, lambda: None)
+    joining.join()
+    sent = torch.full((32 << 20,), 7, dtype=torch.uint8)  # more than sockets buffer
+    work, checks = group.start_broadcast(sent, 60.0), iter([None, None, GroupError("a member is lost")])
+
+    def check() -> None:
+        if error := next(checks):
+            raise error
+
+    started = time.monotonic()
+    with pytest.raises(GroupError, match="a member is lost"):
+        group.wait(work, started + 60, check)
+    with pytest.raises(GroupError, match="timed out"):
+        group.wait(work, time.monotonic() + 0.1, lambda: None)
+    assert time.monotonic() - started < 30
+    received = torch.zeros_like(sent)
+    receiving = peers[0].broadcast([received], c10d.BroadcastOptions())
+    group.wait(work, time.monotonic() + 60, lambda: None)
+    receiving.wait()
+    group.close()
+    assert torch.equal(received, sent)
+
+
 def test_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch reads how a group reacts to a lost peer when the group is constructed: by default it ends the process."""
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)

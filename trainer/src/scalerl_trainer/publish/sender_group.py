@@ -6,6 +6,7 @@ closing the server ends the wait of all joining members immediately.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 c10d: Any = torch.distributed  # untyped: torch's typed exports lack these classes
 
 POLL_SECONDS = 0.001
+CHECK_SECONDS = 0.05
+"""A wait that ends with what it waits for is interrupted so often, for its check and its deadline."""
 Check = Callable[[], None]
 """A function that is called while waiting, and raises to end the wait."""
 
@@ -97,11 +100,11 @@ class SenderGroup:
             GroupError: a peer is lost, or ``deadline`` (monotonic) has passed.
         """
         try:
-            while not work.is_completed():  # NCCL's `wait` only synchronizes streams and has no timeout
+            while not work.is_completed():
                 check()
                 if time.monotonic() > deadline:
                     raise GroupError(f"group epoch {self.epoch}: a broadcast timed out")
-                time.sleep(POLL_SECONDS)
+                _wait_briefly(work, self._on_gpu)
             work.wait(timedelta(seconds=1))
         except RuntimeError as error:
             raise GroupError(f"group epoch {self.epoch}: {first_line(error)}") from error
@@ -156,7 +159,7 @@ def open_group(
             check()
             if time.monotonic() > deadline:
                 raise GroupError(f"group epoch {epoch}: not all of {world_size} ranks joined in time")
-            thread.join(timeout=POLL_SECONDS)
+            thread.join(timeout=CHECK_SECONDS)
         if failed:
             raise GroupError(f"group epoch {epoch}: {first_line(failed[0])}")
     except BaseException:
@@ -175,10 +178,22 @@ def _first_allreduce(pg: Any, world_size: int, device: torch.device, timeout_sec
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError("the first operation did not end in time")
-        time.sleep(POLL_SECONDS)
+        _wait_briefly(work, device.type == "cuda")
     work.wait()
     if int(ones) != world_size:
         raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {world_size}")
+
+
+def _wait_briefly(work: Any, on_gpu: bool) -> None:
+    """Wait for ``work``, at most until the next check. Raises nothing: the caller's last wait raises the error of ``work``.
+
+    NCCL's ``wait`` only synchronizes streams, and a CUDA event has no timeout: without a poll, a lost peer would block for ever.
+    """
+    if on_gpu:
+        time.sleep(POLL_SECONDS)
+        return
+    with contextlib.suppress(RuntimeError):
+        work.wait(timedelta(seconds=CHECK_SECONDS))
 
 
 def _release_in_thread(process_groups: list[Any], on_gpu: bool) -> None:
