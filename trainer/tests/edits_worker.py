@@ -13,7 +13,7 @@ from engine_worker import share
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checkpoints.load import CheckpointLoader
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import Checkpointer

@@ -14,7 +14,7 @@ by all ranks (``worker``)::
              coordinator_client         Coordinator.report()
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
-             publish/published_weights  published_weights(): whole weights or adapters
+             publish/whole_or_adapters  weights_to_publish(): whole weights or adapters
              worker                     Worker.gather(): whole parameters, a bucket at a time
              publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read

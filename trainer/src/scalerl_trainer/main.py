@@ -57,7 +57,7 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
 from scalerl_trainer.checkpoints.manifest import CheckpointError
@@ -89,7 +89,7 @@ from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
-from scalerl_trainer.publish.from_spec import make_publisher, publish_limit_seconds
+from scalerl_trainer.publish.make_publisher import make_publisher, publish_limit_seconds
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
