@@ -7,7 +7,7 @@ by all ranks (``worker``)::
              worker                     Worker.train(), with the shard that was fetched beside the last step
              background                 Prefetch, a thread:
              shard_conversion             rank_batch(): algo.advantages, algo.aggregation ▶ train_batch
-             engine/engine              Engine.step()
+             engine/training_step       Engine.step()
              engine/passes              Passes.accumulate(), for each micro-batch: models.policy ▶ log-probabilities ▶ algo.losses
              engine/backend             Backend.backward(); Backend.step(): gradients ▶ weights of the next version
              step_stats                 stats_of_step() of all ranks
