@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
+from scalerl_api.http_answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_body
 from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
 from scalerl_generator.drafts.draft_protocol import (
     DraftReport,
@@ -259,7 +259,7 @@ class VllmClient:
                 url, data=_ENCODE(body), timeout=timeout, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    error_body = bytes(await read_answer(response, MAX_ERROR_BYTES))
+                    error_body = bytes(await read_body(response, MAX_ERROR_BYTES))
                     raise ServerRefused(_GENERATE, response.status, read_error(error_body))
                 async for content in response.content.iter_any():
                     for index, part in answer.feed(content):

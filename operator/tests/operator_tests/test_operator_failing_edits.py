@@ -20,7 +20,7 @@ from operator_tests.manifests import IMAGES, UID
 from scalerl_api.edits import Effect
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_lifecycle.persisted_state import persisted_state
+from scalerl_lifecycle.status_fields import persisted_state
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.decide import decide

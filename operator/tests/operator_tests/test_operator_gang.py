@@ -398,7 +398,9 @@ async def answered(
     run = queued(generator={"replicas": generators, "devices": 1})
     made = seen(workload, *pods, run=run, gang=Gang(3, "{}", admitted=admitted), trainer=trainer)
     wanted = Wanted(generators=generating)
-    await gang_admission.answer(api, replace(made, decision=replace(made.decision, wanted=wanted)))
+    await gang_admission.write_workload_status(
+        api, replace(made, decision=replace(made.decision, wanted=wanted))
+    )
     if not api.patches:
         return None
     ((kind, _, name, patch, subresource), options) = api.patches[0]
@@ -480,12 +482,12 @@ async def test_pods_ready_is_said_once_all_of_the_gang_is() -> None:
 @pytest.mark.parametrize("refusal", [errors.Forbidden, errors.Invalid, errors.NotFound])
 async def test_refused_answer_is_said_and_fails_no_reconcile(refusal: type[errors.ApiError]) -> None:
     made = seen(live("QuotaReserved", "Admitted", "Evicted", admission=ADMISSION), gang=Gang(3))
-    await gang_admission.answer(Api(refusal=refusal), made)  # type: ignore[arg-type]
+    await gang_admission.write_workload_status(Api(refusal=refusal), made)  # type: ignore[arg-type]
     assert "the role has no such right" in gang_admission.why_waiting(made.run)
-    await gang_admission.answer(Api(), made)  # type: ignore[arg-type]
+    await gang_admission.write_workload_status(Api(), made)  # type: ignore[arg-type]
     assert "no such right" not in gang_admission.why_waiting(made.run)
     with pytest.raises(errors.Conflict):
-        await gang_admission.answer(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
+        await gang_admission.write_workload_status(Api(refusal=errors.Conflict), made)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", ["two", "0", "", "1.5", "-2", "９", "99999999999"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from scalerl_api.recipe import resolve
 from scalerl_api.status import GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
-from scalerl_lifecycle.persisted_state import (
+from scalerl_lifecycle.status_fields import (
     decision_fields,
     progress_fields,
     rfc3339,
@@ -15,7 +15,7 @@ from scalerl_lifecycle.persisted_state import (
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.conditions import conditions
 from scalerl_operator.controller.parts import Findings
-from scalerl_operator.controller.summary import columns
+from scalerl_operator.controller.status_columns import columns
 from scalerl_operator.names import selector
 
 
