@@ -73,7 +73,7 @@ from scalerl_autoscaling.models import (
 )
 from scalerl_autoscaling.observation import Point, point_set
 from scalerl_curvefit import CurveError
-from scalerl_curvefit.sidecar.answers import answer_forecast, error_code
+from scalerl_curvefit.sidecar.forecast_answers import answer_forecast, error_code
 from scalerl_curvefit.simulate import ar1_noise
 
 DATA = Path(__file__).parents[1] / "curvefit" / "data"

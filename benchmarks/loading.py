@@ -50,9 +50,9 @@ def rank(folder: Path, stage: int, fsdp: bool) -> None:
     from scalerl_trainer.engine import (
         EngineSettings,
         Rank,
-        deepspeed_engine,
+        deepspeed_backend,
         destroy_process_group,
-        fsdp_engine,
+        fsdp_backend,
         init_process_group,
     )
     from scalerl_trainer.models import Policy, open_model
@@ -65,13 +65,13 @@ def rank(folder: Path, stage: int, fsdp: bool) -> None:
         model, weights = open_model(path)
         policy = Policy(model, fp32_head=True)
         if fsdp:
-            placed: torch.nn.Module = fsdp_engine.place(
+            placed: torch.nn.Module = fsdp_backend.place(
                 policy, torch.bfloat16, device, weights, keep_root=True
             )
             return placed
         count = sum(p.numel() for p in policy.parameters())
-        config = deepspeed_engine._config(settings, 2, count)
-        return deepspeed_engine.place(policy, config, device, weights)
+        config = deepspeed_backend._config(settings, 2, count)
+        return deepspeed_backend.place(policy, config, device, weights)
 
     kept = [load(folder.with_name("tiny"))]  # the libraries' own memory
     print("BEGIN", flush=True)

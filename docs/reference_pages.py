@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from registered_metrics import Registered, registered
+from find_metrics import Registered, registered
 
 from scalerl_api import crd
 from scalerl_api.spec import RunSpec

@@ -27,7 +27,7 @@ from scalerl_api import endpoints
 from scalerl_api import forecast as wire
 from scalerl_autoscaling import forecast_client
 from scalerl_autoscaling.forecast_client import SidecarError
-from scalerl_curvefit.sidecar import answers, app
+from scalerl_curvefit.sidecar import app, forecast_answers
 from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
@@ -236,15 +236,17 @@ def forecast_with_earlier_runs() -> wire.ForecastRequest:
 
 def test_forecast_cached_earlier_runs_give_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     request = forecast_with_earlier_runs()
-    answers._earlier_segment.cache_clear()
-    first = answers.answer_forecast(request)
-    monkeypatch.setattr(answers, "_earlier_segment", answers._earlier_segment.__wrapped__)
-    uncached = answers.answer_forecast(request)
+    forecast_answers._earlier_segment.cache_clear()
+    first = forecast_answers.answer_forecast(request)
+    monkeypatch.setattr(forecast_answers, "_earlier_segment", forecast_answers._earlier_segment.__wrapped__)
+    uncached = forecast_answers.answer_forecast(request)
     monkeypatch.undo()
     read: list[wire.Points] = []
-    curve_of = answers._last_segment
-    monkeypatch.setattr(answers, "_last_segment", lambda points: (read.append(points), curve_of(points))[1])
-    known = answers.answer_forecast(request)
+    curve_of = forecast_answers._last_segment
+    monkeypatch.setattr(
+        forecast_answers, "_last_segment", lambda points: (read.append(points), curve_of(points))[1]
+    )
+    known = forecast_answers.answer_forecast(request)
     assert first == uncached == known
     assert read == [request.points], "a known earlier run is checked again"
     assert [use.weight > 0 for use in known.earlier] == [True, True, False, False, False, False]
@@ -253,10 +255,10 @@ def test_forecast_cached_earlier_runs_give_same_answer(monkeypatch: pytest.Monke
 
 def test_forecast_steps_once_per_new_earlier_run() -> None:
     request = forecast_with_earlier_runs()
-    answers._earlier_segment.cache_clear()
-    *steps, answer = answers.forecast_steps(request)
+    forecast_answers._earlier_segment.cache_clear()
+    *steps, answer = forecast_answers.forecast_steps(request)
     assert steps == [None] * 5, "two of six have the same points"
-    assert list(answers.forecast_steps(request)) == [answer]
+    assert list(forecast_answers.forecast_steps(request)) == [answer]
 
 
 async def test_requests_interleave_between_steps(start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +270,7 @@ async def test_requests_interleave_between_steps(start, monkeypatch: pytest.Monk
         while not answered.is_set():
             time.sleep(0.001)
             yield None
-        yield answers.answer_forecast(request)
+        yield forecast_answers.answer_forecast(request)
 
     monkeypatch.setattr(app, "forecast_steps", steps)
     url = await start(Sidecar(Limits(compute_seconds=120.0)).application())

@@ -40,7 +40,7 @@ from scalerl_api.wire import (
     WeightReceived,
 )
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_tasks.grading.grading_pool import Graded, GradingPool
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_task
@@ -529,7 +529,7 @@ async def test_update_exception_ends_update(scene: Scene, monkeypatch: pytest.Mo
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(ServerWeights, "install", broken)
+        patch.setattr(WeightUpdateClient, "install", broken)
         message = WeightReceive(epoch=7, version=1, tensors=[], bucket_bytes=64, timeout_seconds=5.0)
         body = msgspec.msgpack.encode(message)
         url = scene.generator.control_url + endpoints.WEIGHTS_RECEIVE

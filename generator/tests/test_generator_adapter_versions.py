@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_generator.weights.lora_versions import AdapterVersions
+from scalerl_generator.weights.adapters_in_flight import AdapterVersions
 
 
 @given(st.data())

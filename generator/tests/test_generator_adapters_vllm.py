@@ -29,7 +29,7 @@ from vllm_with_updates import (
 from scalerl_api.weight_layout import lay_out
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.weights.merged_lora import merged_weights
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import UpdateFailed
 
 RANK, SCALE = 2, 2.0
@@ -61,7 +61,7 @@ def merged(model: Path, given: TensorSource, dtype: torch.dtype) -> LlamaForCaus
 async def publish_adapters(client: VllmClient, sender: Sender, given: TensorSource, version: int) -> None:
     message = msgspec.structs.replace(receive(given, sender.epoch, version), adapter_scale=SCALE)
     results = await asyncio.gather(
-        ServerWeights(client).install(message),
+        WeightUpdateClient(client).install(message),
         asyncio.to_thread(sender.send, given, version),
         return_exceptions=True,
     )
@@ -101,7 +101,7 @@ async def test_vllm_with_adapters_equals_merged_weights(server: tuple[Server, to
         assert not generating.done()
         with_adapters = await client.prompt_logprobs(PROBE)
         assert await weight_version(client) == "10"
-        report = await ServerWeights(client).publish_report()
+        report = await WeightUpdateClient(client).publish_report()
         assert (report.state, report.held, report.tensors) == ("whole", 10, len(given.tensors))
         policy = merged(one.model, given, dtype)
         await publish(client, sender, policy, 11)

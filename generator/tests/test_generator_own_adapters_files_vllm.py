@@ -22,7 +22,7 @@ from vllm_with_updates import TOKEN, Server, build_model, score, start_server, w
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.vllm_replies import Part, Sampled, ServerDown
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -58,8 +58,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def publish(client: VllmClient, writer: WeightWriter, model: Path, version: int) -> None:
     request = write(writer, adapters(model, version, torch.float32), version)
     request = msgspec.structs.replace(request, adapter_scale=SCALE)
-    fetched = await ServerWeights(client).fetch(request)
-    await ServerWeights(client).install(request, fetched)
+    fetched = await WeightUpdateClient(client).fetch(request)
+    await WeightUpdateClient(client).install(request, fetched)
 
 
 async def sample(

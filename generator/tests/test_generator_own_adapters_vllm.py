@@ -18,7 +18,7 @@ from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import UNVERSIONED, Part, Sampled
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import UpdateFailed
 
 PROMPT = [5, 6, 7]
@@ -118,7 +118,7 @@ async def test_refused_adapters_leave_the_version_before(server: Server) -> None
         damaged = asyncio.create_task(asyncio.to_thread(sender.send, good, 23, 0))
         message = msgspec.structs.replace(receive(good, 4, 23), adapter_scale=SCALE)
         with pytest.raises(UpdateFailed, match="checksum mismatch"):
-            await ServerWeights(client).install(message)
+            await WeightUpdateClient(client).install(message)
         await damaged
         await serves_good(client)
         sender = await connect(client, 5)

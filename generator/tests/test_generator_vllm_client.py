@@ -24,7 +24,7 @@ from scalerl_generator.vllm_replies import (
     StreamedAnswer,
     VllmError,
 )
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import UpdateFailed
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -194,7 +194,7 @@ async def test_client_refuses_malformed_answers(serve: Serve) -> None:
     with pytest.raises(BadReply, match="<html>"):
         await client.prompt_logprobs([1, 2])
     with pytest.raises(BadReply, match="no worker"):
-        await ServerWeights(client).publish_report()
+        await WeightUpdateClient(client).publish_report()
     odd = choice(weight_versions=[{"version": "latest", "start": 0, "end": 2}])
     client = await serve({"/inference/v1/generate": answer(odd)})
     with pytest.raises(BadReply, match="'latest' is not a number"):
@@ -263,7 +263,7 @@ async def test_receive_resumes_only_complete_weights(serve: Serve, state: str) -
         }
     )
     with pytest.raises(UpdateFailed, match="peer lost") as failed:
-        await ServerWeights(client).install(RECEIVE)
+        await WeightUpdateClient(client).install(RECEIVE)
     assert failed.value.partial == (state == "partial")
     expected = ["/pause", "/start_weight_update", "/update_weights"]
     assert called == expected + (["/resume"] if state == "whole" else [])

@@ -61,7 +61,7 @@ from scalerl_generator.vllm_replies import (
     VllmError,
 )
 from scalerl_generator.weights.receiver_group import ReceiverGroup
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import UpdateFailed
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
@@ -136,7 +136,7 @@ async def test_vllm_update_with_generations_in_flight(server: Server) -> None:
             old, new = completion.weight_versions
             assert (old.version, new.version) == (UNVERSIONED, 1)
             assert 0 == old.start < old.end == new.start < new.end == completion.tokens
-        report = await ServerWeights(client).publish_report()
+        report = await WeightUpdateClient(client).publish_report()
         assert (report.state, report.version, report.tensors) == ("whole", 1, len(manifest(policy)))
         assert report.buckets == len(lay_out(manifest(policy), BUCKET_BYTES)) > 3
         await client.call("POST", "/shutdown_weight_transfer_engine", {}, 30)
@@ -167,7 +167,7 @@ async def test_vllm_generates_while_a_member_is_slow_to_join(server: Server) -> 
         generating = [asyncio.create_task(generate()) for _ in range(4)]
         try:
             sender = Sender(20)
-            joining = asyncio.create_task(ServerWeights(client).init_group(sender.join()))
+            joining = asyncio.create_task(WeightUpdateClient(client).init_group(sender.join()))
             await asyncio.sleep(0.5)  # the request has arrived
             before = parts
             await asyncio.sleep(join_seconds)
@@ -391,10 +391,10 @@ async def test_vllm_update_fails_fast_on_killed_sender(server: Server) -> None:
         port = int(await asyncio.to_thread(doomed.stdout.readline))
         async with VllmClient(server.url, TOKEN) as client:
             join = Sender(3).join()
-            await ServerWeights(client).init_group(
+            await WeightUpdateClient(client).init_group(
                 GroupJoin(**{f: getattr(join, f) for f in join.__struct_fields__} | {"store_port": port})
             )
-            update = asyncio.create_task(ServerWeights(client).install(receive(policy, 3, 3)))
+            update = asyncio.create_task(WeightUpdateClient(client).install(receive(policy, 3, 3)))
             assert await asyncio.to_thread(doomed.stdout.readline) == "sent\n"
             await asyncio.sleep(0.2)
             assert not update.done()
@@ -426,7 +426,7 @@ async def test_vllm_update_times_out_on_silent_sender(server: Server) -> None:
         await publish(client, sender, policy, 5)
         started = time.monotonic()
         with pytest.raises(UpdateFailed, match="0 bucket") as failed:
-            await ServerWeights(client).install(receive(policy, 5, 6, timeout_seconds=1))
+            await WeightUpdateClient(client).install(receive(policy, 5, 6, timeout_seconds=1))
         assert 0.9 < time.monotonic() - started < JOIN_SECONDS / 2
         assert not failed.value.partial
         assert await weight_version(client) == "5"
@@ -442,7 +442,7 @@ async def test_vllm_update_refuses_damaged_bytes(server: Server, bucket: int, pa
         await publish(client, sender, good, epoch)
         sending = asyncio.create_task(asyncio.to_thread(sender.send, bad, epoch + 1, bucket))
         with pytest.raises(UpdateFailed, match=f"bucket {bucket} .*checksum mismatch") as failed:
-            await ServerWeights(client).install(receive(bad, epoch, epoch + 1))
+            await WeightUpdateClient(client).install(receive(bad, epoch, epoch + 1))
         assert failed.value.partial == partial
         with pytest.raises(RuntimeError):  # the receiver left, so the sender's next broadcast fails too
             await sending
@@ -457,20 +457,20 @@ async def test_vllm_tensor_parallel_workers_recover_together(two_workers: Server
     good, bad = new_weights(two_workers.model, 6), new_weights(two_workers.model, 7)
     async with VllmClient(two_workers.url, TOKEN) as client:
         with pytest.raises(ServerRefused):  # nobody opens the other side
-            await ServerWeights(client).init_group(Sender(1, workers=2).join(timeout_seconds=1))
+            await WeightUpdateClient(client).init_group(Sender(1, workers=2).join(timeout_seconds=1))
         for epoch, bucket in ((2, 0), (4, 2)):
             sender = await connect(client, epoch, workers=2)
             await publish(client, sender, good, epoch)
             sending = asyncio.create_task(asyncio.to_thread(sender.send, bad, epoch + 1, bucket))
             with pytest.raises(UpdateFailed, match=f"bucket {bucket} .*checksum mismatch") as failed:
-                await ServerWeights(client).install(receive(bad, epoch, epoch + 1))
+                await WeightUpdateClient(client).install(receive(bad, epoch, epoch + 1))
             assert failed.value.partial == (bucket > 0)
             with pytest.raises(RuntimeError):
                 await sending
         await client.call("POST", "/start_weight_update", {}, 10)  # and its client dies
         sender = await connect(client, 6, workers=2)
         with pytest.raises(UpdateFailed, match="not in a process group"):
-            await ServerWeights(client).install(receive(good, 6, 6))
+            await WeightUpdateClient(client).install(receive(good, 6, 6))
         sender = await connect(client, 7, workers=2)
         await publish(client, sender, good, 7)
         assert np.abs(await client.prompt_logprobs(PROBE) - score(good, PROBE)).max() < 1e-4
@@ -487,7 +487,7 @@ async def test_vllm_update_takes_over_open_update(server: Server) -> None:
         await client.call("POST", "/start_weight_update", {}, 10)
         sender = await connect(client, 80)
         with pytest.raises(UpdateFailed, match="not in a process group"):  # taking over leaves the group
-            await ServerWeights(client).install(receive(policy, 80, 80))
+            await WeightUpdateClient(client).install(receive(policy, 80, 80))
         sender = await connect(client, 81)
         await publish(client, sender, policy, 81)
         assert np.abs(await client.prompt_logprobs(PROBE) - score(policy, PROBE)).max() < 1e-4
@@ -498,10 +498,10 @@ async def test_vllm_worker_refuses_bad_requests(server: Server) -> None:
     async with VllmClient(server.url, TOKEN) as client:
         sender = Sender(90)
         with pytest.raises(ServerRefused):  # nobody opens the other side
-            await ServerWeights(client).init_group(sender.join(timeout_seconds=1))
+            await WeightUpdateClient(client).init_group(sender.join(timeout_seconds=1))
         sender = await connect(client, 91)
         with pytest.raises(UpdateFailed, match="epoch 91: join the group"):
-            await ServerWeights(client).install(receive(policy, 92, 92))
+            await WeightUpdateClient(client).install(receive(policy, 92, 92))
     async with VllmClient(server.url, "another token") as stranger:
         with pytest.raises(ServerRefused, match="401"):
             await stranger.pause()
@@ -605,18 +605,18 @@ async def test_vllm_updates_from_files(bf16_server: Server) -> None:
 
         other = new_weights(bf16_server.model, 2).to(torch.bfloat16)
         request = write(writer, other, 6)
-        fetched = await ServerWeights(client).fetch(request)
+        fetched = await WeightUpdateClient(client).fetch(request)
         assert np.array_equal(await client.prompt_logprobs(PROBE), from_files)
-        await ServerWeights(client).install(request, fetched)
+        await WeightUpdateClient(client).install(request, fetched)
         assert np.abs(await client.prompt_logprobs(PROBE) - from_files).max() > 0.1
 
         slightly_changed(other, 7)
         request = write(writer, other, 7)
         cut_off(writer)
         with pytest.raises(ServerRefused, match=r"0000000[67]: it is cut off"):
-            await ServerWeights(client).fetch(request)
+            await WeightUpdateClient(client).fetch(request)
         with pytest.raises(UpdateFailed, match="the copy in memory has version") as failed:
-            await ServerWeights(client).install(request, fetched)
+            await WeightUpdateClient(client).install(request, fetched)
         assert not failed.value.partial
         assert await weight_version(client) == "6"
         assert len(await client.generate([5, 6, 7], n=1, max_tokens=4, cache_salt="0")) == 1

@@ -28,7 +28,7 @@ from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
 from scalerl_generator.server.require_token import TOKEN_VARIABLE
 from scalerl_generator.vllm_client import VllmClient
 from scalerl_generator.weights.checksum import checksum_u8
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import FetchReport
 from scalerl_trainer.publish.weight_folders import VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
@@ -194,7 +194,7 @@ class Sender:
 
 async def connect(client: VllmClient, epoch: int, workers: int = 1) -> Sender:
     sender = Sender(epoch, workers)
-    await asyncio.gather(ServerWeights(client).init_group(sender.join()), asyncio.to_thread(sender.open))
+    await asyncio.gather(WeightUpdateClient(client).init_group(sender.join()), asyncio.to_thread(sender.open))
     return sender
 
 
@@ -212,7 +212,7 @@ def receive(
 
 async def publish(client: VllmClient, sender: Sender, policy: LlamaForCausalLM, version: int) -> None:
     await asyncio.gather(
-        ServerWeights(client).install(receive(policy, sender.epoch, version)),
+        WeightUpdateClient(client).install(receive(policy, sender.epoch, version)),
         asyncio.to_thread(sender.send, policy, version),
     )
 
@@ -240,8 +240,8 @@ async def publish_files(
     client: VllmClient, writer: WeightWriter, policy: LlamaForCausalLM, version: int
 ) -> FetchReport:
     request = write(writer, policy, version)
-    fetched = await ServerWeights(client).fetch(request)
-    await ServerWeights(client).install(request, fetched)
+    fetched = await WeightUpdateClient(client).fetch(request)
+    await WeightUpdateClient(client).install(request, fetched)
     return fetched
 
 

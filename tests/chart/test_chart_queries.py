@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from find_metrics import registered
 from promql import NotUnderstood, grouped_labels, selectors
 from queries import ALERTS, CHART, DASHBOARDS, ROOT, alerts, dashboards, rules
-from registered_metrics import registered
 
 from scalerl_api import wire
 

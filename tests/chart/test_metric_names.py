@@ -6,7 +6,7 @@ import itertools
 import re
 
 import pytest
-from registered_metrics import Registered, expositions, registered
+from find_metrics import Registered, expositions, registered
 
 # The client library names its own.
 METRICS = [metric for metric in registered() if not metric.name.startswith("process_")]

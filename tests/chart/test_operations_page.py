@@ -10,8 +10,8 @@ import sys
 import pytest
 import yaml
 from charts import snapshots
+from find_metrics import registered
 from queries import CHART, DASHBOARDS, ROOT
-from registered_metrics import registered
 from roles import granted
 
 from scalerl_api.conditions import ConditionType, Phase

@@ -15,7 +15,7 @@ from testcluster import Cluster
 from scalerl_api import wire
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.load import run_from_object
-from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.status_fields import rfc3339
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 
 pytestmark = pytest.mark.cluster

@@ -23,7 +23,7 @@ SLIM = [
     "scalerl_curvefit",
     "scalerl_lifecycle.runtime",
     "scalerl_autoscaling",
-    "scalerl_local.run",
+    "scalerl_local.local_runtime",
     "scalerl_operator",
     "scalerl_analysis",
     "scalerl_cli.main",

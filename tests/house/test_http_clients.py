@@ -95,7 +95,7 @@ def test_client_is_bounded(path: str) -> None:
         reads = isinstance(node, ast.Attribute) and node.attr in ("text", "json", "iter_bytes", "iter_lines")
         if reads and ast.unparse(node) not in ("msgspec.json", "prompt.text"):
             raise AssertionError(
-                f"{where}: {ast.unparse(node)} reads without a limit; use scalerl_api.answers"
+                f"{where}: {ast.unparse(node)} reads without a limit; use scalerl_api.http_answers"
             )
         if not isinstance(node, ast.Call):
             continue
@@ -115,4 +115,4 @@ def test_client_is_bounded(path: str) -> None:
             if owner.endswith(("http", "_http")):
                 assert node.func.attr == "stream", f"{where}: {node.func.attr} reads the whole answer"
         if isinstance(node.func, ast.Attribute) and node.func.attr == "read" and not node.args:
-            raise AssertionError(f"{where}: reads without a limit; use scalerl_api.answers")
+            raise AssertionError(f"{where}: reads without a limit; use scalerl_api.http_answers")

@@ -14,7 +14,7 @@ from scalerl_api.wire import Phase, Status
 from scalerl_lifecycle.restarts import RestartPolicy
 from scalerl_lifecycle.workloads import Container, Lifetime, Plan, Role, Workload
 from scalerl_local.commands import LocalSettings
-from scalerl_local.run import LocalRun
+from scalerl_local.local_runtime import LocalRuntime
 from scalerl_local.run_directory import RunDirectory
 from scalerl_local.run_view import Event, Failure, UnitState, UnitStatus
 
@@ -65,7 +65,7 @@ class Harness:
         run = run_spec(**spec or {})
         self.directory = (RunDirectory.resume if resume else RunDirectory.create)(tmp / "run", run)
         self.events: list[Event] = []
-        self.local = LocalRun(
+        self.local = LocalRuntime(
             run,
             Plan(workloads),
             self.directory,

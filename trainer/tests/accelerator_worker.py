@@ -46,9 +46,16 @@ from scalerl_trainer.algo.losses import (
     Supervised,
     TokenBatch,
 )
-from scalerl_trainer.engine import Engine, EngineSettings, TrainBatch, attention, passes, start_checks
-from scalerl_trainer.engine import engine as engine_module
-from scalerl_trainer.engine.deepspeed_engine import ClippingAdamW
+from scalerl_trainer.engine import (
+    Engine,
+    EngineSettings,
+    TrainBatch,
+    attention,
+    passes,
+    start_checks,
+    training_step,
+)
+from scalerl_trainer.engine.deepspeed_backend import ClippingAdamW
 from scalerl_trainer.engine.distributed import exchange_sizes
 from scalerl_trainer.models import head as head_module
 from scalerl_trainer.packing import Sequence
@@ -59,12 +66,12 @@ SOURCE = str(Path(scalerl_trainer.__file__).parent)
 VOCABULARY, HIDDEN = 64, 16
 
 MAY_WAIT = {
-    "engine/engine.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
+    "engine/training_step.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
     "engine/passes.py:_tables": "fresh tokens are selected by a mask, once per micro-batch",
     "engine/passes.py:outlier_counts": "only in skipped steps",
     "algo/losses/base.py:sequence_sums": "the number of sequences, for each use of their sums in a micro-batch",
     "algo/losses/supervised.py:__call__": "the number of sequences, once per micro-batch",
-    "engine/deepspeed_engine.py:step": "the gradient norm decides whether the step is applied",
+    "engine/deepspeed_backend.py:step": "the gradient norm decides whether the step is applied",
     "publish/buckets.py:checksum_u8": "the checksum goes into the trailer, once per bucket",
 }
 """Functions of the trainer that may wait for the device, each with its reason."""
@@ -310,12 +317,12 @@ def main() -> None:
     torch.manual_seed(0)
     _setup_privateuseone_for_python_backend(ACCELERATOR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine_module.open_backend = PlainEngine  # type: ignore[assignment]
-    engine_module.open_frozen = lambda module, *_: torch.no_grad()(module)  # type: ignore[assignment,return-value]
-    for each in (engine_module, attention, passes):
+    training_step.open_backend = PlainEngine  # type: ignore[assignment]
+    training_step.open_frozen = lambda module, *_: torch.no_grad()(module)  # type: ignore[assignment,return-value]
+    for each in (training_step, attention, passes):
         each.gather_vectors = gathered_vectors  # type: ignore[attr-defined]
     # It exchanges the shard's sizes, which have values, in tensors of the device.
-    engine_module.exchange_sizes = lambda shard, device: exchange_sizes(shard, torch.device("cpu"))
+    training_step.exchange_sizes = lambda shard, device: exchange_sizes(shard, torch.device("cpu"))
     start_checks.StartChecks._all = lambda checks, good: good  # type: ignore[method-assign]  # likewise
     found: dict[str, Any] = {}
     with Accelerator() as mode:

@@ -20,7 +20,7 @@ from scalerl_trainer.engine import (
     destroy_process_group,
     init_process_group,
 )
-from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine
+from scalerl_trainer.engine.deepspeed_backend import DeepSpeedBackend
 from scalerl_trainer.models import open_model
 from scalerl_trainer.packing import Sequence
 
@@ -58,16 +58,16 @@ model, weights = open_model(Path(given["folder"]), dtype=given["dtype"])
 engine = Engine(model, settings, device, weights=weights)
 del model, weights
 counted = []
-step = DeepSpeedEngine.step
+step = DeepSpeedBackend.step
 
 
-def counting(self: DeepSpeedEngine, rate: float) -> float:
+def counting(self: DeepSpeedBackend, rate: float) -> float:
     gc.collect()
     counted.append(live())
     return step(self, rate)
 
 
-DeepSpeedEngine.step = counting  # type: ignore[method-assign]
+DeepSpeedBackend.step = counting  # type: ignore[method-assign]
 rows = [Sequence([3, 4, 5], [6, 7, 8, 9])]
 batch = TrainBatch(rows, torch.full((1,), 0.25), torch.ones(1), torch.full((4,), -6.0))
 for _ in range(2):

@@ -13,12 +13,12 @@ from engine_worker import share
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import ScaleRLRun
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checkpoints.load import CheckpointLoader
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
-from scalerl_trainer.engine.fsdp_engine import FsdpEngine
+from scalerl_trainer.engine.fsdp_backend import FsdpBackend
 from scalerl_trainer.models import load_model
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.spec_settings import engine_settings
@@ -45,7 +45,7 @@ for path, manifest in given["runs"].items():
     steps = engine.steps_done
     stats = engine.step(share(steps, rank, world), make_loss(spec.recipe))
     backend: Any = engine._backend
-    fsdp = isinstance(backend, FsdpEngine)
+    fsdp = isinstance(backend, FsdpBackend)
     group = (backend._optimizer if fsdp else backend.engine.optimizer).param_groups[0]
     if version is None:
         assert checkpointer.start(engine.steps_done, b"snapshot") is None

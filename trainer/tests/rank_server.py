@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model
 from scalerl_trainer.models.policy import Policy

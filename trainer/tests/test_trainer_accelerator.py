@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 WORKER = Path(__file__).with_name("accelerator_worker.py")
-A_STEP = {"engine/passes.py:_tables", "engine/deepspeed_engine.py:step"}
+A_STEP = {"engine/passes.py:_tables", "engine/deepspeed_backend.py:step"}
 """Where every step waits."""
 
 
@@ -41,14 +41,14 @@ def test_step_with_every_loss_stays_on_device(found: dict[str, dict[str, Any]]) 
         assert set(one["waits"]) - own == A_STEP, (name, one)
         assert own <= {"algo/losses/base.py:sequence_sums", "algo/losses/supervised.py:__call__"}, (name, one)
         # Once a step, or once in each micro-batch (three indices by a mask).
-        assert one["waits"]["engine/deepspeed_engine.py:step"] == 1
+        assert one["waits"]["engine/deepspeed_backend.py:step"] == 1
         assert one["waits"]["engine/passes.py:_tables"] == 9
 
 
 @pytest.mark.slow
 def test_logprobs_and_publish_wait_once_each(found: dict[str, dict[str, Any]]) -> None:
     """Scoring waits for two vectors per micro-batch, a publish for the checksum of each bucket."""
-    assert found["logprobs"] == {"result": 26, "waits": {"engine/engine.py:logprobs": 3}}
+    assert found["logprobs"] == {"result": 26, "waits": {"engine/training_step.py:logprobs": 3}}
     buckets = found["publish"]["result"]
     assert buckets > 1
     assert found["publish"]["waits"] == {"publish/buckets.py:checksum_u8": buckets}

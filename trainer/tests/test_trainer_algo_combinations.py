@@ -19,7 +19,7 @@ from scalerl_trainer.algo.advantages import advantages
 from scalerl_trainer.algo.aggregation import per_token, sequence_weights
 from scalerl_trainer.algo.corrections import Corrected, OffPolicyMasked
 from scalerl_trainer.algo.losses import Dppo, Gspo, Loss, PpoClip, Reinforce, TokenBatch
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 
 LOSSES: dict[str, list[dict[str, str]]] = {
     "cispo": [{"ratioCap": "1.5"}],

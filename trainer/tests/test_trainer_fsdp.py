@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from scalerl_api.engines import ENGINES, EngineName, Offload
 from scalerl_api.memory.model_size import Dtype
 from scalerl_trainer.engine.backend import open_backend, open_frozen
-from scalerl_trainer.engine.fsdp_engine import check_unreached, units
+from scalerl_trainer.engine.fsdp_backend import check_unreached, units
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError, ModelError
 from scalerl_trainer.models import load_model

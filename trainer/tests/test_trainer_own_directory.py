@@ -223,6 +223,11 @@ def test_fetch_model_says_what_is_missing(
         monkeypatch.setenv(variable, value)
     assert fetch_model.main([], pauses=(0.0,)) == 1
     assert caplog.messages[-1] == f"s3://{BUCKET}/never/model: the preparation has not uploaded it"
+    make(tmp_path / "spec", checkpoint={"to": "s3://absent-bucket/run"})
+    assert fetch_model.main([]) == 2, "it is not tried again"
+    assert caplog.messages[-1].startswith(
+        "checkpoint.to: s3://absent-bucket/run: there is no such bucket: create"
+    )
     make(tmp_path / "spec")
     assert fetch_model.main([]) == 2
     assert caplog.messages[-1].startswith("checkpoint.to: it is not set")

@@ -99,7 +99,7 @@ ANNOTATED = {
         "Worker",
         "stage_model",
         "_whole_step",
-        "published_weights",
+        "weights_to_publish",
         "check_device_memory",
     ),
     *(

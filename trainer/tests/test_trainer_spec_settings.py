@@ -11,7 +11,7 @@ from scalerl_trainer.algo.corrections import Corrected
 from scalerl_trainer.algo.distillation import Distilled
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 
 MADE: dict[str, tuple[dict[str, Any], Loss]] = {
     "cispo": ({"ratioCap": "4"}, Cispo(4.0)),

@@ -24,7 +24,7 @@ from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.algo.losses import TokenBatch
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.engine import EngineSettings, TrainBatch
 from scalerl_trainer.models import load_model, write_scratch
 from scalerl_trainer.packing import Sequence

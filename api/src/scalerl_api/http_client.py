@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_msgpack, read_answer
+from scalerl_api.http_answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, decode_msgpack, read_body
 from scalerl_api.wire import CONTENT_TYPE, WIRE_HEADER, WIRE_VERSION, Problem
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ async def exchange(
     followed.
 
     Args:
-        chunked: see :func:`.answers.read_answer`.
+        chunked: see :func:`.http_answers.read_body`.
 
     Raises:
         Unanswered
@@ -108,7 +108,7 @@ async def exchange(
             method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
             limit = limit if answer.status == 200 else MAX_ERROR_BYTES
-            return answer.status, bytes(await read_answer(answer, limit, chunked=chunked))
+            return answer.status, bytes(await read_body(answer, limit, chunked=chunked))
     except TimeoutError as error:
         is_slow = not isinstance(error, aiohttp.ConnectionTimeoutError)
         raise Unanswered(timeout_reason(error, timeout), is_slow=is_slow) from error

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from scalerl_api.answers import IDENTITY, BadAnswer, decode_json
 from scalerl_api.forecast import FORECAST, ErrorAnswer, ForecastAnswer, ForecastRequest
+from scalerl_api.http_answers import IDENTITY, BadAnswer, decode_json
 from scalerl_api.http_client import Backoff, Unanswered, exchange, open_session
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from scalerl_autoscaling.models import Generators, History, State
 from scalerl_autoscaling.observation import observe, point
 from scalerl_autoscaling.replay import replay_under, verify
 from scalerl_curvefit import CurveError
-from scalerl_curvefit.sidecar.answers import answer_forecast
+from scalerl_curvefit.sidecar.forecast_answers import answer_forecast
 
 RULES = spec(stopAfter=2)
 

@@ -12,7 +12,7 @@ from scalerl_autoscaling.models import State
 from scalerl_autoscaling.replay import verify
 from scalerl_lifecycle import restarts
 from scalerl_lifecycle.lifecycle_types import OutcomeKind, PersistedState, RunOutcome, Suspension
-from scalerl_lifecycle.persisted_state import persisted_fields, persisted_state
+from scalerl_lifecycle.status_fields import persisted_fields, persisted_state
 
 RECORD = gzip.decompress((Path(__file__).parent / "golden/decisions-earlier-names.jsonl.gz").read_bytes())
 STATUS = {

@@ -89,7 +89,7 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
 def _forecast(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
     # Imported here: numpy and scipy take half a second, and a replay without another policy needs no new forecast.
     from scalerl_curvefit import CurveError
-    from scalerl_curvefit.sidecar.answers import answer_forecast
+    from scalerl_curvefit.sidecar.forecast_answers import answer_forecast
 
     try:
         return answer_forecast(request), ""

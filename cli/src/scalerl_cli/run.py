@@ -27,7 +27,7 @@ from scalerl_lifecycle.coordinator_client import CoordinatorRefused
 from scalerl_lifecycle.lifecycle_types import OutcomeKind
 from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_local.commands import LocalSettings
-from scalerl_local.run import LocalRun
+from scalerl_local.local_runtime import LocalRuntime
 from scalerl_local.run_directory import (
     DirectoryProblem,
     RunDirectory,
@@ -133,7 +133,7 @@ async def _run_displayed(
     spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
 ) -> tuple[RunResult, int]:
     progress = Progress(spec)
-    local = LocalRun(
+    local = LocalRuntime(
         spec,
         plan,
         directory,

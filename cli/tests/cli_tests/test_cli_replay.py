@@ -23,7 +23,7 @@ from scalerl_autoscaling.models import Generators, History
 from scalerl_autoscaling.observation import observe, point
 from scalerl_autoscaling.replay import verify
 from scalerl_cli.main import main
-from scalerl_curvefit.sidecar.answers import answer_forecast
+from scalerl_curvefit.sidecar.forecast_answers import answer_forecast
 from scalerl_curvefit.simulate import simulated
 
 RUN = """

@@ -662,7 +662,7 @@ def test_command_is_a_module_with_help() -> None:
 
 def test_nothing_heavy_is_imported_before_the_first_child() -> None:
     code = (
-        "import sys, scalerl_cli.main, scalerl_cli.run, scalerl_local.run; scalerl_cli.main.parser();"
+        "import sys, scalerl_cli.main, scalerl_cli.run, scalerl_local.local_runtime; scalerl_cli.main.parser();"
         "heavy = {'matplotlib', 'scipy', 'numpy', 'rich', 'aiohttp', 'reasoning_gym', 'scalerl_tasks', 'torch',"
         "         'scalerl_operator', 'kopf', 'kubernetes', 'prometheus_client'};"
         "print(sorted(heavy & set(sys.modules)))"

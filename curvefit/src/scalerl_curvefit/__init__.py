@@ -4,7 +4,7 @@ A forecast, from the request on the wire to the answer::
 
     operator           sidecar
       │ POST forecast    app.Sidecar._forecast() ▶ _authorise() ▶ _read() ▶ _compute() in one thread
-      ├───────────────▶  answers.forecast_steps(): _last_segment() ▶ Curve.segments()
+      ├───────────────▶  forecast_answers.forecast_steps(): _last_segment() ▶ Curve.segments()
       │                    each new earlier run: fitting.summarize_run() ▶ run_summary.summarize(), cached
       │                  fitting.fit()
       │                    trend.trend(): level and gain of the last doubling, without a shape

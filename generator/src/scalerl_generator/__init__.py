@@ -20,16 +20,16 @@ A weight update (one at a time); files without a folder are those of ``weights/`
 
     trainer           actor                                                                   vLLM worker
     1 │── join ─────▶ weight_control     WeightControl.join()                                      │
-      │               server_weights     ServerWeights.init_group() ──────────▶ receiver_group     ReceiverGroup
+      │               update_client      WeightUpdateClient.init_group() ─────▶ receiver_group     ReceiverGroup
     2 │── receive ──▶ weight_control     WeightControl.receive(): ServerState.begin_update()       │
-      │               server_weights     ServerWeights.install(): pause() ────▶ vllm_weight_engine start_weight_update()
+      │               update_client      .install(): pause() ─────────────────▶ vllm_weight_engine start_weight_update()
     3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
     4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
       │                                  of adapters, merged or beside them:    merged_lora, vllm_lora_versions
-    5 │◀─ received ── server_weights     resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
+    5 │◀─ received ── update_client      resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
     6 │── probe ────▶ weight_control     WeightControl.probe() ▶ VllmClient.prompt_logprobs() ────▶│
 
-``../actor_api`` checks the token of these requests. ``lora_versions`` has which adapters a request samples with.
+``../actor_api`` checks the token of these requests. ``adapters_in_flight`` has which adapters a request samples with.
 
 From a past response to a draft, with ``generator.speculation``; files are those of ``drafts/``::
 

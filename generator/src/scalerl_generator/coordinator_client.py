@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from scalerl_api import endpoints
-from scalerl_api.answers import BadAnswer, decode_msgpack
+from scalerl_api.http_answers import BadAnswer, decode_msgpack
 from scalerl_api.http_client import Unanswered, decode_problem, exchange, wire_headers
 from scalerl_api.wire import (
     Ack,

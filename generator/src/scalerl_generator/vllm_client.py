@@ -1,5 +1,5 @@
 """Client of the vLLM server's HTTP API: token ids in, token ids and log-probabilities out. What a weight update calls is in
-:class:`.server_weights.ServerWeights`.
+:class:`.update_client.WeightUpdateClient`.
 
 :mod:`.vllm_replies` lists the errors, which are subclasses of :class:`~scalerl_generator.vllm_replies.VllmError`.
 Every call has a timeout. A client belongs to one event loop.
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_api.answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_answer
+from scalerl_api.http_answers import IDENTITY, MAX_ERROR_BYTES, BadAnswer, read_body
 from scalerl_api.http_client import Unanswered, exchange, open_session, timeout_reason
 from scalerl_generator.drafts.draft_protocol import (
     DraftReport,
@@ -43,7 +43,7 @@ from scalerl_generator.vllm_replies import (
     read_prompt_logprobs,
     read_weight_version,
 )
-from scalerl_generator.weights.lora_versions import AdapterVersion, AdapterVersions
+from scalerl_generator.weights.adapters_in_flight import AdapterVersion, AdapterVersions
 
 CONTROL_SECONDS = 30.0
 """Timeout of a request that changes or reads the server, and generates nothing."""
@@ -119,7 +119,7 @@ class VllmClient:
         token: the server's token (``SCALERL_VLLM_TOKEN``).
         connect_seconds: timeout of a connection.
         own_adapters: whether each request samples with the adapters that are the newest when it is sent, until it ends
-            (:mod:`.lora_versions`). The server needs ``--lora-versions``.
+            (:mod:`.adapters_in_flight`). The server needs ``--lora-versions``.
         routed_experts: whether the server reports the experts of tokens (``--routed-experts``).
 
     Use as an async context manager, or call :meth:`close`.
@@ -259,7 +259,7 @@ class VllmClient:
                 url, data=_ENCODE(body), timeout=timeout, allow_redirects=False
             ) as response:
                 if response.status != 200:
-                    error_body = bytes(await read_answer(response, MAX_ERROR_BYTES))
+                    error_body = bytes(await read_body(response, MAX_ERROR_BYTES))
                     raise ServerRefused(_GENERATE, response.status, read_error(error_body))
                 async for content in response.content.iter_any():
                     for index, part in answer.feed(content):

@@ -6,7 +6,7 @@
     runtime.step():
       observe() ◀ the runtime      what exists now → LifecycleInput       lifecycle_types
       decide()                     what is to exist → LifecycleDecision   lifecycle: attempts, drain, ending, failures, restarts, budget
-      record() ▶ the runtime       its state as a status, before it acts  persisted_state
+      record() ▶ the runtime       its state as a status, before it acts  status_fields
       apply()  ▶ the runtime       start, end, CoordinatorClient.stop()   coordinator_client
 
 :mod:`scalerl_local` is the runtime of one machine, and a package may bring another one (:mod:`.runtime`). On a cluster, the reconcile of

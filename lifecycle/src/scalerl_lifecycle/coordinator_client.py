@@ -1,6 +1,6 @@
 """The client of the coordinator's HTTP interface that runtimes have.
 
-What answers is controlled by whoever may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.answers`,
+What answers is controlled by whoever may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.http_answers`,
 :mod:`.coordinator_status`), and errors quote nothing of them but known constants.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from scalerl_api import endpoints
-from scalerl_api.answers import MAX_ERROR_BYTES, BadAnswer, decode_msgpack
+from scalerl_api.http_answers import MAX_ERROR_BYTES, BadAnswer, decode_msgpack
 from scalerl_api.http_client import Unanswered, exchange, wire_headers
 from scalerl_api.wire import WIRE_VERSION, Ack, DecisionLine, DecisionLines, Problem, Status, Stop
 from scalerl_lifecycle.coordinator_status import MAX_STATUS_BYTES, SMALL_BYTES, decode_status

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from scalerl_api.answers import BadAnswer, decode_msgpack
+from scalerl_api.http_answers import BadAnswer, decode_msgpack
 from scalerl_api.wire import EvaluationPoint, Status
 
 MAX_STATUS_BYTES: Final = 8 * 2**20

@@ -28,8 +28,8 @@ from scalerl_lifecycle.lifecycle_types import (
     Service,
     Suspension,
 )
-from scalerl_lifecycle.persisted_state import persisted_fields, persisted_state
 from scalerl_lifecycle.restarts import Record
+from scalerl_lifecycle.status_fields import persisted_fields, persisted_state
 
 FIELDS = ("recipe.loss.cispo.ratioCap", "podTemplate.volumeMounts.0.mountPath")
 SENTENCE = (

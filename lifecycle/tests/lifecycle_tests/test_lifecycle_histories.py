@@ -24,11 +24,11 @@ from scalerl_lifecycle.lifecycle_types import (
     LifecycleInput,
     Service,
 )
-from scalerl_lifecycle.persisted_state import persisted_fields, persisted_state
 from scalerl_lifecycle.role_containers import plan
 from scalerl_lifecycle.runtime import step
+from scalerl_lifecycle.status_fields import persisted_fields, persisted_state
 from scalerl_lifecycle.workloads import Role
-from scalerl_local.run import LocalRun
+from scalerl_local.local_runtime import LocalRuntime
 from scalerl_local.run_directory import RunDirectory
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.decide import decide
@@ -198,10 +198,10 @@ class StillProcesses:
 @asynccontextmanager
 async def local_history(
     tmp_path: Path,
-) -> AsyncIterator[tuple[LocalRun, StillProcesses, StandIn, list[float]]]:
+) -> AsyncIterator[tuple[LocalRuntime, StillProcesses, StandIn, list[float]]]:
     run, now = run_spec(), [NOW]
     directory = RunDirectory.create(tmp_path / "run", run)
-    local = LocalRun(run, plan(run), directory, clock=lambda: now[0])
+    local = LocalRuntime(run, plan(run), directory, clock=lambda: now[0])
     processes, coordinator = StillProcesses(), StandIn(None, lambda: False)
     await local._supervisor.close()
     await local._client.aclose()

@@ -18,7 +18,7 @@ import pytest
 from free_port import free_port
 from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW, THE_NEWEST_POINTS, Hostile
 
-from scalerl_api.answers import BadAnswer
+from scalerl_api.http_answers import BadAnswer
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
 from scalerl_lifecycle.coordinator_status import (
     DROPPED_TOGETHER,

@@ -2,7 +2,7 @@
 
 ::
 
-    run.LocalRun ─ scalerl_lifecycle.runtime        observe, decide, record, apply
+    local_runtime.LocalRuntime ─ lifecycle.runtime  observe, decide, record, apply
       ├─ status_file.StatusFile                     status.json: the lifecycle's persisted state, as in a cluster's object
       ├─ CoordinatorClient                          its status, the stop request
       └─ supervisor.Supervisor                      which processes of the plan run

@@ -12,7 +12,7 @@ from scalerl_api.status import GeneratorsStatus, RunStatus
 from scalerl_api.wire import Status
 from scalerl_lifecycle.edits_of_run import SpecEdit, as_accepted, edits_since
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision
-from scalerl_lifecycle.persisted_state import (
+from scalerl_lifecycle.status_fields import (
     PROGRESS_SECONDS,
     condition,
     decision_fields,

@@ -12,7 +12,7 @@ A reconcile, on a cluster::
                                         ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, fork_source
                                         ├ Applier.apply()      plan() ▶ render(); create, apply, remove  controller/apply, manifests
                                         ├ report()             conditions() → RunStatus; events          controller/report, run_object
-                                        └ answer()             the queue, spec, the next reconcile       controller/answer
+                                        └ follow_up()          the queue, spec, the next reconcile       controller/follow_up
 
 What a run's processes are (the plan) and which of them exist is decided by :mod:`scalerl_lifecycle`, whether it is stopped or scaled by
 :mod:`scalerl_autoscaling`, as for a run on one machine (:mod:`scalerl_local`).

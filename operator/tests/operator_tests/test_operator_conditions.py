@@ -23,9 +23,9 @@ from scalerl_lifecycle.lifecycle_types import (
     RunOutcome,
     Suspension,
 )
-from scalerl_lifecycle.persisted_state import persisted_state
 from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.restarts import Record
+from scalerl_lifecycle.status_fields import persisted_state
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import observe_objects

@@ -15,7 +15,7 @@ from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Tracker, Uploads
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
-from scalerl_lifecycle.persisted_state import waits_for_progress_only
+from scalerl_lifecycle.status_fields import waits_for_progress_only
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.coordinator_problems import QUIET_SECONDS
 from scalerl_operator.controller.report import report

@@ -13,7 +13,7 @@ from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Wanted
-from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.status_fields import rfc3339
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.diagnosis import (
     RECENT_CREATION_SECONDS,

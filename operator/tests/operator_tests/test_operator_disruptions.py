@@ -23,8 +23,8 @@ from scalerl_lifecycle.lifecycle_types import (
     LifecycleInput,
     PersistedState,
 )
-from scalerl_lifecycle.persisted_state import persisted_state, rfc3339
 from scalerl_lifecycle.restarts import Record
+from scalerl_lifecycle.status_fields import persisted_state, rfc3339
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import LOST_SECONDS, observe_objects, pod_view

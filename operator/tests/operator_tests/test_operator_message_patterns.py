@@ -8,7 +8,7 @@ import pytest
 
 from operator_tests import builders
 from scalerl_api.reasons import Reason
-from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.status_fields import rfc3339
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import mount_problem, placing_problem
 from scalerl_operator.controller.pod_views import pod_view

@@ -6,7 +6,7 @@ from typing import Any
 
 from operator_tests.manifests import UID
 from scalerl_api.reasons import Reason
-from scalerl_lifecycle.persisted_state import rfc3339
+from scalerl_lifecycle.status_fields import rfc3339
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Observed
 from scalerl_operator.controller.pod_views import ignore_young_pods, observe_objects

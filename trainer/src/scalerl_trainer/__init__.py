@@ -7,14 +7,14 @@ by all ranks (``worker``)::
              worker                     Worker.train(), with the shard that was fetched beside the last step
              background                 Prefetch, a thread:
              shard_conversion             rank_batch(): algo.advantages, algo.aggregation ▶ train_batch
-             engine/engine              Engine.step()
+             engine/training_step       Engine.step()
              engine/passes              Passes.accumulate(), for each micro-batch: models.policy ▶ log-probabilities ▶ algo.losses
              engine/backend             Backend.backward(); Backend.step(): gradients ▶ weights of the next version
              step_stats                 stats_of_step() of all ranks
              coordinator_client         Coordinator.report()
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
-             publish/published_weights  published_weights(): whole weights or adapters
+             publish/whole_or_adapters  weights_to_publish(): whole weights or adapters
              worker                     Worker.gather(): whole parameters, a bucket at a time
              publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read

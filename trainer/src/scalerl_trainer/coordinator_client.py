@@ -17,8 +17,8 @@ import httpx
 import msgspec
 
 from scalerl_api import endpoints, wire
-from scalerl_api.answers import MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
 from scalerl_api.exports import Exports
+from scalerl_api.http_answers import MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
 from scalerl_api.http_client import Backoff, decode_problem, wire_headers
 
 log = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ def request(
 
     Raises:
         httpx.HTTPError
-        BadAnswer: see :class:`scalerl_api.answers.Body`.
+        BadAnswer: see :class:`scalerl_api.http_answers.Body`.
     """
     with http.stream(method, url, content=body, timeout=timeout, follow_redirects=False) as response:
         code = response.status_code

@@ -2,7 +2,7 @@
 ``checkpoint.to`` to ``DIR/model`` and ``DIR/data``.
 
 The init container of pods that do not mount the run's volume (``storage.mountedBy: Coordinator``). Exit code: 0 on success; 1 if
-the store does not have them, or could not be read in several attempts; 2 for bad input.
+the store does not have them, or could not be read in several attempts; 2 for bad input, such as an absent bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from scalerl_api.load import SpecError
-from scalerl_api.object_store import ObjectStore, StoreError
+from scalerl_api.object_store import BucketAbsent, ObjectStore, StoreError
 from scalerl_api.process import BAD_INPUT_EXIT_CODE, EnvironmentProblem, ProcessEnvironment
 from scalerl_trainer.object_store_folders import fetch, of_run
 
@@ -53,6 +53,12 @@ def main(argv: Sequence[str] | None = None, pauses: Sequence[float] = PAUSES) ->
                     problem_text = problem_text or f"{to}/{folder}: the preparation has not uploaded it"
             if not problem_text:
                 return 0
+        except BucketAbsent as problem:
+            log.error(
+                "checkpoint.to: %s: create it, or correct checkpoint.to, or region and endpoint in the environment",
+                problem,
+            )
+            return BAD_INPUT_EXIT_CODE
         except (StoreError, OSError) as problem:
             problem_text = str(problem)
         if pause is not None:

@@ -57,7 +57,7 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
-from scalerl_trainer.algo.losses.from_spec import make_loss
+from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
 from scalerl_trainer.checkpoints.manifest import CheckpointError
@@ -89,7 +89,7 @@ from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.first_probe import first_probes
-from scalerl_trainer.publish.from_spec import make_publisher, publish_limit_seconds
+from scalerl_trainer.publish.make_publisher import make_publisher, publish_limit_seconds
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
@@ -177,10 +177,10 @@ def run(
     ).load()
     checkpointer = Checkpointer(volume, ranks, engine, uploader, timings)
     checkpointer.continue_from(version)
-    if version is None and spec.source is not None:
+    if version is None and spec.fork is not None:
         # Without this, the fork would begin again from the base model.
         raise NoUsableCheckpoint(
-            f"from {spec.source.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
+            f"from {spec.fork.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
         )
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set

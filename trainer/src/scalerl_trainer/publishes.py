@@ -31,8 +31,8 @@ from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.models.lora import AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
-from scalerl_trainer.publish.published_weights import published_weights
 from scalerl_trainer.publish.publisher import Publisher
+from scalerl_trainer.publish.whole_or_adapters import weights_to_publish
 from scalerl_trainer.worker import Command, Worker
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class PermittedPublishes:
                 torch.cuda.current_stream(worker.engine.device).synchronize()
             reading.set_result(None)
 
-        weights = published_weights(worker.spec, worker.engine.weights, self.stream, self.adapters)
+        weights = weights_to_publish(worker.spec, worker.engine.weights, self.stream, self.adapters)
         outcome = self._publisher.publish(version, weights, members, have_read)
         stats = dict(outcome.stats)
         probed = probing([m for m in members if m.member_id in outcome.updated])

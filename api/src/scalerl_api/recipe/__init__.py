@@ -2,8 +2,8 @@
 
     manifest ──RecipeSpec, completed by presets.PRESETS──▶ every value ──resolve──▶ Recipe: value, origin, source
 
-To add a loss or a length rule, add a model to ``loss`` or ``spec`` and its name to ``alternatives.ONE_OF``; to add a published recipe, add
-an entry to ``presets.PRESETS``.
+To add a loss or a length rule, add its model and a field of ``LossSpec`` or ``LengthSpec``; to add a published recipe, add an
+entry to ``presets.PRESETS``.
 """
 
 from scalerl_api.recipe.alternatives import ONE_OF

@@ -1,19 +1,36 @@
-"""The alternatives of a recipe's sections of which at most one is given: losses, corrections, curricula, length rules."""
+"""Sections of a recipe of which at most one alternative is given: losses, corrections, curricula, length rules.
+
+To add an alternative, add a field to its section.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-ONE_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "loss": ("cispo", "ppoClip", "gspo", "reinforce", "dppo", "plugin"),
-    "correction": ("none", "truncated", "masked"),
-    "kl": ("none", "penalty"),
-    "offPolicy": ("pipeline", "ppo"),
-    "curriculum": (
-        *("uniform", "noPositiveResampling", "passRateBand", "difficultyPools"),
-        *("edgeOfCompetence", "sec"),
-    ),
-    "length": ("none", "interruption", "penalty", "overlong"),
-}
-"""Alternatives of each one-of section: one that the manifest gives replaces the preset's."""
+from scalerl_api.fields import Model, at_most_one
+
+ONE_OF: Final[dict[str, tuple[str, ...]]] = {}
+"""Alternatives of each section, by its field of the recipe, from the models: one that the manifest gives replaces the preset's."""
+
+
+class OneOf(Model):
+    """Base of a section, whose class has the name of its field of the recipe: the fields are its alternatives."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        alternatives = tuple(field.alias or name for name, field in cls.model_fields.items())
+        cls.rules = (at_most_one(*alternatives),)
+        section = cls.__name__.removesuffix("Spec")
+        ONE_OF[section[0].lower() + section[1:]] = alternatives
+
+    @property
+    def name(self) -> str:
+        """Name of the given alternative.
+
+        >>> from scalerl_api.recipe import RecipeSpec
+        >>> RecipeSpec(preset="dapo").loss.name
+        'ppoClip'
+        """
+        fields = type(self).model_fields
+        return next(f.alias or name for name, f in fields.items() if getattr(self, name) is not None)

@@ -14,9 +14,8 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     Rule,
     UnitDecimal,
-    at_most_one,
 )
-from scalerl_api.recipe.alternatives import ONE_OF
+from scalerl_api.recipe.alternatives import OneOf
 
 
 class UniformSpec(Model):
@@ -100,7 +99,7 @@ class SecSpec(Model):
     rules = (_ASCENDING_EDGES,)
 
 
-class CurriculumSpec(Model):
+class CurriculumSpec(OneOf):
     """Selection of prompts: one of these."""
 
     uniform: UniformSpec | None = None
@@ -115,5 +114,3 @@ class CurriculumSpec(Model):
     """Prompts that the model solves sometimes, but not reliably."""
     sec: SecSpec | None = None
     """A bandit over difficulty categories, as in SEC."""
-
-    rules = (at_most_one(*ONE_OF["curriculum"]),)

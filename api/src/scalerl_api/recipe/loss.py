@@ -14,10 +14,9 @@ from scalerl_api.fields import (
     PositiveUnitDecimal,
     Rule,
     UnitDecimal,
-    at_most_one,
 )
 from scalerl_api.plugins import LossPlugin
-from scalerl_api.recipe.alternatives import ONE_OF
+from scalerl_api.recipe.alternatives import OneOf
 
 
 class LossKind(Model):
@@ -96,7 +95,7 @@ class DppoLoss(LossKind):
         return ("threshold", "ratioCap")
 
 
-class LossSpec(Model):
+class LossSpec(OneOf):
     """The policy-gradient objective: one of these."""
 
     cispo: CispoLoss | None = None
@@ -111,18 +110,6 @@ class LossSpec(Model):
     """Policy gradient that masks tokens by the difference of probabilities."""
     plugin: LossPlugin | None = None
     """A loss of the entry points ``scalerl.losses``."""
-
-    rules = (at_most_one(*ONE_OF["loss"]),)
-
-    @property
-    def name(self) -> str:
-        """Name of the given alternative.
-
-        >>> from scalerl_api.recipe import RecipeSpec
-        >>> RecipeSpec(preset="dapo").loss.name
-        'ppoClip'
-        """
-        return _chosen(self, "loss")
 
     @property
     def chosen(self) -> Model:
@@ -167,7 +154,7 @@ class MaskedCorrection(Model):
     )
 
 
-class CorrectionSpec(Model):
+class CorrectionSpec(OneOf):
     """Importance weights that correct the mismatch of generator and trainer, with any loss: one of these. With weights, the
     ratio of the loss, and so its clip, is to π_prox: the trainer's policy before the ``offPolicy.ppo.stepsPerBatch`` updates
     that share sampled weights, or otherwise the trained policy itself, whose ratio of 1 is never clipped."""
@@ -179,8 +166,6 @@ class CorrectionSpec(Model):
     masked: MaskedCorrection | None = None
     """Like truncated, but tokens beyond the bounds are masked."""
 
-    rules = (at_most_one(*ONE_OF["correction"]),)
-
 
 class OffPolicyMaskSpec(Model):
     """Masks completions that the trained policy has moved away from, where the advantage is negative
@@ -189,9 +174,3 @@ class OffPolicyMaskSpec(Model):
     max_kl: PositiveDecimal = "0.5"
     """Mean of log π_gen − log π_train over the completion, in nats per token, above which it is masked. The paper has no
     value; TRL's documentation starts from 0.5 [S]."""
-
-
-def _chosen(model: Model, one_of: str) -> str:
-    fields = type(model).model_fields
-    given = {field.alias or name for name, field in fields.items() if getattr(model, name) is not None}
-    return next(name for name in ONE_OF[one_of] if name in given)

@@ -24,9 +24,8 @@ from scalerl_api.fields import (
     SmallDecimal,
     TemperatureDecimal,
     WeightDecayDecimal,
-    at_most_one,
 )
-from scalerl_api.recipe.alternatives import ONE_OF
+from scalerl_api.recipe.alternatives import OneOf
 from scalerl_api.recipe.curriculum import CurriculumSpec, NoPositiveResamplingSpec
 from scalerl_api.recipe.loss import CispoLoss, CorrectionSpec, LossSpec, NoCorrection, OffPolicyMaskSpec
 from scalerl_api.recipe.presets import INTERRUPTION_PHRASE, completed
@@ -51,15 +50,13 @@ class KlPenalty(Model):
     and k2 are unbiased."""
 
 
-class KlSpec(Model):
+class KlSpec(OneOf):
     """A penalty on the divergence from the initial model: one of these."""
 
     none: NoKlPenalty | None = None
     """No penalty, as in ScaleRL and DAPO [P]."""
     penalty: KlPenalty | None = None
     """Added to the loss of every token. Requires the memory of the initial model and one forward pass per step."""
-
-    rules = (at_most_one(*ONE_OF["kl"]),)
 
 
 # --- distillation ------------------------------------------------------------------------------
@@ -115,15 +112,13 @@ class PpoOffPolicySpec(Model):
     """k: updates between two publishes; 1 is synchronous."""
 
 
-class OffPolicySpec(Model):
+class OffPolicySpec(OneOf):
     """How far generation may run ahead of training: one of these."""
 
     pipeline: PipelineSpec | None = None
     """PipelineRL-k, as in ScaleRL."""
     ppo: PpoOffPolicySpec | None = None
     """PPO-off-policy-k: generation and training alternate."""
-
-    rules = (at_most_one(*ONE_OF["offPolicy"]),)
 
 
 # --- length ------------------------------------------------------------------------------------
@@ -163,7 +158,7 @@ class OverlongSpec(Model):
     maxCompletionTokens, the paper's 4,096 of 20,480 (DAPO [P])."""
 
 
-class LengthSpec(Model):
+class LengthSpec(OneOf):
     """Control of the completion length: one of these."""
 
     none: NoLengthControl | None = None
@@ -174,8 +169,6 @@ class LengthSpec(Model):
     """A reward penalty for long correct completions."""
     overlong: OverlongSpec | None = None
     """A reward penalty for all long completions, as in DAPO."""
-
-    rules = (at_most_one(*ONE_OF["length"]),)
 
 
 # --- batch -------------------------------------------------------------------------------------

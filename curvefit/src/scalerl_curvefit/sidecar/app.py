@@ -30,7 +30,7 @@ from scalerl_api import endpoints
 from scalerl_api import forecast as wire
 
 from ..errors import CurveError
-from .answers import answer_fit, error_code, forecast_steps
+from .forecast_answers import answer_fit, error_code, forecast_steps
 from .metrics import Metrics
 from .openapi import document
 

@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scalerl_api.answers import IDENTITY, BadAnswer, decode_json
+from scalerl_api.http_answers import IDENTITY, BadAnswer, decode_json
 from scalerl_api.http_client import Backoff, Unanswered, exchange
 from scalerl_api.recipe import TeacherSpec
 from scalerl_generator.metrics import ActorMetrics

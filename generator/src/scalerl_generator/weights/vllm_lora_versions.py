@@ -1,5 +1,5 @@
 """Published adapters (LoRA) in a vLLM worker that holds several versions of them, beside base weights that never change: the worker's
-side of :mod:`.lora_versions` (``trainer.lora.inFlight: FinishOnOwn``). Other adapters are merged: :mod:`.merged_lora`.
+side of :mod:`.adapters_in_flight` (``trainer.lora.inFlight: FinishOnOwn``). Other adapters are merged: :mod:`.merged_lora`.
 
 vLLM's manager moves adapters in and out of its slots by the requests of a step, and drops all of them after a weight update. It reads
 what it lacks with ``_load_adapter``, which :class:`PublishedAdapters` replaces: from memory, by name.

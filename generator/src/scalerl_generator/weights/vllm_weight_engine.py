@@ -1,6 +1,6 @@
 """vLLM's weight-transfer engine ``scalerl``: a worker receives a version over a process group or from files, verifies it, installs it.
 
-:mod:`.server_weights` makes all requests of the protocol:
+:mod:`.update_client` makes all requests of the protocol:
 
 1. ``init``: the worker joins a process group (:mod:`.receiver_group`), whose rank 0 sends. The group opens in a thread, because it
    waits for its slowest member, and the worker generates meanwhile; the client asks for the outcome.

@@ -22,7 +22,7 @@ from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import VllmError
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import (
     FetchContinues,
     FetchReport,
@@ -52,7 +52,7 @@ class WeightControl:
         self, server: VllmClient, state: ServerState, busy: BusyClock, metrics: ActorMetrics
     ) -> None:
         self._server, self._state, self._busy, self._metrics = server, state, busy, metrics
-        self._weights = ServerWeights(server)
+        self._weights = WeightUpdateClient(server)
         self._lock = asyncio.Lock()
         self._joins = 0
         """Number of requests to join so far."""

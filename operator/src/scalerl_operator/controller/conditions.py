@@ -19,7 +19,9 @@ from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_lifecycle.drain import only_saves
 from scalerl_lifecycle.lifecycle_types import JobState
-from scalerl_lifecycle.persisted_state import (
+from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.restarts import MAX_POD_RESTARTS
+from scalerl_lifecycle.status_fields import (
     DECIDED,
     condition,
     end_of,
@@ -27,8 +29,6 @@ from scalerl_lifecycle.persisted_state import (
     rfc3339,
     seconds,
 )
-from scalerl_lifecycle.problems import Problem
-from scalerl_lifecycle.restarts import MAX_POD_RESTARTS
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.coordinator_problems import (
@@ -115,7 +115,7 @@ def _admitted(findings: Findings) -> Value:
     if not (admitted or _was_true(findings, ConditionType.ADMITTED)):
         return False, Problem(Reason.WAITING_FOR_QUOTA, "")
     state = findings.run.state
-    return True, Problem(Reason.QUEUE_ADMITTED, state.unanswered or state.unread_flavors)
+    return True, Problem(Reason.QUEUE_ADMITTED, state.workload_refusal or state.unread_flavors)
 
 
 def _prepared(findings: Findings) -> Value:

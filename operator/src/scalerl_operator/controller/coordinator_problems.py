@@ -9,8 +9,8 @@ from typing import Any, Final
 from scalerl_api.reasons import Reason
 from scalerl_api.status import TroubleStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.persisted_state import rfc3339, seconds
 from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.status_fields import rfc3339, seconds
 
 QUIET_SECONDS: Final = 600.0
 """Time without another skipped step, ungraded completion or slot given up after which a run is no longer degraded by them."""

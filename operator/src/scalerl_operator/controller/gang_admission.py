@@ -14,8 +14,8 @@ from typing import Final
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
 from scalerl_lifecycle.lifecycle_types import Job, JobState, LifecycleDecision
-from scalerl_lifecycle.persisted_state import rfc3339
 from scalerl_lifecycle.role_containers import environment_replicas
+from scalerl_lifecycle.status_fields import rfc3339
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import WORKLOADS, Accepted, Findings, Observed, PodView, Run
 from scalerl_operator.kube import errors
@@ -150,10 +150,10 @@ def why_waiting(run: Run) -> str:
     conditions = {c["type"]: c for c in (live.get("status") or {}).get("conditions") or ()}
     reserved = conditions.get("QuotaReserved", {})
     said = "" if reserved.get("status") == "True" else reserved.get("message", "")
-    return run.state.unanswered or said or Reason.WAITING_FOR_QUOTA.text
+    return run.state.workload_refusal or said or Reason.WAITING_FOR_QUOTA.text
 
 
-async def answer(api: KubeApi, findings: Findings) -> None:
+async def write_workload_status(api: KubeApi, findings: Findings) -> None:
     """Gives the quota of an evicted Workload back once the run has no pods, and says when the pods of an admitted one are ready.
     A refusal is logged, and said by the condition Admitted.
 
@@ -162,7 +162,7 @@ async def answer(api: KubeApi, findings: Findings) -> None:
     """
     run = findings.run
     live = _live(run)
-    run.state.unanswered = ""
+    run.state.workload_refusal = ""
     if live is None or not true_condition(live, "QuotaReserved"):
         return
     eviction = true_condition(live, "Evicted")
@@ -196,7 +196,7 @@ async def answer(api: KubeApi, findings: Findings) -> None:
         await api.patch(WORKLOAD, run.namespace, name, {"status": status}, "status", resource_version=version)
     except (errors.Forbidden, errors.Invalid, errors.NotFound) as error:
         text = f"the status of Workload {name} cannot be written: {error.message}"
-        run.state.unanswered = text
+        run.state.workload_refusal = text
         log.warning("%s/%s: %s", run.namespace, run.name, text)
 
 

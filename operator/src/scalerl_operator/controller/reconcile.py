@@ -7,7 +7,7 @@
 5. check: whether the decision can be applied; otherwise the run waits.
 6. apply: records the lifecycle's new state in the status; then creates, changes and deletes objects, and sends a stop request.
 7. report: writes the status if it has changed.
-8. answer: returns the quota of an evicted run, edits ``spec`` if decided, deletes an expired run; when to reconcile again.
+8. follow_up: returns the quota of an evicted run, edits ``spec`` if decided, deletes an expired run; when to reconcile again.
 
 Not every reconcile has all steps: it ends after 1 where the run is gone, and after 3 while the coordinator's response is outstanding.
 Before 3, workloads that are to drain get their removed labels back, without which they would not be observed.
@@ -31,9 +31,8 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_autoscaling.autoscaler import Autoscaler
 from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision
-from scalerl_lifecycle.persisted_state import persisted_state
+from scalerl_lifecycle.status_fields import persisted_state
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.answer import BLOCKED_SECONDS, answer, soonest
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.check import Checker
 from scalerl_operator.controller.coordinator_poller import (
@@ -43,14 +42,15 @@ from scalerl_operator.controller.coordinator_poller import (
     request_stop,
 )
 from scalerl_operator.controller.decide import decide
+from scalerl_operator.controller.ended_run_record import write_record
+from scalerl_operator.controller.follow_up import BLOCKED_SECONDS, follow_up, soonest
 from scalerl_operator.controller.observe import Observer
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import LOST_SECONDS
-from scalerl_operator.controller.record import write_record
 from scalerl_operator.controller.report import report
+from scalerl_operator.controller.run_figures import RunFigures, figures
 from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.run_state import KnownRuns
-from scalerl_operator.controller.summary import RunFigures, figures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key
@@ -151,7 +151,7 @@ class Reconciler:
             waiting = LifecycleDecision(Phase.PENDING, run.persisted, again_seconds=BLOCKED_SECONDS)
             findings = replace(findings, checks=checks, decision=waiting, blocked=None)
         put_off = await self._report(findings)
-        return soonest(put_off, await answer(self._api, self._run_object, findings))
+        return soonest(put_off, await follow_up(self._api, self._run_object, findings))
 
     async def _read(self, key: Key) -> Run | None:
         """The run; None: it is gone, or its objects are left to the garbage collector."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from scalerl_api.recipe import resolve
 from scalerl_api.status import GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
-from scalerl_lifecycle.persisted_state import (
+from scalerl_lifecycle.status_fields import (
     decision_fields,
     progress_fields,
     rfc3339,
@@ -15,7 +15,7 @@ from scalerl_lifecycle.persisted_state import (
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.conditions import conditions
 from scalerl_operator.controller.parts import Findings
-from scalerl_operator.controller.summary import columns
+from scalerl_operator.controller.status_columns import columns
 from scalerl_operator.names import selector
 
 
@@ -64,7 +64,7 @@ def _source(findings: Findings) -> SourceStatus | None:
     """Of a fork, its source: as found at its preparation, with the step as the coordinator reports it."""
     accepted, before = findings.accepted.found, findings.run.before
     coordinator, uid = findings.observed.coordinator, findings.checks.source_uid
-    given = None if accepted is None else accepted.spec.source
+    given = None if accepted is None else accepted.spec.fork
     if given is None:
         return before.source
     found = before.source or SourceStatus(run=given.run)

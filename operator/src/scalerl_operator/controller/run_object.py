@@ -13,7 +13,7 @@ from typing import Any
 from scalerl_api.conditions import Phase
 from scalerl_api.spec import KIND
 from scalerl_api.status import RunStatus
-from scalerl_lifecycle.persisted_state import (
+from scalerl_lifecycle.status_fields import (
     PROGRESS_SECONDS,
     seconds,
     waits_for_progress_only,

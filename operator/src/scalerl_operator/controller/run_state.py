@@ -76,7 +76,7 @@ class RunState:
     """A message if the operator may not read the ResourceFlavors of that admission."""
     priority_read: tuple[float, str, int | None] = (0.0, "", None)
     """When the class of the run's priority was last read, its name, and its value."""
-    unanswered: str = ""
+    workload_refusal: str = ""
     """Why the API server refused the operator's status of the run's Workload."""
     queue_read: tuple[float, str] = (0.0, "")
     """When the run's queue was last read, and the problem."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_api.reasons import Reason
-from scalerl_lifecycle.persisted_state import seconds
+from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import JOB_NAME, attempt_of

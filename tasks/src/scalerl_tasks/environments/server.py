@@ -32,7 +32,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from scalerl_api.answers import IDENTITY
+from scalerl_api.http_answers import IDENTITY
 from scalerl_api.http_client import open_session
 from scalerl_processes.waiting import calling, pause
 from scalerl_tasks.environments.openenv import Observed, Session

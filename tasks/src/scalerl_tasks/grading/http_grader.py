@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from scalerl_api.answers import IDENTITY
+from scalerl_api.http_answers import IDENTITY
 from scalerl_api.http_client import Unanswered, exchange, open_session
 from scalerl_processes.waiting import calling, cancel
 from scalerl_tasks.errors import GradingError

@@ -124,14 +124,14 @@ def _library(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., 
     """What makes a module that is trained, and one that is not. A library is imported if it is used."""
     match engine:
         case "FSDP2":
-            from scalerl_trainer.engine.fsdp_engine import FsdpEngine, FsdpFrozen
+            from scalerl_trainer.engine.fsdp_backend import FsdpBackend, FsdpFrozen
 
-            return FsdpEngine, FsdpFrozen
+            return FsdpBackend, FsdpFrozen
         case "DeepSpeed":
             _need_deepspeed()
-            from scalerl_trainer.engine.deepspeed_engine import DeepSpeedEngine, FrozenModule
+            from scalerl_trainer.engine.deepspeed_backend import DeepSpeedBackend, FrozenModule
 
-            return DeepSpeedEngine, FrozenModule
+            return DeepSpeedBackend, FrozenModule
 
 
 def _need_deepspeed() -> None:

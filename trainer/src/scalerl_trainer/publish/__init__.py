@@ -1,9 +1,9 @@
 """Publishes weights to the generators, whose generations in flight pause and resume.
 
     ``publisher``       the interface of both publishers, and what they share
-    ``published_weights``
+    ``whole_or_adapters``
                         what is sent: whole weights or adapters, by the LoRA mode
-    ``from_spec``       makes the one of ``weightSync.backend``
+    ``make_publisher``  makes the one of ``weightSync.backend``
     ``group_publisher`` over a process group: join, receive, retry
     ``rounds``          which members a retry has, by the answers to the last attempt; pure
     ``file_publisher``  through files in the place of a group

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from scalerl_api import wire
-from scalerl_api.answers import BadAnswer
+from scalerl_api.http_answers import BadAnswer
 from scalerl_api.http_client import decode_problem, wire_headers
 from scalerl_trainer.coordinator_client import MAX_ANSWER_BYTES, failure_reason, request
 

@@ -3,8 +3,8 @@
 A loss maximises an objective per token; ``Loss.__call__`` returns the negative weighted sum. A new loss needs:
 
 - a frozen dataclass with its settings and a ``__call__`` in this package;
-- a model of ``recipe.loss`` in ``scalerl_api.recipe.loss``, and its name in ``alternatives.ONE_OF``;
-- a case in ``from_spec.make_loss``, and its name below;
+- a model of ``recipe.loss`` in ``scalerl_api.recipe.loss``, and a field of ``LossSpec``;
+- a case in ``make_loss.make_loss``, and its name below;
 - values computed by hand in ``test_trainer_algo_golden.py``, and a recipe in the tests' ``trajectories.py``.
 """
 

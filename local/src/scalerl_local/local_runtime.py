@@ -48,7 +48,7 @@ _MEMORY_PERIOD_SECONDS: Final = 5.0
 _MAX_BACK_OFF_SECONDS: Final = 8.0
 
 
-class LocalRun:
+class LocalRuntime:
     """Runs ``plan`` in ``directory`` until it is complete, fails for good, or is suspended: by its forecast, or interrupted.
 
     A resumed run is first suspended, and then continues: as on a cluster when a user does both.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from scalerl_lifecycle.persisted_state import is_over
+from scalerl_lifecycle.status_fields import is_over
 from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.cluster_autoscaler import number_to_scale_to
 from scalerl_operator.controller.diagnosis import next_start_check
@@ -18,13 +18,13 @@ BLOCKED_SECONDS: Final = 30.0
 """Between two reconciles of a run of which an object was refused."""
 
 
-async def answer(api: KubeApi, run_object: RunObject, findings: Findings) -> float | None:
+async def follow_up(api: KubeApi, run_object: RunObject, findings: Findings) -> float | None:
     """Tells others what was decided. Returns the seconds until the next reconcile."""
     run, decision, state = findings.run, findings.decision, findings.run.state
     if findings.accepted.found is None:
         return decision.again_seconds
     if findings.checks.not_started is None:
-        await gang_admission.answer(api, findings)
+        await gang_admission.write_workload_status(api, findings)
         if decision.set_suspend:
             await run_object.suspend(run)
         elif (number := number_to_scale_to(findings)) is not None:
@@ -35,7 +35,7 @@ async def answer(api: KubeApi, run_object: RunObject, findings: Findings) -> flo
         ttl = findings.accepted.spec.ttl_seconds_after_finished
         return soonest(await run_object.expire(run, ttl), repair)
     # A restored claim without the run's label is not watched.
-    unwatched = findings.blocked is not None or findings.checks.claim_gone or state.unanswered
+    unwatched = findings.blocked is not None or findings.checks.claim_gone or state.workload_refusal
     return soonest(
         decision.again_seconds,
         findings.observed.young_seconds,

@@ -40,7 +40,7 @@ from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.weight_stream import WeightStream
 
 
-class FsdpEngine:
+class FsdpBackend:
     """The :class:`.backend.Backend` of FSDP2."""
 
     def __init__(

@@ -75,7 +75,7 @@ class _Answer(Protocol):
     def content(self) -> _Stream: ...
 
 
-async def read_answer(answer: _Answer, limit: int, *, chunked: bool = True) -> bytearray:
+async def read_body(answer: _Answer, limit: int, *, chunked: bool = True) -> bytearray:
     """The body of an answer of aiohttp, at most ``limit`` bytes. The client's total timeout applies. Raises BadAnswer.
 
     Args:
@@ -94,7 +94,7 @@ def decode_msgpack(content: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T
 
     >>> decode_msgpack(b"\\x91" * 1_000_000, dict)
     Traceback (most recent call last):
-    scalerl_api.answers.BadAnswer: the answer is not a dict
+    scalerl_api.http_answers.BadAnswer: the answer is not a dict
     """
     try:
         return msgspec.msgpack.decode(content, type=kind)

@@ -13,7 +13,7 @@ from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.publisher import WeightSource
 
 
-def published_weights(
+def weights_to_publish(
     spec: RunSpec,
     weights: Weights,
     whole: Callable[[], NamedTensors],

@@ -84,7 +84,7 @@ def finish_writes(overlaps: bool) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class DeepSpeedEngine:
+class DeepSpeedBackend:
     """The operations on DeepSpeed that ``Engine`` needs."""
 
     def __init__(

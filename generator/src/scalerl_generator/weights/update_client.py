@@ -15,7 +15,7 @@ import msgspec
 from scalerl_api.wire import GroupJoin, WeightReceive, WeightReceived
 from scalerl_generator.vllm_client import CONTROL_SECONDS, VllmClient
 from scalerl_generator.vllm_replies import ServerRefused
-from scalerl_generator.weights.lora_versions import PUBLISHED, AdapterVersions
+from scalerl_generator.weights.adapters_in_flight import PUBLISHED, AdapterVersions
 from scalerl_generator.weights.update_reports import (
     FetchContinues,
     FetchReport,
@@ -35,7 +35,7 @@ _LAST_JOIN_POLL_SECONDS = 0.25
 """Each poll takes a part of a step of the server."""
 
 
-class ServerWeights:
+class WeightUpdateClient:
     """Requests that change the weights of one server, one at a time."""
 
     def __init__(self, server: VllmClient) -> None:
