@@ -106,6 +106,9 @@ class Engine:
         """Completions of the weights before the first update; on rank 0."""
         self._trained = TrainedState(self._backend, policy, settings.lora, self._rank)
         choose_attention(policy, self._checks, dtype, device, self._rank)
+        problem = policy.head.kernels_problem(device)
+        if self._rank == 0:
+            log.info("output head: %s", "Triton kernels" if problem is None else f"no kernels ({problem})")
 
     def set_reference(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
         """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.
