@@ -122,8 +122,15 @@ def test_trial_without_triton(trial: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert str(head.kernels_failure(trial)).startswith("a call of them fails: ModuleNotFoundError: ")
 
 
-@pytest.mark.parametrize(("dtype", "fp32"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_kernels_are_for_float32_logits_of_bfloat16(dtype: torch.dtype, fp32: bool) -> None:
-    own = LogprobHead(torch.nn.Linear(2, 3, dtype=dtype), fp32=fp32)
-    reason = own.kernels_problem(torch.device("cuda", 0))
-    assert reason == "they are for float32 logits of a bfloat16 model"
+@pytest.mark.parametrize(
+    ("dtype", "fp32", "used"),
+    [(torch.bfloat16, True, True), (torch.bfloat16, False, False), (torch.float32, True, False)],
+)
+def test_kernels_are_for_float32_logits_of_bfloat16(
+    dtype: torch.dtype, fp32: bool, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(head, "kernels_failure", lambda _: None)
+    monkeypatch.setattr(head._ChunkedLogprob, "apply", lambda *args: given.extend(args))
+    LogprobHead(torch.nn.Linear(2, 3, dtype=dtype), fp32=fp32)(None, None, 1.0, True)  # type: ignore[arg-type]
+    assert given[-1] is used

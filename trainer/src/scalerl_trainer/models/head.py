@@ -89,8 +89,9 @@ class LogprobHead(nn.Module):
         The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator without the kernels they are the
         means of chunks, those of 64 tokens or more estimated from every eighth token.
         """
-        kernels = self.kernels_problem(self.weight.device) is None
-        by_device = CPU_CHUNK_BYTES if self.weight.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+        device = self.weight.device
+        kernels = self.fp32 and self.weight.dtype == torch.bfloat16 and kernels_failure(device) is None
+        by_device = CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
         if kernels:
             by_device = KERNEL_CHUNK_BYTES
         chunk = max(1, (self.chunk_bytes or by_device) // (4 * self.weight.shape[0]))
@@ -107,12 +108,6 @@ class LogprobHead(nn.Module):
             kernels,
         )
         return result
-
-    def kernels_problem(self, device: torch.device) -> str | None:
-        """Why the passes over logits are operations of PyTorch on ``device``; None if they are kernels."""
-        if not self.fp32 or self.weight.dtype != torch.bfloat16:
-            return "they are for float32 logits of a bfloat16 model"
-        return kernels_failure(device)
 
 
 @cache
