@@ -10,7 +10,7 @@ crashes or hangs costs nothing but itself. All but the last three take at most 9
 machine      versions, device, driver, speed of a bfloat16 matrix product
 positions    the trainer's log-probabilities in bfloat16 beside plain transformers, by position, for three kinds of models
 attention    torch's variable-length kernel: outputs, gradients, time beside ``sdpa`` of each sequence alone, and in a model
-head         the float32 head: errors of log-probabilities and gradients, time, also cast to float32 and in bfloat16
+head         the float32 head: errors of log-probabilities and gradients, time, also without kernels, cast to float32, in bfloat16
 engine-FSDP2 the engine on one rank: loss, log-probabilities, gathered weights, memory beside the estimate
 engine-ZeRO1 the same under DeepSpeed, if that is there
 engine-ZeRO3 the same
@@ -172,6 +172,7 @@ def check_head(options: Options) -> dict[str, Any]:
     import torch
     from support.gpu_models import SHAPES, TINY
 
+    from scalerl_trainer.models.head import kernels_failure
     from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
     device = open_device(options)
@@ -182,6 +183,7 @@ def check_head(options: Options) -> dict[str, Any]:
     # Weights of single tokens of both signs.
     weights = torch.randn(count, device=device)
     result: dict[str, Any] = {"tokens": count, "vocabulary": shape.vocabulary, "hidden": shape.hidden}
+    result["kernels"] = kernels_failure(device) or "used"
     transformed = LogitTransform(scale=0.5, cap=4.0)
     for bias, transform, temperature in ((False, PLAIN, 1.0), (True, transformed, 0.7)):
         linear = torch.nn.Linear(
@@ -215,13 +217,16 @@ def _compare_heads(
     exact = _exact_head(
         [hidden.detach()[some], *linear.parameters()], target[some], weights[some], transform, temperature
     )
-    own, result = head_module._operand, dict[str, dict[str, float]]()
-    for name, fp32, cast in (
-        ("bfloat16", False, False),
-        ("float32", True, False),
-        ("cast to float32", True, True),
+    own, trial, result = head_module._operand, head_module.kernels_failure, dict[str, dict[str, float]]()
+    for name, fp32 in (
+        ("bfloat16", False),
+        ("float32", True),
+        ("float32 without kernels", True),
+        ("cast to float32", True),
     ):
+        cast, without = name.startswith("cast"), name.endswith("without kernels")
         head_module._operand = (lambda weight, fp32: weight.float()) if cast else own
+        head_module.kernels_failure = (lambda device: "without") if without else trial
         head = LogprobHead(linear, fp32=fp32, transform=transform)
 
         def work(head: LogprobHead = head, rows: slice = slice(None)) -> torch.Tensor:
@@ -242,22 +247,25 @@ def _compare_heads(
             if hidden.device.type == "cuda":
                 result[name]["peak_bytes"] = peak_bytes(hidden.device)
                 torch.cuda.reset_peak_memory_stats(hidden.device)
-    head_module._operand = own
+    head_module._operand, head_module.kernels_failure = own, trial
     return result
 
 
 def _judge_heads(result: dict[str, dict[str, float]], kind: str) -> None:
-    found, cast_to = result["float32"], result["cast to float32"]
-    if not found["mean_error"] <= min(TOLERANCE, result["bfloat16"]["mean_error"]):
-        raise AssertionError(
-            f"{kind}: the float32 head is further off than {TOLERANCE} nats or the bfloat16 one: {json.dumps(result)}"
-        )
-    for what in found:
-        limit = min(GRADIENT_TOLERANCE, 1.2 * cast_to[what])
-        if what.endswith("gradient_error") and not found[what] <= limit:
+    cast_to = result["cast to float32"]
+    for name in ("float32", "float32 without kernels"):
+        found = result[name]
+        if not found["mean_error"] <= min(TOLERANCE, result["bfloat16"]["mean_error"]):
             raise AssertionError(
-                f"{kind}: {what} is more than {GRADIENT_TOLERANCE} or 1.2 times that of operands in float32: {json.dumps(result)}"
+                f"{kind}: the {name} head is further off than {TOLERANCE} nats or the bfloat16 one: {json.dumps(result)}"
             )
+        for what in found:
+            limit = min(GRADIENT_TOLERANCE, 1.2 * cast_to[what])
+            if what.endswith("gradient_error") and not found[what] <= limit:
+                raise AssertionError(
+                    f"{kind}: {name}: {what} is more than {GRADIENT_TOLERANCE} or 1.2 times that of operands in float32: "
+                    f"{json.dumps(result)}"
+                )
 
 
 def _exact_head(parts: list[Any], target: Any, weights: Any, transform: Any, temperature: float) -> list[Any]:

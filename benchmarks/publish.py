@@ -123,7 +123,6 @@ def make_model(directory: Path, model: ScratchModel) -> None:
         "pad_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    write_safetensors(directory / "model.safetensors", model, model.vocabulary_size, 0, "bfloat16")
 
 
 # --- the sender --------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _kernel(
     ]
     weights = torch.randn(tokens, heads, size, device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    ends = varlen.boundaries(positions)["cu_seq_lens_q"]
+    ends = varlen.boundaries(positions, positions.device)["cu_seq_lens_q"]
     at = varlen.kernel()
     left = -1 if window is None else window - 1
 

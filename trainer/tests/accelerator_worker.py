@@ -4,7 +4,8 @@ The tensors are torch's fake tensors: they have shape, dtype and device, and no 
 the CPU raise, as on a GPU. So do operations that need a value (``item``, ``float``, ``bool``), and operations whose result's shape
 depends on values; transfers to the CPU are recorded with the function of the trainer that made them. The device is torch's
 private backend, because torch built for CUDA runs no backward pass of fake CUDA tensors without a driver. The backend stays
-registered in the process, so the tests start one.
+registered in the process, so the tests start one. A copy to the device that blocks waits as well, as one of ordinary memory does on
+a GPU.
 
 Tensors on the CPU are real and have values.
 """
@@ -67,14 +68,15 @@ VOCABULARY, HIDDEN = 64, 16
 
 MAY_WAIT = {
     "engine/training_step.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
-    "engine/passes.py:_tables": "fresh tokens are selected by a mask, once per micro-batch",
     "engine/passes.py:outlier_counts": "only in skipped steps",
-    "algo/losses/base.py:sequence_sums": "the number of sequences, for each use of their sums in a micro-batch",
-    "algo/losses/supervised.py:__call__": "the number of sequences, once per micro-batch",
     "engine/deepspeed_backend.py:step": "the gradient norm decides whether the step is applied",
+    "publish/buckets.py:fill": "the header is written by the CPU, once per bucket",
     "publish/buckets.py:checksum_u8": "the checksum goes into the trailer, once per bucket",
 }
 """Functions of the trainer that may wait for the device, each with its reason."""
+
+
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class Wait(Exception):
@@ -115,6 +117,11 @@ class Accelerator(TorchDispatchMode):
                 return args[0].clone()
         args, kwargs = tree_map(self._faked, (args, kwargs))
         result = func(*args, **kwargs)
+        if func in COPIES and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+            to_device = isinstance(result, torch.Tensor) and result.device.type == ACCELERATOR
+            own = any(f.filename.startswith(SOURCE) for f in traceback.extract_stack())
+            if own and to_device and args[-1].device.type == "cpu":
+                self._wait("a tensor is moved to the device")
         if on_device and func is not torch.ops.aten.detach.default:
             changed = args[0] if func is torch.ops.aten.copy_.default else result
             if any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in tree_leaves(changed)):
@@ -273,6 +280,7 @@ FAULTS: dict[str, Callable[[TokenBatch], object]] = {
     "cpu": lambda tokens: tokens.logprobs_n.detach().cpu(),
     "to": lambda tokens: tokens.advantages_n.to("cpu", torch.float64),
     "copy": lambda tokens: torch.empty_like(tokens.weights_n, device="cpu").copy_(tokens.weights_n),
+    "on": lambda tokens: torch.ones(2).to(tokens.weights_n.device),
     "item": lambda tokens: tokens.logprobs_n.sum().item(),
     "float": lambda tokens: float(tokens.advantages_n.max()),
     "if": lambda tokens: bool((tokens.weights_n > 0).all()),
@@ -337,7 +345,7 @@ def main() -> None:
 
         def moved(*arguments: Any) -> torch.Tensor:
             logits_cv = plain(*arguments)
-            return logits_cv.cpu() if sys._getframe(1).f_code.co_name == "backward" else logits_cv
+            return logits_cv.cpu() if sys._getframe(1).f_code.co_name == "_sloped" else logits_cv
 
         head_module._logits = moved
         found["fault head"] = outcome(mode, lambda: stepped(Cispo()))

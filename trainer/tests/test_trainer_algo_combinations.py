@@ -105,7 +105,7 @@ def batch_of(found: list[dict[str, Any]], recipe: RecipeSpec) -> tuple[TokenBatc
         flat("generator"),
         per_token(advantages_s, lengths_s),
         per_token(weights_s, lengths_s),
-        per_token(torch.arange(len(found)), lengths_s),
+        torch.unique(per_token(torch.arange(len(found)), lengths_s), return_inverse=True)[1],
         flat("reference"),
         flat("teacher"),
         flat("proximal") if recipe.proximal_updates else None,

@@ -71,7 +71,8 @@ def run(
                 torch.cat([*(pieces["generator"][order[i]] for i in part), empty]),
                 per_token(advantages_s[part], own),
                 per_token(weights_s[part], own),
-                per_token(torch.arange(len(part)), own),
+                # A sequence without tokens has no index, as in the engine.
+                torch.unique(per_token(torch.arange(len(part)), own), return_inverse=True)[1],
             )
         )
         if part:

@@ -46,6 +46,8 @@ def test_gpu_check_runs_on_cpu(checks: tuple[str, ...], tmp_path: Path) -> None:
     assert {result["status"] for result in report["checks"].values()} == {"ok"}
     head = report["checks"]["head"]
     assert head["float32"]["mean_error"] < 1e-5
+    assert head["float32 without kernels"]["mean_error"] < 1e-5
+    assert head["kernels"] == "they need a CUDA device"
     assert head["bias, cap, temperature"]["float32"]["mean_error"] < 1e-5
     assert 0 < head["bias, cap, temperature"]["float32"]["bias_gradient_error"] < 0.01
     if checks != CHECKS:

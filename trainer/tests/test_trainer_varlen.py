@@ -124,7 +124,7 @@ def test_tokens_of_other_sequences_have_no_gradient() -> None:
         inputs_embeds=embedded,
         position_ids=micro.position_ids_bt,
         use_cache=False,
-        **varlen.boundaries(micro.position_ids_bt),
+        **varlen.boundaries(micro.position_ids_bt, torch.device("cpu")),
     ).last_hidden_state
     (gradient,) = torch.autograd.grad(hidden[0, 6:11].sum(), embedded)
     assert gradient[0].abs().sum(-1).gt(0).tolist() == [False] * 6 + [True] * 5 + [False] * 4
@@ -152,7 +152,7 @@ def test_16k_tokens_make_no_tensor_of_their_square(monkeypatch: pytest.MonkeyPat
     with torch.device("meta"):
         model = make_llama().to(torch.bfloat16)
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    ends = varlen.boundaries(position_ids)
+    ends = varlen.boundaries(position_ids, position_ids.device)
     assert (ends["cu_seq_lens_q"].tolist(), ends["max_length_q"]) == ([0, 1, 12384, 16384], 12383)
     ends = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in ends.items()}
     varlen.use(model.config)
@@ -178,7 +178,11 @@ def test_16k_tokens_make_no_tensor_of_their_square(monkeypatch: pytest.MonkeyPat
 )
 def test_what_the_kernel_does_not_compute_raises(asked: dict[str, Any], said: str) -> None:
     query, key = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 4, 8)
-    options = {"attention_mask": None, **varlen.boundaries(torch.arange(4)[None]), **asked}
+    options = {
+        "attention_mask": None,
+        **varlen.boundaries(torch.arange(4)[None], torch.device("cpu")),
+        **asked,
+    }
     with pytest.raises(ModelError, match=f"^Linear asks for {said}, which torch's variable-length kernel"):
         varlen.attention(torch.nn.Linear(1, 1), query, key, key, **options)
 

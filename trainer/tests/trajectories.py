@@ -244,7 +244,7 @@ def plain_loss(
         batch.generator_logprobs_n.double(),
         batch.advantages_s.double()[index_n],
         batch.weights_s.double()[index_n],
-        index_n,
+        torch.unique(index_n, return_inverse=True)[1],
         teacher_logprobs_n=None if batch.teacher_logprobs_n is None else batch.teacher_logprobs_n.double(),
         proximal_logprobs_n=None if proximal is None else logprobs_n(proximal).detach(),
     )

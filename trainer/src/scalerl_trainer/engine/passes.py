@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from scalerl_trainer.engine.backend import Backend, Frozen
 from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models import varlen
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.router_replay import RouterReplay
@@ -101,22 +103,29 @@ class Passes:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies ``[M]``, see :meth:`.LogprobHead.forward`."""
         result: tuple[torch.Tensor, torch.Tensor] = self._backend(
-            *self.inputs(micro), temperature or self._settings.temperature, entropy, *self.prompts(micro)
+            *self.inputs(micro), temperature or self._settings.temperature, entropy, *self.layout(micro)
         )
         return result
 
     def inputs(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
         """The policy's first arguments, on the device."""
         inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
-        return tuple(tensor.to(self._device, non_blocking=True) for tensor in inputs)
+        return tuple(self._move(tensor) for tensor in inputs)
 
-    def prompts(self, micro: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Its last ones; none where rows have their prompts."""
-        if micro.prompts_gp is None or micro.prompt_b is None:
-            return ()
-        return tuple(
-            tensor.to(self._device, non_blocking=True) for tensor in (micro.prompts_gp, micro.prompt_b)
-        )
+    def layout(self, micro: MicroBatch) -> tuple[Any, ...]:
+        """Its last ones: prompts where rows have none, or boundaries of the sequences that share a row."""
+        if micro.prompts_gp is not None and micro.prompt_b is not None:
+            return self._move(micro.prompts_gp), self._move(micro.prompt_b)
+        if self._policy.variable_length:
+            return None, None, varlen.boundaries(micro.position_ids_bt, self._device)
+        return ()
+
+    def _move(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A host's tensor on the device, which the host does not wait for: a copy from memory that can be paged would wait for all
+        that runs before it."""
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, dtype, non_blocking=True)
 
     def _frozen_logprobs(self, frozen: Frozen | None, micro: MicroBatch) -> torch.Tensor | None:
         """A frozen policy's log-probability of each token, ``[M]``; None without one.
@@ -126,7 +135,7 @@ class Passes:
         if frozen is None:
             return None
         logprobs_m: torch.Tensor
-        logprobs_m, _ = frozen(*self.inputs(micro), self._settings.temperature, False, *self.prompts(micro))
+        logprobs_m, _ = frozen(*self.inputs(micro), self._settings.temperature, False, *self.layout(micro))
         return logprobs_m
 
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
@@ -165,11 +174,11 @@ class Passes:
             reference_m = self._reference_logprobs(micro)
             with self._replayed(micro):
                 proximal_m = self._frozen_logprobs(proximal, micro)
-                with self.routing.counted(micro.predict_at_m if real else None):
+                with self.routing.counted(self._move(micro.predict_at_m) if real else None):
                     logprobs_m, entropies_m = self.forward(micro, entropy=True)
                 tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
                 if masked_n is not None and real:
-                    masked_m = masked_n[micro.flat_m].to(self._device)
+                    masked_m = self._move(masked_n[micro.flat_m])
                     tokens = replace(tokens, weights_n=tokens.weights_n.masked_fill(masked_m, 0.0))
                 output = loss(tokens)
                 # The derivative by log-probabilities, computed apart from that through the model.
@@ -177,7 +186,7 @@ class Passes:
                 if real and self._settings.gradient_guard is not None:
                     found = squared_gradients(tokens, gradient_m)
                     ordinary += found.ordinary
-                    outliers_n[micro.flat_m.to(self._device)] = found.outliers_n
+                    outliers_n[self._move(micro.flat_m)] = found.outliers_n
                 self._backend.backward((logprobs_m * gradient_m).sum() * self._world)
             names = sorted(output.sums)
             parts = [
@@ -192,7 +201,7 @@ class Passes:
                 done.sums = _add_sums(done.sums, part)
             if real:
                 difference_m = (logprobs_m.detach() - tokens.generator_logprobs_n).float()
-                differences_n[micro.flat_m.to(self._device)] = difference_m
+                differences_n[self._move(micro.flat_m)] = difference_m
                 done.beyond.append((beyond_ratio(logprobs_m, tokens.generator_logprobs_n), micro.sequence_m))
         if done is None:
             raise EngineError("a batch with trainable tokens has no micro-batch")
@@ -249,11 +258,11 @@ class Passes:
         leaf_m = own_m.clone().requires_grad_()
         if not real:
             zeros_m = torch.zeros_like(own_m)
-            sequence_m = micro.sequence_m.to(self._device)
+            sequence_m = self._move(micro.sequence_m)
             return TokenBatch(leaf_m, own_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m, proximal_m)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self._device, torch.float32, non_blocking=True)
+            return self._move(tensor, torch.float32)
 
         generator, teacher = batch.generator_logprobs_n, batch.teacher_logprobs_n
         by_token = batch.advantages_n
@@ -263,7 +272,7 @@ class Passes:
             own_m if generator is None else move(generator[micro.flat_m]),
             move(batch.advantages_s[micro.sequence_m] if by_token is None else by_token[micro.flat_m]),
             move(batch.weights_s[micro.sequence_m]),
-            sequence_m.to(self._device),
+            self._move(sequence_m),
             reference_m,
             None if teacher is None else move(teacher[micro.flat_m]),
             proximal_m,
@@ -279,12 +288,13 @@ class Passes:
     ) -> torch.Tensor:
         """Ratio tables ``[2, positions, 8]`` of all tokens and of the fresh ones."""
         position_m = micro.position_ids_bt.flatten()[micro.predict_at_m] + 1
-        bucket_m = position_buckets(position_m).to(self._device)
+        bucket_m = self._move(position_buckets(position_m))
         every = ratio_table(logprobs_m, generator_m, bucket_m, len(POSITIONS))
         if not real or batch.fresh_n is None:
             return torch.stack([every, torch.zeros_like(every)])
-        fresh_m = batch.fresh_n[micro.flat_m].to(self._device)
-        fresh = ratio_table(logprobs_m[fresh_m], generator_m[fresh_m], bucket_m[fresh_m], len(POSITIONS))
+        # Indices, because the device would have to say how many a mask has.
+        at_f = self._move(batch.fresh_n[micro.flat_m].nonzero().flatten())
+        fresh = ratio_table(logprobs_m[at_f], generator_m[at_f], bucket_m[at_f], len(POSITIONS))
         return torch.stack([every, fresh])
 
 

@@ -186,9 +186,7 @@ class StartChecks:
         logprobs, gradient = [], torch.zeros(sum(p.numel() for p in first), device=self._device)
         for micro in micro_batches:
             # The policy itself, and not by `backward`: the backend's hooks would count a pass, and keep gradients for the first step.
-            logprobs_m, _ = self._policy(
-                *self._passes.inputs(micro), 1.0, False, *self._passes.prompts(micro)
-            )
+            logprobs_m, _ = self._policy(*self._passes.inputs(micro), 1.0, False, *self._passes.layout(micro))
             found = torch.autograd.grad(logprobs_m.sum(), first, allow_unused=True, materialize_grads=True)
             gradient += torch.cat([each.flatten().float() for each in found])
             logprobs.append(logprobs_m.detach())

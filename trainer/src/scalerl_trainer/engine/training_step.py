@@ -35,6 +35,7 @@ from scalerl_trainer.engine.stats import FlatLogprobs, StepStats
 from scalerl_trainer.engine.weights import Weights
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
+from scalerl_trainer.models.head import kernels_failure
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.precision import buffer_dtypes, cast_parameters, check_buffer_dtypes
@@ -106,6 +107,10 @@ class Engine:
         """Completions of the weights before the first update; on rank 0."""
         self._trained = TrainedState(self._backend, policy, settings.lora, self._rank)
         choose_attention(policy, self._checks, dtype, device, self._rank)
+        if device.type == "cuda" and settings.fp32_head and dtype == torch.bfloat16:
+            failure = kernels_failure(device)
+            if self._rank == 0:
+                log.info("output head: Triton kernels%s", f" are not used: {failure}" if failure else "")
 
     def set_reference(self, causal_lm: Any, weights: WeightStream | None = None) -> None:
         """Set the reference policy: later steps compute its log-probability of each token. It is frozen, in the policy's dtype.

@@ -14,8 +14,11 @@ are and accumulates in float32 (``torch.mm(…, out_dtype=torch.float32)``), whi
 CPUs have no such product: both are cast. In the backward pass the derivative of the logits becomes an operand, and is rounded
 to bfloat16 for that, except its largest elements, those of the target and of the most likely token, which are added in float32:
 gradients are then at most 1.2 times as far from exact ones as where nothing but the result is rounded
-(``benchmarks/head_bytes.py``). There the entropy is of every eighth token of a large chunk, because exponentials of all logits are a quarter of
-the bytes that the head moves.
+(``benchmarks/head_bytes.py``).
+
+On CUDA devices the passes over logits are two kernels (:mod:`.head_kernels`) where a trial of them works. Elsewhere they are
+operations of PyTorch, and on an accelerator the entropy is then of every eighth token of a large chunk, because exponentials of all
+logits are a quarter of the bytes that such a head moves.
 
 Log-probabilities are those of ``softmax(logits / temperature)``, the distribution that the generator sampled from. Logits are
 ``cap(scale · (hidden · weightᵀ + bias))``, see :mod:`.logits`.
@@ -25,22 +28,29 @@ Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chu
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from scalerl_trainer.errors import first_line
 from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
+log = logging.getLogger(__name__)
+
 ENTROPY_STRIDE = 8
-"""On an accelerator, entropies are of every eighth token of a chunk."""
+"""On an accelerator without the kernels, entropies are of every eighth token of a chunk."""
 _SMALL_CHUNK = 64
 """Tokens of a chunk below which entropies are of each: every eighth of a short completion would be mostly its first."""
 CPU_CHUNK_BYTES = 64 * 2**20
 ACCELERATOR_CHUNK_BYTES = 2**30
 """1,766 tokens with a vocabulary of 152,000. Each chunk reads the weight three times, and its gradient is read and written."""
+KERNEL_CHUNK_BYTES = 5 * 2**30 // 3
+"""With the kernels, which keep one and a half times a chunk, and not two and a half times."""
 
 
 class LogprobHead(nn.Module):
@@ -76,10 +86,14 @@ class LogprobHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies, nats, float32 ``[M]``.
 
-        The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator, they are the means of chunks,
-        those of 64 tokens or more estimated from every eighth token.
+        The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator without the kernels they are the
+        means of chunks, those of 64 tokens or more estimated from every eighth token.
         """
-        by_device = CPU_CHUNK_BYTES if self.weight.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+        device = self.weight.device
+        kernels = self.fp32 and self.weight.dtype == torch.bfloat16 and kernels_failure(device) is None
+        by_device = CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
+        if kernels:
+            by_device = KERNEL_CHUNK_BYTES
         chunk = max(1, (self.chunk_bytes or by_device) // (4 * self.weight.shape[0]))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
             hidden_md,
@@ -91,8 +105,37 @@ class LogprobHead(nn.Module):
             self.fp32,
             chunk,
             entropy,
+            kernels,
         )
         return result
+
+
+@cache
+def kernels_failure(device: torch.device) -> str | None:
+    """Why the kernels do not work on ``device``, by a trial of both; None if they do. Not a collective."""
+    if device.type != "cuda":
+        return "they need a CUDA device"
+    logits_cv = torch.linspace(-4.0, 4.0, 3 * 5008, device=device).view(3, 5008).sin_()
+    expected_cv, target_c = logits_cv.log_softmax(-1), logits_cv.new_tensor([7, 5007, 0], dtype=torch.long)
+    outs = [logits_cv.new_empty(3, dtype=torch.long if at == 3 else None) for at in range(5)]
+    try:
+        from scalerl_trainer.models import head_kernels
+
+        head_kernels.statistics(logits_cv, None, PLAIN, 1.0, target_c, *outs)
+        none_ck = target_c.new_full((3, 2), -1)
+        values_cv = head_kernels.derivative(logits_cv, None, PLAIN, 1.0, outs[1], none_ck)
+        right = torch.allclose(outs[0], expected_cv.gather(1, target_c[:, None])[:, 0], atol=1e-4)
+        right = right and torch.allclose(values_cv.float(), expected_cv.exp(), rtol=0.01)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # of Triton, of a compiler or linker, or of a file that cannot be written
+        reason = f"a call of them fails: {type(error).__name__}: {first_line(error)}"
+    else:
+        if right:
+            return None
+        reason = "they compute something else"
+    log.warning("the output head has no kernels on %s: %s", device, reason)
+    return reason
 
 
 class _ChunkedLogprob(torch.autograd.Function):
@@ -113,17 +156,24 @@ class _ChunkedLogprob(torch.autograd.Function):
         fp32: bool,
         chunk: int,
         entropy: bool,
+        kernels: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden_md.shape[0]
         logprob_m = torch.empty(count, dtype=torch.float32, device=hidden_md.device)
-        normalizer_m = torch.empty_like(logprob_m)
-        entropy_m = torch.empty_like(logprob_m) if entropy else logprob_m.new_empty(0)
+        normalizer_m, entropy_m = torch.empty_like(logprob_m), torch.empty_like(logprob_m)
         matrix_vd = _operand(weight_vd, fp32)
         rounded = _is_rounded(matrix_vd, fp32)
         top_m = torch.empty_like(target_m) if rounded else None
         top_logprob_m = torch.empty_like(logprob_m) if rounded else None
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
+            if kernels and top_m is not None and top_logprob_m is not None:
+                from scalerl_trainer.models import head_kernels
+
+                outs = [x[part] for x in (logprob_m, normalizer_m, entropy_m, top_m, top_logprob_m)]
+                product_cv = _product(hidden_md[part], matrix_vd.t(), fp32)
+                head_kernels.statistics(product_cv, bias_v, transform, temperature, target_m[part], *outs)
+                continue
             logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform, fp32)
             if temperature != 1.0:
                 logits_cv.div_(temperature)
@@ -142,6 +192,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             hidden_md, weight_vd, bias_v, target_m, normalizer_m, logprob_m, top_m, top_logprob_m
         )
         ctx.temperature, ctx.transform, ctx.fp32, ctx.chunk = temperature, transform, fp32, chunk
+        ctx.kernels = kernels and rounded
+        entropy_m = entropy_m if entropy else logprob_m.new_empty(0)
         ctx.mark_non_differentiable(entropy_m)
         return logprob_m, entropy_m
 
@@ -160,16 +212,15 @@ class _ChunkedLogprob(torch.autograd.Function):
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             states_cd, target_c, scale_c = hidden_md[part], target_m[part], scale_m[part]
-            logits_cv = _logits(states_cd, matrix_vd, bias_v, transform, ctx.fp32)
-            slope_cv = None
-            if transform.cap is not None:
-                slope_cv = (logits_cv / transform.cap).square_().neg_().add_(1.0)
-            if ctx.temperature != 1.0:
-                logits_cv.div_(ctx.temperature)
             if rounded:
                 own = [x[part] for x in (target_m, normalizer_m, *apart)]
-                delta = _rounded_delta(logits_cv, scale_c, slope_cv, *own)
+                delta = _rounded_delta(
+                    states_cd, matrix_vd, bias_v, transform, ctx.temperature, ctx.kernels, scale_c, *own
+                )
             else:
+                logits_cv, slope_cv = _sloped(
+                    states_cd, matrix_vd, bias_v, transform, ctx.temperature, ctx.fp32
+                )
                 logits_cv.sub_(normalizer_m[part, None]).exp_().mul_(-scale_c[:, None])
                 logits_cv.scatter_add_(1, target_c[:, None], scale_c[:, None])
                 if slope_cv is not None:
@@ -182,7 +233,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 delta.add_to_weight(grad_weight_vd, states_cd, ctx.fp32)
         grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
         grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
-        return grad_hidden_md, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden_md, grad_weight, grad_bias, *[None] * 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,30 +275,44 @@ class _Delta:
 
 
 def _rounded_delta(
-    logits_cv: torch.Tensor,
+    states_cd: torch.Tensor,
+    matrix_vd: torch.Tensor,
+    bias_v: torch.Tensor | None,
+    transform: LogitTransform,
+    temperature: float,
+    kernels: bool,
     scale_c: torch.Tensor,
-    slope_cv: torch.Tensor | None,
     target_c: torch.Tensor,
     normalizer_c: torch.Tensor,
     logprob_c: torch.Tensor,
     top_c: torch.Tensor,
     top_logprob_c: torch.Tensor,
 ) -> _Delta:
-    """The derivative in bfloat16. Overwrites ``logits_cv``.
+    """The derivative in bfloat16.
 
     The factor of each token is part of the exponent, which saves a pass over the logits.
     """
     index_ck = torch.stack([target_c, top_c], 1)
     other_c = top_logprob_c.exp().masked_fill(top_c == target_c, 0.0)
     value_ck = torch.stack([-torch.expm1(logprob_c), -other_c], 1) * scale_c[:, None]
-    logits_cv.sub_((normalizer_c - scale_c.abs().log())[:, None])
-    values_cv = torch.empty_like(logits_cv, dtype=torch.bfloat16)
-    if slope_cv is None:
-        torch.exp(logits_cv, out=values_cv)
+    if transform.cap is not None:
+        logit_ck = torch.stack([logprob_c, top_logprob_c], 1) + normalizer_c[:, None]
+        value_ck *= 1.0 - (logit_ck * (temperature / transform.cap)).square()
+    shift_c = normalizer_c - scale_c.abs().log()
+    if kernels:
+        from scalerl_trainer.models import head_kernels
+
+        product_cv = _product(states_cd, matrix_vd.t(), True)
+        values_cv = head_kernels.derivative(product_cv, bias_v, transform, temperature, shift_c, index_ck)
     else:
-        value_ck *= slope_cv.gather(1, index_ck)
-        values_cv.copy_(logits_cv.exp_().mul_(slope_cv))
-    values_cv.scatter_(1, index_ck, 0.0)
+        logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, transform, temperature, True)
+        logits_cv.sub_(shift_c[:, None])
+        values_cv = torch.empty_like(logits_cv, dtype=torch.bfloat16)
+        if slope_cv is None:
+            torch.exp(logits_cv, out=values_cv)
+        else:
+            values_cv.copy_(logits_cv.exp_().mul_(slope_cv))
+        values_cv.scatter_(1, index_ck, 0.0)
     return _Delta(values_cv, torch.where(scale_c < 0, 1.0, -1.0), (index_ck, value_ck))
 
 
@@ -309,3 +374,20 @@ def _logits(
     if transform.cap is not None:
         logits_cv.div_(transform.cap).tanh_().mul_(transform.cap)
     return logits_cv
+
+
+def _sloped(
+    states_cd: torch.Tensor,
+    matrix_vd: torch.Tensor,
+    bias_v: torch.Tensor | None,
+    transform: LogitTransform,
+    temperature: float,
+    fp32: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits over the temperature, and with a cap its derivative by the capped logits."""
+    logits_cv, slope_cv = _logits(states_cd, matrix_vd, bias_v, transform, fp32), None
+    if transform.cap is not None:
+        slope_cv = (logits_cv / transform.cap).square_().neg_().add_(1.0)
+    if temperature != 1.0:
+        logits_cv.div_(temperature)
+    return logits_cv, slope_cv

@@ -76,15 +76,17 @@ class Policy(nn.Module):
         entropy: bool = False,
         prompts_gp: torch.Tensor | None = None,
         prompt_b: torch.Tensor | None = None,
+        boundaries: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 
         The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
         of a row. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
+        ``boundaries`` are those of :mod:`.varlen`; without them its kernel has to wait for the device.
         """
         positions: dict[str, Any] = {"position_ids": position_ids_bt} if self.takes_positions else {}
         if self._attention == varlen.NAME:
-            positions |= varlen.boundaries(position_ids_bt)
+            positions |= boundaries or varlen.boundaries(position_ids_bt, position_ids_bt.device)
         if prompts_gp is not None and prompt_b is not None:
             positions |= {"past_key_values": self._keys_of(prompts_gp, prompt_b)}
         hidden_btd = self.causal_lm.base_model(

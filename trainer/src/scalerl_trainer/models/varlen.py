@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -140,6 +140,7 @@ def use(config: Any) -> None:
     config._attn_implementation = NAME
 
 
+@cache
 def kernel() -> Callable[..., torch.Tensor]:
     """torch's ``varlen_attn``. Raises ``ImportError``."""
     from torch.nn.attention.varlen import varlen_attn
@@ -150,11 +151,13 @@ def kernel() -> Callable[..., torch.Tensor]:
     return partial(found, enable_gqa=True) if grouped else found
 
 
-def boundaries(position_ids_bt: torch.Tensor) -> dict[str, Any]:
-    """transformers' keyword arguments for sequences that begin where a position is 0. Waits for the device, once."""
+def boundaries(position_ids_bt: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """transformers' keyword arguments, on ``device``, for sequences that begin where a position is 0. Waits for the device of the
+    position ids."""
     starts = (position_ids_bt.flatten() == 0).nonzero().flatten()
     ends_s = torch.cat([starts, starts.new_full((1,), position_ids_bt.numel())]).int()
     longest = int(ends_s.diff().max())
+    ends_s = ends_s.to(device, non_blocking=True)
     return {
         "cu_seq_lens_q": ends_s,
         "cu_seq_lens_k": ends_s,

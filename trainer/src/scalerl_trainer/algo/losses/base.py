@@ -24,7 +24,7 @@ class TokenBatch:
     weights_n: torch.Tensor
     """Weights from ``aggregation``, with the normalisation of the whole batch."""
     sequence_n: torch.Tensor
-    """Index of the token's sequence among these tokens, int64: 0, 1, …"""
+    """Index of the token's sequence among these tokens, int64: 0, 1, …, less than N."""
     reference_logprobs_n: torch.Tensor | None = None
     """log π_ref of each token, finite; None without a reference policy (see ``algo.kl``)."""
     teacher_logprobs_n: torch.Tensor | None = None
@@ -84,11 +84,10 @@ def clipped_surrogate(
 
 def sequence_sums(values_n: torch.Tensor, sequence_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of each sequence's values, and its number of tokens; both float64, of tokens' sequences, ``[N]``."""
-    sequences = int(sequence_n.max()) + 1 if sequence_n.numel() else 0
-    zeros_s = values_n.new_zeros(sequences, dtype=torch.float64)
-    ones_n = torch.ones_like(values_n, dtype=torch.float64)
+    # There are at most as many sequences as tokens. Their number would be read from the device.
+    zeros_s = torch.zeros_like(values_n, dtype=torch.float64)
     total_s = zeros_s.index_add(0, sequence_n, values_n.double())
-    return total_s[sequence_n], zeros_s.index_add(0, sequence_n, ones_n)[sequence_n]
+    return total_s[sequence_n], zeros_s.index_add(0, sequence_n, zeros_s + 1)[sequence_n]
 
 
 def weighted(objective_n: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 
 
@@ -16,12 +18,12 @@ class Supervised:
 
         On unseen examples, ``solved`` per sequence estimates the accuracy of sampling without sampling.
 
-        >>> import torch
         >>> half, zeros = torch.full((3,), 0.5).log(), torch.zeros(3)
         >>> Supervised()(TokenBatch(half, zeros, zeros, zeros, torch.tensor([0, 0, 1]))).sums["solved"].item()
         0.75
         """
         logprobs_n = tokens.logprobs_n.detach()
-        sequences = int(tokens.sequence_n.max()) + 1 if tokens.sequence_n.numel() else 0
-        total_s = logprobs_n.new_zeros(sequences).index_add_(0, tokens.sequence_n, logprobs_n)
+        # As long as if every token were a sequence: their number would be read from the device. -inf where there is none.
+        empty_s = torch.full_like(logprobs_n, -torch.inf).index_fill_(0, tokens.sequence_n, 0.0)
+        total_s = empty_s.index_add_(0, tokens.sequence_n, logprobs_n)
         return LossOutput(weighted(tokens.logprobs_n, tokens), {"solved": total_s.exp().sum()})
