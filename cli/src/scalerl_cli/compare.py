@@ -71,6 +71,7 @@ def run_compare(arguments: argparse.Namespace, runner: Runner | None = None) -> 
             lambda: run_spec(plan.run, directory, arguments.planner, time.monotonic(), resume=resume)
         )
 
+    arguments.dir = arguments.dir or Path("compare")
     members = _members(arguments)
     directories = _run_all(members, arguments.dir, runner or run_planned)
     return _report(members, directories, arguments)
@@ -142,10 +143,9 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
         table, _ = curve(session, find(session, name))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, table)
-    except errors.ApiError as error:
-        problems.append(f"{path}: no such file, and no run of that name in {where}: {explained(error)}")
-    except (Trouble, OSError) as trouble:
-        problems.append(f"{path}: no such file, and no run of that name in {where}: {trouble}")
+    except (errors.ApiError, Trouble, OSError) as error:
+        why = error if isinstance(error, OSError) else explained(error)
+        problems.append(f"{path}: no such file, and no run of that name in {where}: {why}")
     return target
 
 
@@ -259,7 +259,7 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
 def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Namespace) -> Recipe:
     """Curves and fits of the runs of a recipe; leaves out failed runs and runs without a usable curve."""
     from scalerl_analysis.comparison import read_recipe
-    from scalerl_cli.curves.fit import columns_of
+    from scalerl_cli.curves import columns_of
 
     made = [directories[plan.digest] for plan in member.runs]
     failures = {path: failure for path in made if (failure := _failure(path))}

@@ -24,7 +24,7 @@ def fork(arguments: argparse.Namespace) -> int:
         return _fork_directory(arguments, Path(arguments.source))
     if "/" in arguments.source:
         raise Refused(f"{arguments.source}: no such directory")
-    from scalerl_cli.clusters.command import run_cluster_command
+    from scalerl_cli.clusters.session import run_cluster_command
 
     return run_cluster_command(arguments)
 

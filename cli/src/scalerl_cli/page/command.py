@@ -45,8 +45,7 @@ def _opened(where: Path, arguments: argparse.Namespace, stack: contextlib.ExitSt
     try:
         return stack.enter_context(mirrored(str(where), arguments))
     except (Trouble, errors.ApiError) as error:
-        trouble = explained(error) if isinstance(error, errors.ApiError) else error
-        raise NotARun(f"{where}: no such directory; as a run on a cluster: {trouble}") from error
+        raise NotARun(f"{where}: no such directory; as a run on a cluster: {explained(error)}") from error
 
 
 def _listen(runs: list[Run], arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli import argument_types
-from scalerl_cli.arguments import add_rollout_conditions
+from scalerl_cli.arguments import ROLLOUT_CONDITIONS, add_options
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.curve import curve, other_curves
@@ -35,21 +35,6 @@ _HEAD, _TAIL = 400, 120
 """Characters of a completion in a list."""
 _PROMPT_COLUMNS: Final = ("step", "split", "task", "sample", "reward", "tokens")
 _MAX_PROMPT_ROWS: Final = 20_000
-_FLAGS: Final = ("truncated", "descending")
-_CONDITIONS: Final = (
-    "step",
-    "split",
-    "task",
-    "prompt",
-    "sample",
-    "label",
-    "reward",
-    "excluded",
-    "contains",
-    "sort",
-    "limit",
-    "offset",
-)
 
 
 class NotARun(Refused):
@@ -215,14 +200,15 @@ class Run:
 
     def _arguments(self, query: Mapping[str, str]) -> argparse.Namespace:
         """The conditions of a request, by the parser of ``scalerl rollouts``."""
-        words = [
-            f"--{name}" if name in _FLAGS else f"--{name}={value}"
-            for name, value in query.items()
-            if (name in _FLAGS and value == "1") or (name in _CONDITIONS and value.strip())
-        ]
         parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
-        add_rollout_conditions(parser)
+        add_options(parser, ROLLOUT_CONDITIONS)
         parser.add_argument("--offset", type=argument_types.whole, default=0)
+        defaults = vars(parser.parse_args([]))
+        words = [
+            f"--{name}" if defaults[name] is False else f"--{name}={value}"
+            for name, value in query.items()
+            if name in defaults and (value == "1" if defaults[name] is False else value.strip())
+        ]
         parser.set_defaults(limit=MAX_ROWS)
         try:
             return parser.parse_args(words)

@@ -16,8 +16,8 @@ from scalerl_analysis.table import Table
 from scalerl_analysis.task_tables import task_table, turn_table
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import DONE, Refused
-from scalerl_cli.health import read_metrics
 from scalerl_cli.output import echo, replace_text
+from scalerl_cli.results import read_metrics
 
 
 @dataclass(frozen=True)
