@@ -75,13 +75,10 @@ class Session:
         except errors.NotFound:
             return None
 
-    def list(
-        self, kind: Kind | str, namespace: str | None, labels: str = "", fields: str = ""
-    ) -> list[Object]:
+    def list(self, kind: Kind | str, namespace: str | None, labels: str = "") -> list[Object]:
         """All objects of a kind in a namespace; None: in all. NotFound: the cluster does not have the kind."""
         query = {"limit": str(PAGE)}
         query |= {"labelSelector": labels} if labels else {}
-        query |= {"fieldSelector": fields} if fields else {}
         found: list[Object] = []
         while True:
             page = self._object("list", kind, namespace, query=query)
@@ -162,13 +159,8 @@ class Session:
         with _translated(what):
             self._authorize(headers)
             url = f"{self._configuration.host.rstrip('/')}{path}{f'?{urlencode(query)}' if query else ''}"
-            answer = self._client.call_api(
-                method,
-                url,
-                headers,
-                body=body,
-                _request_timeout=(self._seconds[0], None if endless else self._seconds[1]),
-            )
+            seconds = (self._seconds[0], None if endless else self._seconds[1])
+            answer = self._client.call_api(method, url, headers, body=body, _request_timeout=seconds)
             response: urllib3.BaseHTTPResponse = answer.response
             data = response.read() if response.status >= 400 else b""
         if response.status >= 400:
@@ -324,16 +316,13 @@ def explained(error: errors.ApiError | Trouble) -> Trouble:
         verb, _, rest = error.what.partition(" ")
         resource = rest.split(" ")[0]
         verb = "patch" if verb == "apply" else verb
-        return Trouble(
-            f"you may not {error.what}: ask for the verb {verb!r} of {resource!r} (docs/clusters.md, Rights); "
-            f"the API server says: {error.message}",
-            FORBIDDEN,
+        text = (
+            f"you may not {error.what}: ask for the verb {verb!r} of {resource!r} (docs/clusters.md, Rights)"
         )
+        return Trouble(f"{text}; the API server says: {error.message}", FORBIDDEN)
     if error.code == 401:
-        return Trouble(
-            "the API server does not accept your credentials: log in again, or choose another --context",
-            FORBIDDEN,
-        )
+        text = "the API server does not accept your credentials: log in again, or choose another --context"
+        return Trouble(text, FORBIDDEN)
     if isinstance(error, errors.NotFound) and _resource(kind_of(RUN)) in error.what:
         return Trouble(not_installed(), NOT_FOUND)
     if isinstance(error, errors.Invalid):

@@ -85,9 +85,8 @@ async def _serve(runs: list[Run], listening: socket.socket) -> None:
     reading = asyncio.gather(*(asyncio.to_thread(run.state) for run in runs), return_exceptions=True)
     try:
         await web.SockSite(runner, listening).start()
-        echo(
-            f"open http://127.0.0.1:{port}/?token={server.token} in a browser of this machine; Ctrl-C ends it"
-        )
+        address = f"http://127.0.0.1:{port}/?token={server.token}"
+        echo(f"open {address} in a browser of this machine; Ctrl-C ends it")
         await ended.wait()
         await reading
     finally:

@@ -182,9 +182,8 @@ class Run:
         for (split, task, step), members in steps.items():
             rewards = [row["reward"] for row in members if row["reward"] is not None]
             mean = sum(rewards) / len(rewards) if rewards else None
-            found.append(
-                {"split": split, "task": task, "step": step, "completions": len(members), "reward": mean}
-            )
+            of = {"split": split, "task": task, "step": step}
+            found.append({**of, "completions": len(members), "reward": mean})
         return {"steps": found}
 
     def _find(self, arguments: argparse.Namespace, **options: Any) -> FoundRollouts:
@@ -238,10 +237,8 @@ def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
     if full:
         found["by_token"] = _by_token(row)
     for name in ("labels", "parts"):
-        one = found[name] or {}
-        found[name] = {
-            shown(key): shown(value) if isinstance(value, str) else value for key, value in one.items()
-        }
+        of = (found[name] or {}).items()
+        found[name] = {shown(key): shown(one) if isinstance(one, str) else one for key, one in of}
     for name in ("prompt", "completion", "reference", "error"):
         if (text := found[name]) is not None:
             cut = not full and len(text) > _HEAD + _TAIL
@@ -257,11 +254,10 @@ def _by_token(row: dict[str, Any]) -> list[tuple[str, int, float | None]]:
     difference of its log-probabilities, None where it is not known. Empty if the row has no figures of its tokens."""
     ends, versions, differences = (row.get(name) or [] for name in TOKEN_COLUMNS)
     differences = differences or [None] * len(ends)
-    if not (
-        ends and len(ends) == len(versions) == len(differences) and ends[-1] == len(row["completion"] or "")
-    ):
+    completion = row["completion"] or ""
+    if not ends or not len(ends) == len(versions) == len(differences) or ends[-1] != len(completion):
         return []
-    texts = [row["completion"][begin:end] for begin, end in pairwise([0, *ends])]
+    texts = [completion[begin:end] for begin, end in pairwise([0, *ends])]
     return list(zip(map(shown, texts), versions, differences, strict=True))
 
 
