@@ -28,7 +28,7 @@ from scalerl_api.process import DIR
 from scalerl_api.wire import WeightReceive
 from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
-from scalerl_generator.weights.server_weights import ServerWeights
+from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_trainer.algo.mismatch import k3_estimates
 from scalerl_trainer.publish.buckets import tensor_spec
 from scalerl_trainer.publish.weight_folders import VolumeFolder
@@ -57,7 +57,7 @@ class Measured:
     """What is compared and timed at one server."""
 
     client: VllmClient
-    weights: ServerWeights
+    weights: WeightUpdateClient
     last: WeightReceive
 
     def __init__(self, trainer: Trainer, writer: WeightWriter, result: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Measured:
     @contextlib.asynccontextmanager
     async def at(self, server: VllmProcess) -> AsyncIterator[None]:
         async with server.client() as self.client:
-            self.weights = ServerWeights(self.client)
+            self.weights = WeightUpdateClient(self.client)
             yield
 
     async def all(self, server: VllmProcess, options: Options) -> None:

@@ -19,15 +19,7 @@ from scalerl_cli import exits
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import echo, replace_text
 from scalerl_cli.run import read_spec, run_spec
-from scalerl_cli.variants import (
-    Planned,
-    Variant,
-    VariantProblem,
-    changed_defaults,
-    earlier_spec,
-    parse_variant,
-    planned,
-)
+from scalerl_cli.variants import Planned, Variant, changed_defaults, earlier_spec, parse_variant, planned
 from scalerl_local.run_directory import DirectoryProblem
 
 if TYPE_CHECKING:
@@ -71,6 +63,7 @@ def run_compare(arguments: argparse.Namespace, runner: Runner | None = None) -> 
             lambda: run_spec(plan.run, directory, arguments.planner, time.monotonic(), resume=resume)
         )
 
+    arguments.dir = arguments.dir or Path("compare")
     members = _members(arguments)
     directories = _run_all(members, arguments.dir, runner or run_planned)
     return _report(members, directories, arguments)
@@ -83,7 +76,7 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
     for text in arguments.vary:
         try:
             variants.append(parse_variant(text))
-        except VariantProblem as problem:
+        except Refused as problem:
             problems.append(str(problem))
     specs = [path for path in arguments.what if path.suffix in SPECS and not path.is_dir()]
     if not specs and (arguments.vary or arguments.seeds != 1):
@@ -91,11 +84,11 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
     members: list[Member] = []
     for path in arguments.what:
         if path not in specs:
-            if not (path / "curve.csv" if path.is_dir() else path).is_file():
-                fetched = _fetched(path, arguments, problems)
-                members.append(Member(str(path), curve=fetched))
-                continue
-            members.append(Member(_curve_name(path, arguments.what), curve=path))
+            if (path / "curve.csv" if path.is_dir() else path).is_file():
+                unique = [other.name for other in arguments.what].count(path.name) == 1
+                members.append(Member(path.name if unique else str(path), curve=path))
+            else:
+                members.append(Member(str(path), curve=_fetched(path, arguments, problems)))
             continue
         for variant in variants:
             try:
@@ -103,20 +96,16 @@ def _members(arguments: argparse.Namespace) -> list[Member]:
             except (Refused, SpecError) as refused:
                 problems += str(refused).splitlines() if isinstance(refused, SpecError) else refused.args
     seen: dict[str, str] = {}
+    warnings: list[str] = []
     for member in members:
         for plan in member.runs:
             label = f"{member.label} (seed {plan.run.spec.seed})"
             if plan.digest in seen:
                 problems.append(f"{label} is the same run as {seen[plan.digest]}: remove one")
             seen[plan.digest] = label
+            warnings += [f"{plan.run.metadata.name}: warning: {one}" for one in warnings_of(plan.run.spec)]
     if problems:
         raise Refused(*dict.fromkeys(problems))
-    warnings = [
-        f"{plan.run.metadata.name}: warning: {warning}"
-        for member in members
-        for plan in member.runs
-        for warning in warnings_of(plan.run.spec)
-    ]
     for line in dict.fromkeys(warnings):  # most variants have the same warnings
         echo(line, error=True)
     return members
@@ -142,16 +131,10 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
         table, _ = curve(session, find(session, name))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, table)
-    except errors.ApiError as error:
-        problems.append(f"{path}: no such file, and no run of that name in {where}: {explained(error)}")
-    except (Trouble, OSError) as trouble:
-        problems.append(f"{path}: no such file, and no run of that name in {where}: {trouble}")
+    except (errors.ApiError, Trouble, OSError) as error:
+        why = error if isinstance(error, OSError) else explained(error)
+        problems.append(f"{path}: no such file, and no run of that name in {where}: {why}")
     return target
-
-
-def _curve_name(path: Path, all_paths: Sequence[Path]) -> str:
-    """The name of the file or directory; the whole path where two have the same name."""
-    return path.name if [other.name for other in all_paths].count(path.name) == 1 else str(path)
 
 
 def _runs(path: Path, variant: Variant | None, seeds: int, *, alone: bool) -> Member:
@@ -199,9 +182,8 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
         changed = "" if resume else earlier_spec(plan, parent, names)
         echo(f"{head}: {'resumed' if resume else 'new'}{changed and f', for {changed}'}")
         if runner(plan, directory, resume) == exits.INTERRUPTED:
-            raise Refused(
-                "the comparison is interrupted; the same command resumes it", code=exits.INTERRUPTED
-            )
+            text = "the comparison is interrupted; the same command resumes it"
+            raise Refused(text, code=exits.INTERRUPTED)
     return directories
 
 
@@ -218,13 +200,6 @@ def _is_finished(directory: Path) -> bool:
     """Whether the run has its result. A failed run is retried; a run that is suspended as broken is not."""
     reason = _stop_reason(directory)
     return bool(reason) and reason != INTERRUPTED and not reason.startswith(FAILED)
-
-
-def _failure(directory: Path) -> str:
-    """Reason why the run has no result; empty if it has one."""
-    if _is_finished(directory):
-        return ""
-    return _stop_reason(directory) or "failed before its first step; the reason was printed above"
 
 
 def _report(members: Sequence[Member], directories: dict[str, Path], arguments: argparse.Namespace) -> int:
@@ -259,10 +234,10 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
 def _recipe(member: Member, directories: dict[str, Path], arguments: argparse.Namespace) -> Recipe:
     """Curves and fits of the runs of a recipe; leaves out failed runs and runs without a usable curve."""
     from scalerl_analysis.comparison import read_recipe
-    from scalerl_cli.curves.fit import columns_of
+    from scalerl_cli.curves import columns_of
 
     made = [directories[plan.digest] for plan in member.runs]
-    failures = {path: failure for path in made if (failure := _failure(path))}
-    paths = [member.curve] if member.curve else [path for path in made if path not in failures]
-    reasons = [f"{path.name}: {failure}" for path, failure in failures.items()]
+    paths = [member.curve] if member.curve else [path for path in made if _is_finished(path)]
+    unknown = "failed before its first step; the reason was printed above"
+    reasons = [f"{path.name}: {_stop_reason(path) or unknown}" for path in made if not _is_finished(path)]
     return read_recipe(member.label, paths, columns_of(arguments), reasons)

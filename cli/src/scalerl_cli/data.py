@@ -73,12 +73,8 @@ def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
         prompt = PromptSpec(format="Chat" if has_template else "Raw")
         return EvaluationTaskSpec(dataset=dataset, verifier=verifier, prompt=prompt), prompt
     except ValidationError as error:
-        raise Refused(
-            *(
-                f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})"
-                for one in error.errors()
-            )
-        ) from error
+        found = [(".".join(map(str, one["loc"])), one["msg"], one["input"]) for one in error.errors()]
+        raise Refused(*(f"{field}: {text} (got {value!r})" for field, text, value in found)) from error
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -128,12 +124,8 @@ def _show_prompt(
     if tokenizer is not None:
         (text,) = tokenizer.texts(tokenizer.encode_prompts([rendered]))
     else:
-        messages = rendered.messages
-        text = (
-            rendered.user
-            if len(messages) == 1
-            else "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
-        )
+        messages = [f"[{message['role']}] {message['content']}" for message in rendered.messages]
+        text = rendered.user if len(messages) == 1 else "\n".join(messages)
     if len(text) > _MAX_SHOWN_CHARACTERS:
         text = f"{text[:_MAX_SHOWN_CHARACTERS]} … ({len(text):,} characters)"
     place = f", {source.place(index)}" if isinstance(source, DatasetSource | JsonlSource) else ""
@@ -149,20 +141,17 @@ def _show_lengths(source: PromptSource, prompt: PromptSpec, tokenizer: ModelToke
     from scalerl_tasks import render_prompt
 
     count = min(len(source), _MEASURED)
-    rendered = [
-        render_prompt(source[rank * len(source) // count], prompt.template, prompt.system)
-        for rank in range(count)
-    ]
+    chosen = (source[rank * len(source) // count] for rank in range(count))
+    rendered = [render_prompt(one, prompt.template, prompt.system) for one in chosen]
     if tokenizer is not None:
         unit, lengths = "tokens", sorted(map(len, tokenizer.encode_prompts(rendered)))
     else:
         unit = "characters (tokens with --model)"
         lengths = sorted(sum(len(message["content"]) for message in one.messages) for one in rendered)
-    at = {share: lengths[min(count - 1, int(share * count))] for share in (0.5, 0.9, 0.99)}
+    middle, most, nearly = (lengths[min(count - 1, int(share * count))] for share in (0.5, 0.9, 0.99))
     of = "" if count == len(source) else f" of {count:,} prompts"
-    echo(
-        f"  length in {unit}{of}: median {at[0.5]:,}, 90 % {at[0.9]:,}, 99 % {at[0.99]:,}, longest {lengths[-1]:,}"
-    )
+    quantiles = f"median {middle:,}, 90 % {most:,}, 99 % {nearly:,}, longest {lengths[-1]:,}"
+    echo(f"  length in {unit}{of}: {quantiles}")
 
 
 def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Namespace) -> bool:
@@ -170,11 +159,8 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
 
     info = source.table.info if isinstance(source, tasks.DatasetSource) else None
     given = arguments.files[0].suffix in _RUN_FILES or arguments.verifier is not None
-    if (
-        info is not None
-        and "answer" not in info.fields
-        and not all(one.is_own_code for one in section.scoring)
-    ):
+    own_code = all(one.is_own_code for one in section.scoring)
+    if info is not None and "answer" not in info.fields and not own_code:
         echo(
             "  answers: none, so only a verifier of your own code can score; or say where they are: columns.answer",
             error=given,
@@ -192,13 +178,15 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
         verifier = VerifierSpec.model_validate({"name": name})
         section = section.model_copy(update={"verifier": verifier})
     count, rejected = len(source), tasks.Rejected()
+
+    def progress(text: str) -> None:
+        echo(f"  {text}", error=True)
+
     try:
-        tasks.check_answers(
-            source, section, count, progress=lambda text: echo(f"  {text}", error=True), rejected=rejected
-        )
+        tasks.check_answers(source, section, count, progress=progress, rejected=rejected)
     except tasks.AnswersError as error:
         for text in error.texts:
-            echo(f"  {text}", error=True)
+            progress(text)
         return False
     each = "each" if not rejected.rows else f"each of the other {count - len(rejected.rows):,}"
     own = section.own_environment

@@ -14,7 +14,7 @@ from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.inputs import load
 from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
-from scalerl_cli.variants import VariantProblem, parse_variant
+from scalerl_cli.variants import parse_variant
 from scalerl_local.run_directory import DirectoryProblem, next_directory, stored_manifest
 
 
@@ -24,7 +24,7 @@ def fork(arguments: argparse.Namespace) -> int:
         return _fork_directory(arguments, Path(arguments.source))
     if "/" in arguments.source:
         raise Refused(f"{arguments.source}: no such directory")
-    from scalerl_cli.clusters.command import run_cluster_command
+    from scalerl_cli.clusters.session import run_cluster_command
 
     return run_cluster_command(arguments)
 
@@ -39,7 +39,7 @@ def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
     for text in arguments.set:
         try:
             changes |= parse_variant(text).changes
-        except VariantProblem as problem:
+        except Refused as problem:
             raise SpecError("fork", [SpecProblem("--set", str(problem).replace("--vary ", ""))]) from problem
     return changes
 
@@ -67,9 +67,8 @@ def fork_name(given: str, source: str, name: str | None) -> str:
 
 def _fork_directory(arguments: argparse.Namespace, source: Path) -> int:
     if find_spec("scalerl_trainer") is None:
-        raise Refused(
-            "scalerl fork of a directory needs the trainer's packages: use the trainer's image, or `make setup`"
-        )
+        needs = "needs the trainer's packages: use the trainer's image, or `make setup`"
+        raise Refused(f"scalerl fork of a directory {needs}")
     from scalerl_trainer.fork import ForkError, fork_directory
 
     try:

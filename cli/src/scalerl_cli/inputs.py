@@ -43,8 +43,7 @@ def load(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRun:
         document = next(d for d in documents if d is not None)
         for path, value in changes.items():
             replace_value(document["spec"], path, value, str(file))
-        changed = ", ".join(changes)
-        run = parse_run(to_yaml(document), f"{file} with another {changed}")
+        run = parse_run(to_yaml(document), f"{file} with another {', '.join(changes)}")
     return _placed(file.resolve().parent, run)
 
 
@@ -52,8 +51,7 @@ def replace_value(spec: dict[str, Any], path: str, value: Any, source: str) -> N
     """Set ``value`` at a dotted path. It replaces the whole previous value, so that a one-of keeps one alternative."""
     *sections, last = path.split(".")
     for name in sections:
-        if spec.get(name) is None:
-            spec[name] = {}
+        spec[name] = {} if spec.get(name) is None else spec[name]
         spec = spec[name]
         if not isinstance(spec, dict):
             raise SpecError(source, [SpecProblem(f"spec.{path}", f"{name} has no fields")])
@@ -112,24 +110,21 @@ def problems(
         machine: whether this machine is to run it.
         files: whether paths of the spec are those of this machine.
     """
-    spec = run.spec
-    tasks = spec if files else _without_warm_start_files(spec)
+    spec = tasks = run.spec
+    if not files and spec.warm_start is not None and spec.warm_start.own:
+        # Its problems are in files of the pods; the other tasks can be checked here.
+        tasks = spec.model_copy(update={"warm_start": None})
     late = past_deadline(spec, time.time()) if thorough else None
+    suspended = SpecProblem("spec.suspend", "a suspended run is not started", "set it to false")
     found = [
-        *(() if late is None else [late]),
-        *(() if thorough else _suspended(spec)),
+        *([] if late is None else [late]),
+        *([suspended] if spec.suspend and not thorough else []),
         *(plugin_problems(spec, load=thorough) if files else ()),
         *(model_problems(spec, structure=thorough) if files or spec.model.path is None else ()),
         *(task_problems(tasks, answers=thorough) if _reads_tasks(tasks, thorough, files) else ()),
         *(machine_problems(run) if machine else ()),
     ]
     return list(dict.fromkeys(found))
-
-
-def _without_warm_start_files(spec: RunSpec) -> RunSpec:
-    """The spec without a warm start that has problems of its own: the tasks can be checked where its files are not."""
-    own = spec.warm_start is not None and spec.warm_start.own
-    return spec.model_copy(update={"warm_start": None}) if own else spec
 
 
 def _reads_tasks(spec: RunSpec, thorough: bool, files: bool) -> bool:
@@ -144,13 +139,7 @@ def plugin_problems(spec: RunSpec, *, load: bool = False) -> Iterator[SpecProble
     """Names of the spec that no package installed here has; ``load``: also parameters that they do not take, if what a run needs
     is installed."""
     load = load and find_spec("scalerl_trainer") is not None
-    for path, problem in plugins.problems(spec, load=load):
-        yield SpecProblem(path, problem)
-
-
-def _suspended(spec: RunSpec) -> Iterator[SpecProblem]:
-    if spec.suspend:
-        yield SpecProblem("spec.suspend", "a suspended run is not started", "set it to false")
+    yield from (SpecProblem(path, problem) for path, problem in plugins.problems(spec, load=load))
 
 
 def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
@@ -160,10 +149,8 @@ def model_problems(spec: RunSpec, *, structure: bool) -> Iterator[SpecProblem]:
         structure: see :func:`scalerl_trainer.model_checks.model_problems`.
     """
     if find_spec("scalerl_trainer") is None:
-        echo(
-            "the model is not checked: that needs the trainer's packages (scalerl[cpu] or scalerl[gpu])",
-            error=True,
-        )
+        text = "the model is not checked: that needs the trainer's packages (scalerl[cpu] or scalerl[gpu])"
+        echo(text, error=True)
         return
     from scalerl_trainer import model_checks
 
@@ -192,17 +179,12 @@ def machine_problems(run: ScaleRLRun) -> Iterator[SpecProblem]:
     for name in run.spec.trackers.asked_for:
         if (missing := missing_package(name)) is not None:
             yield SpecProblem(f"spec.trackers.{name}", missing)
-    for problem in (vllm_problem(run.spec), gpu_problem(run.spec), memory_problem(run.spec)):
-        if problem is not None:
-            yield problem
+    yield from filter(None, (vllm_problem(run.spec), gpu_problem(run.spec), memory_problem(run.spec)))
 
 
 def problem_sections(spec: RunSpec) -> list[tuple[str, str, ProblemSpec, PromptSpec]]:
     """Name, field, section and prompt of each task, and of each evaluation set with problems of its own."""
-    found: list[tuple[str, str, ProblemSpec, PromptSpec]] = [
-        (one.name, one.field, one.section, one.section.prompt) for one in spec.task.tasks
-    ]
-    return found + [
+    return [(one.name, one.field, one.section, one.section.prompt) for one in spec.task.tasks] + [
         (one.name, f"evaluation.sets.{at}.task", one.task, one.task.prompt or spec.task.prompt)
         for at, one in enumerate(spec.evaluation.sets or ())
         if one.task is not None

@@ -36,23 +36,9 @@ def reward(point: EvaluationPoint) -> str:
     return f"{point.reward:.3f} ± {1.96 * point.standard_error:.3f} at v{point.version}{mixed}"
 
 
-def rate(value: float | None) -> str:
-    """Tokens per second as text.
-
-    >>> rate(12345.6), rate(None)
-    ('12,346', '–')
-    """
-    return UNKNOWN if value is None else f"{value:,.0f}"
-
-
-def divergence(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2g}"
-
-
-def progress(snapshot: Snapshot, max_steps: int | None) -> str:
-    """Completed steps, and the limit on steps if there is one."""
-    done = UNKNOWN if snapshot.status is None else str(snapshot.status.step)
-    return f"{done}/{max_steps}" if max_steps is not None else done
+def number(value: float | None, form: str) -> str:
+    """A number in a format, if it is known."""
+    return UNKNOWN if value is None else format(value, form)
 
 
 def waiting(snapshot: Snapshot) -> str:
@@ -60,8 +46,7 @@ def waiting(snapshot: Snapshot) -> str:
     status = snapshot.status
     if snapshot.stopping and (status is None or not status.stop_reason):
         return f"stopping ({snapshot.stopping})"
-    failing = next((u.last_error for u in snapshot.units if u.last_error), "")
-    failing = f" ({failing})" if failing else ""
+    failing = next((f" ({unit.last_error})" for unit in snapshot.units if unit.last_error), "")
     if status is None:
         preparing = any(u.role is Role.PREPARE and u.state is not UnitState.DONE for u in snapshot.units)
         return ("preparing the model" if preparing else "waiting for the coordinator") + failing

@@ -85,11 +85,8 @@ def declared_memory_problem(spec: RunSpec) -> SpecProblem | None:
     size = model_size(spec)
     if size is None:
         return None
-    trainer, generator = (
-        quantity_bytes(role.device_memory) if role.device_memory else None
-        for role in (spec.trainer, spec.generator)
-    )
-    found = device_memory_problem(size, spec, trainer, generator)
+    given = (spec.trainer.device_memory, spec.generator.device_memory)
+    found = device_memory_problem(size, spec, *(quantity_bytes(one) if one else None for one in given))
     return _problem(size, found, "" if found is None else f"spec.{found.field}.deviceMemory")
 
 
@@ -126,11 +123,8 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
             f"{spec.generator.devices} requested, and the vLLM installed here is the build for CPUs",
             "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
         )
-    if (
-        spec.generator.devices == 0
-        and on_cpu
-        and not (_loads(numa) or _loads(f"{sys.prefix}/lib/scalerl/{numa}"))
-    ):
+    runs = spec.generator.devices > 0 or not on_cpu
+    if not (runs or _loads(numa) or _loads(f"{sys.prefix}/lib/scalerl/{numa}")):
         return SpecProblem(
             "spec.generator.devices",
             f"0 is the CPU, and vLLM's build for CPUs needs {numa}, which this machine does not have",
@@ -187,7 +181,5 @@ def _loads(library: str) -> bool:
 
 def cpus_problem(cpus: Sequence[int], allowed: set[int]) -> str:
     """A message with those of ``cpus`` to which a process cannot be pinned here; empty if there are none."""
-    missing = sorted(set(cpus) - allowed)
-    if not missing:
-        return ""
-    return f"no CPU {', '.join(map(str, missing))} for this command; there are {', '.join(map(str, sorted(allowed)))}"
+    missing, there = (", ".join(map(str, sorted(some))) for some in (set(cpus) - allowed, allowed))
+    return missing and f"no CPU {missing} for this command; there are {there}"

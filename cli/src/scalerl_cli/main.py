@@ -12,38 +12,14 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final
 
 from scalerl_api.registry import Kind
 from scalerl_api.spec import ScaleRLRun
-from scalerl_cli.arguments import add_local_commands
-from scalerl_cli.clusters.arguments import NAMES as CLUSTER_COMMANDS
-from scalerl_cli.clusters.arguments import add_cluster_commands
-from scalerl_cli.curves.arguments import add_curve_commands
+from scalerl_cli.arguments import add_commands
 from scalerl_cli.exits import exit_code
 from scalerl_cli.output import echo
 from scalerl_lifecycle.role_containers import plan
 from scalerl_lifecycle.workloads import Plan
-
-_CODE: Final = {
-    "run": "run:run",
-    "validate": "validate:validate",
-    "data": "data:run_data",
-    "rollouts": "rollouts:run_rollouts",
-    "status": "health:run_status",
-    "view": "page.command:run_view",
-    "score": "score:run_score",
-    "plot": "plot:plot",
-    "export": "export:export",
-    "fork": "fork:fork",
-    "replay": "replay:replay",
-    "compare": "compare:run_compare",
-    "fit": "curves.fit:run_fit",
-    "plan": "curves.plan:run_plan",
-    "report": "curves.report:run_report",
-    **dict.fromkeys(CLUSTER_COMMANDS, "clusters.command:run_cluster_command"),
-}
-"""Module and function of each command; they are imported when they are used."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,10 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "also 3 not found, 4 not allowed",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    add_local_commands(commands)
-    add_curve_commands(commands)
-    add_cluster_commands(commands)
+    add_commands(commands)
     for entry in entry_points(group=Kind.COMMAND):
         try:
             entry.load()(commands)
@@ -91,9 +64,7 @@ def main(argv: Sequence[str] | None = None, *, planner: Callable[[ScaleRLRun], P
             sys.stdout.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     arguments.started, arguments.planner = started, planner
-    # A command of another package names its own function (docs/plugins.md).
-    code = getattr(arguments, "function", None) or f"scalerl_cli.{_CODE[arguments.command]}"
-    module, function = code.split(":")
+    module, function = arguments.function.split(":")
     return exit_code(lambda: getattr(import_module(module), function)(arguments))
 
 

@@ -30,9 +30,8 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
     name = run.metadata.name
     try:
         directory = arguments.dir or (latest_directory if arguments.resume else next_directory)(RUNS, name)
-        runtime: StoredRuntime = make(
-            Kind.RUNTIME, arguments.runtime, {}, run, arguments.planner(run), directory
-        )
+        plan = arguments.planner(run)
+        runtime: StoredRuntime = make(Kind.RUNTIME, arguments.runtime, {}, run, plan, directory)
     except DirectoryProblem as error:
         raise Refused(str(error)) from error
     except PluginError as error:

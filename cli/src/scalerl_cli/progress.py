@@ -6,6 +6,7 @@ from datetime import datetime
 
 from scalerl_api.mismatch import SAMPLED
 from scalerl_api.spec import ScaleRLRun
+from scalerl_api.wire import Status
 from scalerl_cli import labels
 from scalerl_cli.output import echo
 from scalerl_lifecycle.workloads import Role
@@ -33,12 +34,9 @@ class Progress:
         for unit in snapshot.units:
             if self._states.get(unit.name) is not unit.state:
                 self._states[unit.name] = unit.state
-                if unit.state is UnitState.READY or (
-                    unit.role is Role.PREPARE and unit.state is UnitState.DONE
-                ):
-                    self._line(
-                        f"· {unit.name}: {unit.state} after {labels.seconds(snapshot.elapsed_seconds)}"
-                    )
+                if unit.state is (UnitState.DONE if unit.role is Role.PREPARE else UnitState.READY):
+                    elapsed = labels.seconds(snapshot.elapsed_seconds)
+                    self._line(f"· {unit.name}: {unit.state} after {elapsed}")
         status = snapshot.status
         if status is not None:
             for point in status.points[self._points :]:
@@ -47,24 +45,22 @@ class Progress:
         waited = snapshot.elapsed_seconds - self._printed_seconds
         if status is not None and status.step > max(self._step, 0):
             self._step = status.step
-            self._print(self._progress(snapshot), snapshot)
+            self._print(self._progress(status, snapshot), snapshot)
         elif status is None or status.waiting_for or snapshot.stopping:
             text = labels.waiting(snapshot)
             if (text != self._printed and waited >= _QUIET_SECONDS) or waited >= _WAITING_SECONDS:
                 self._print(text, snapshot)
         elif waited >= _QUIET_SECONDS:
-            self._print(self._progress(snapshot), snapshot)
+            self._print(self._progress(status, snapshot), snapshot)
 
-    def _progress(self, snapshot: Snapshot) -> str:
-        status, rates = snapshot.status, snapshot.rates
-        if status is None:
-            return labels.waiting(snapshot)
+    def _progress(self, status: Status, snapshot: Snapshot) -> str:
+        rates = snapshot.rates
         parts = [
-            f"step {labels.progress(snapshot, self._max_steps)}",
-            f"generated {labels.rate(rates.generated_tokens_per_second)} tok/s",
-            f"trained {labels.rate(rates.trained_tokens_per_second)} tok/s",
+            f"step {status.step}" if self._max_steps is None else f"step {status.step}/{self._max_steps}",
+            f"generated {labels.number(rates.generated_tokens_per_second, ',.0f')} tok/s",
+            f"trained {labels.number(rates.trained_tokens_per_second, ',.0f')} tok/s",
             f"staleness {status.mean_staleness_steps:.1f} (max {status.max_staleness_steps})",
-            f"mismatch {labels.divergence(status.mismatch_kl(SAMPLED))}",
+            f"mismatch {labels.number(status.mismatch_kl(SAMPLED), '.2g')}",
             f"left {labels.seconds(snapshot.eta_seconds)}",
         ]
         if status.points:

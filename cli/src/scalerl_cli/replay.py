@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
@@ -12,7 +12,7 @@ from scalerl_api.load import load_run
 from scalerl_api.paths import RunPaths
 from scalerl_autoscaling.decision_log import Line
 from scalerl_autoscaling.models import Decision
-from scalerl_autoscaling.replay import Alternative, replay_under, verify
+from scalerl_autoscaling.replay import replay_under, verify
 from scalerl_autoscaling.vote import prior_runs
 from scalerl_cli.exits import DONE, FAILED, Refused
 from scalerl_cli.output import echo
@@ -76,13 +76,11 @@ def _other(lines: Sequence[Line], policy: Path) -> int:
         echo(f"  {_when(other.line)}: recorded {_summary(other.line.decision)}{_prior(other.line)}")
         echo(f"  {' ' * len(_when(other.line))}    other {_summary(other.decision)}")
     echo(f"{len(different)} of {len(others)} decisions differ under {policy}")
-    echo(
-        f"first stop: recorded {_first_stop(others, recorded=True)}, other {_first_stop(others, recorded=False)}"
-    )
+    recorded = _first_stop((other.line, other.line.decision) for other in others)
+    echo(f"first stop: recorded {recorded}, other {_first_stop((o.line, o.decision) for o in others)}")
     if different:
-        echo(
-            "observations stay as recorded: a run that would have stopped or changed its size earlier continues here"
-        )
+        text = "a run that would have stopped or changed its size earlier continues here"
+        echo(f"observations stay as recorded: {text}")
     return DONE
 
 
@@ -97,11 +95,10 @@ def _forecast(request: ForecastRequest) -> tuple[ForecastAnswer | None, str]:
         return None, f"the forecast was refused: {error}"
 
 
-def _first_stop(others: Sequence[Alternative], *, recorded: bool) -> str:
-    for other in others:
-        decision = other.line.decision if recorded else other.decision
+def _first_stop(decisions: Iterable[tuple[Line, Decision]]) -> str:
+    for line, decision in decisions:
         if decision.action.kind in ("stop", "hold"):
-            return f"at version {other.line.observation.points.version}"
+            return f"at version {line.observation.points.version}"
     return "never"
 
 
@@ -116,10 +113,6 @@ def _prior(line: Line) -> str:
 
 def _summary(decision: Decision) -> str:
     action = decision.action
-    done = {
-        "none": "",
-        "stop": f", stop ({action.on_stop})",
-        "scale": f", to {action.generators} generators",
-        "hold": ", hold",
-    }
+    changes = {"stop": f", stop ({action.on_stop})", "scale": f", to {action.generators} generators"}
+    done = changes | {"none": "", "hold": ", hold"}
     return f"{decision.state}{done[action.kind]}: {decision.reasons[0]}"

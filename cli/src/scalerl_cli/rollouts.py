@@ -10,6 +10,7 @@ import pydoc
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 from scalerl_analysis.rollout_search import RolloutConditions, find_rollouts
@@ -35,21 +36,9 @@ def finite(value: Any) -> Any:
 
 def conditions(arguments: argparse.Namespace) -> RolloutConditions:
     """The conditions of a command or of a request of the page."""
-    names = (
-        "step",
-        "split",
-        "task",
-        "prompt",
-        "sample",
-        "reward",
-        "truncated",
-        "excluded",
-        "contains",
-        "sort",
-    )
     labels = [(name, value) for name, _, value in (label.partition("=") for label in arguments.label)]
-    given = {name: getattr(arguments, name) for name in (*names, "descending")}
-    return RolloutConditions(**given, labels=labels)
+    names = {field.name for field in fields(RolloutConditions)} - {"labels"}
+    return RolloutConditions(**{name: getattr(arguments, name) for name in names}, labels=labels)
 
 
 def prepare_search() -> None:

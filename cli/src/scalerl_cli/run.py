@@ -28,12 +28,7 @@ from scalerl_lifecycle.lifecycle_types import OutcomeKind
 from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_local.commands import LocalSettings
 from scalerl_local.local_runtime import LocalRuntime
-from scalerl_local.run_directory import (
-    DirectoryProblem,
-    RunDirectory,
-    latest_directory,
-    next_directory,
-)
+from scalerl_local.run_directory import DirectoryProblem, RunDirectory, latest_directory, next_directory
 from scalerl_local.run_view import Event, Failure, RunResult
 
 RUNS = Path("runs")
@@ -49,9 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     spec = read_spec(arguments.file)
     for warning in (*warnings_of(spec.spec), *local_warnings_of(spec.spec)):
         echo(f"{arguments.file}: warning: {warning}", error=True)
-    return run_spec(
-        spec, arguments.dir, arguments.planner, arguments.started, resume=arguments.resume, pins=arguments.pin
-    )
+    how = {"resume": arguments.resume, "pins": arguments.pin}
+    return run_spec(spec, arguments.dir, arguments.planner, arguments.started, **how)
 
 
 def run_spec(
@@ -73,8 +67,7 @@ def run_spec(
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
     except DirectoryProblem as problem:
-        echo(str(problem), error=True)
-        return BAD_INPUT
+        raise Refused(str(problem)) from problem
     except RecordError as problem:
         raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
     except CoordinatorRefused as refused:
@@ -101,8 +94,7 @@ def parse_pins(pins: Sequence[str], allowed: set[int]) -> dict[Role, tuple[int, 
             raise Refused(
                 f"--pin {pin}: write ROLE=CPUS like trainer=0,1; roles: {', '.join(Role)}"
             ) from None
-        missing = cpus_problem(parsed[Role(role)], allowed)
-        if missing:
+        if missing := cpus_problem(parsed[Role(role)], allowed):
             raise Refused(f"--pin {pin}: {missing}")
     return parsed
 
@@ -133,26 +125,16 @@ async def _run_displayed(
     spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
 ) -> tuple[RunResult, int]:
     progress = Progress(spec)
-    local = LocalRuntime(
-        spec,
-        plan,
-        directory,
-        settings=settings,
-        on_event=progress.event,
-        on_snapshot=progress.snapshot,
-        started=started,
-    )
+    shown: dict[str, Any] = {"on_event": progress.event, "on_snapshot": progress.snapshot}
+    local = LocalRuntime(spec, plan, directory, settings=settings, started=started, **shown)
     interrupts = 0
 
     def interrupt(number: int) -> None:
         nonlocal interrupts
         interrupts += 1
-        what = (
-            "finishing the step and writing a checkpoint; interrupt again to end everything now"
-            if interrupts == 1
-            else "ending everything now"
-        )
+        first = "finishing the step and writing a checkpoint; interrupt again to end everything now"
         local.interrupt()
+        what = first if interrupts == 1 else "ending everything now"
         progress.event(Event(signal.Signals(number).name, what))
 
     loop = asyncio.get_running_loop()
@@ -202,16 +184,12 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
     from scalerl_analysis.problem import AnalysisProblem
     from scalerl_cli.summary import summarize, table, write
 
-    paths = directory.paths
-    if (
-        outcome.status is None
-        and outcome.outcome is not None
-        and outcome.outcome.kind is OutcomeKind.COMPLETED
-    ):
-        echo(f"the run is complete ({outcome.outcome.message}); it continues with a higher limit in its file")
-        return
+    paths, end = directory.paths, outcome.outcome
     if outcome.status is None:
-        echo(f"nothing was generated or trained; see {_shown(paths.logs)}")
+        if end is not None and end.kind is OutcomeKind.COMPLETED:
+            echo(f"the run is complete ({end.message}); it continues with a higher limit in its file")
+        else:
+            echo(f"nothing was generated or trained; see {_shown(paths.logs)}")
         return
     summary = summarize(spec, outcome)
     write(paths.summary, summary)
@@ -223,10 +201,8 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         echo(f"no picture: {problem}")
     echo(f"page: {view_command(paths.root)}")
     if _is_suspended(outcome):
-        reasons = (
-            "; ".join(outcome.decision.reasons) if outcome.decision is not None else "see decisions.jsonl"
-        )
-        echo(f"suspended, because it was found broken: {reasons}", error=True)
+        reasons = ["see decisions.jsonl"] if outcome.decision is None else outcome.decision.reasons
+        echo(f"suspended, because it was found broken: {'; '.join(reasons)}", error=True)
         echo('see docs/autoscaling.md, "A run that is held"', error=True)
     if outcome.interrupted or _is_suspended(outcome):
         echo(f"continue with: --resume --dir {_shown(paths.root)}")

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,9 @@ from scalerl_cli.output import echo
 if TYPE_CHECKING:
     from scalerl_tasks import Graded, Prompt, PromptSource
 
+    Group = tuple[Prompt, list[str]]
+    """Completions of one prompt, scored together."""
+
 
 class Row(msgspec.Struct, forbid_unknown_fields=True):
     """A line of ``--completions``. With an answer it is a prompt of its own; otherwise ``id`` or ``prompt`` is that of a prompt of
@@ -37,18 +39,6 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, Any] = {}
 
 
-class BadCompletions(Refused):
-    """A line of ``--completions`` cannot be used; the message has its number."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Completions of one prompt, scored together."""
-
-    prompt: Prompt
-    completions: list[str]
-
-
 def run_score(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     import scalerl_tasks as tasks
@@ -59,11 +49,8 @@ def run_score(arguments: argparse.Namespace) -> int:
     if name not in sections:
         raise Refused(f"--task {name}: {arguments.file} has {', '.join(sections)}")
     section, prompt = sections[name]
-    if (
-        section.environment is not None
-        and section.environment.name == SERVER
-        and not os.environ.get(ENVIRONMENT_URL)
-    ):
+    on_servers = section.environment is not None and section.environment.name == SERVER
+    if on_servers and not os.environ.get(ENVIRONMENT_URL):
         raise Refused(
             f"the servers of spec.environment run with a run: start one, and set {ENVIRONMENT_URL} to its address"
         )
@@ -80,55 +67,45 @@ def _groups(path: Path, section: ProblemSpec) -> Iterator[Group]:
 
     rows = list(_rows(path))
     wanted = {row.id or row.prompt for _, row in rows if row.answer is None}
-    found = _prompts(open_source(section), wanted) if wanted else {}
+    found: dict[str, Prompt] = {}
+    source: PromptSource | list[Prompt] = open_source(section) if wanted else []
+    for prompt in map(source.__getitem__, range(len(source))):
+        for key in wanted.intersection((prompt.id, prompt.text)):
+            found.setdefault(str(key), prompt)
+        if len(found) == len(wanted):
+            break
     for number, row in rows:
-        completions = [*([row.completion] if row.completion is not None else []), *(row.completions or [])]
         if row.answer is not None:
             prompt = Prompt(row.id or f"line-{number}", row.prompt or "", row.answer, metadata=row.metadata)
         elif (known := found.get(row.id or row.prompt or "")) is not None:
             prompt = known
         else:
-            raise BadCompletions(
+            raise Refused(
                 f"{path}, line {number}: no prompt of the run has {'id' if row.id else 'text'} {(row.id or row.prompt)!r}; give the "
                 "line prompt and answer of its own"
             )
-        yield Group(prompt, completions)
+        yield prompt, [*([] if row.completion is None else [row.completion]), *(row.completions or [])]
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise BadCompletions(f"{path}: {error.strerror or error}") from None
+        raise Refused(f"{path}: {error.strerror or error}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = msgspec.json.decode(line, type=Row)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise BadCompletions(
-                f'{path}, line {number}: {error}; write {{"id": …, "completion": …}}'
-            ) from None
+            raise Refused(f'{path}, line {number}: {error}; write {{"id": …, "completion": …}}') from None
         if (row.completion is None and not row.completions) or not (row.id or row.prompt or row.answer):
-            raise BadCompletions(
+            raise Refused(
                 f"{path}, line {number}: give completion or completions, and the prompt's id or text, or an answer"
             )
         yield number, row
     if not any(line.strip() for line in lines):
-        raise BadCompletions(f"{path}: is empty")
-
-
-def _prompts(source: PromptSource, wanted: set[str | None]) -> dict[str, Prompt]:
-    """The prompts whose id or text is wanted."""
-    found: dict[str, Prompt] = {}
-    for index in range(len(source)):
-        prompt = source[index]
-        for key in (prompt.id, prompt.text):
-            if key in wanted:
-                found.setdefault(key, prompt)
-        if len(found) == len(wanted):
-            break
-    return found
+        raise Refused(f"{path}: is empty")
 
 
 async def _score(section: ProblemSpec, prompt: PromptSpec, groups: list[Group]) -> list[list[Graded]]:
@@ -141,9 +118,7 @@ async def _score(section: ProblemSpec, prompt: PromptSpec, groups: list[Group]) 
         return completions if own is None else [write_replies([completion]) for completion in completions]
 
     async with open_grading_pool(section, prompt=prompt, show_output=True) as pool:
-        return await asyncio.gather(
-            *(pool.score_group(group.prompt, texts(group.completions)) for group in groups)
-        )
+        return await asyncio.gather(*(pool.score_group(one, texts(replies)) for one, replies in groups))
 
 
 def _report(groups: list[Group], graded: list[list[Graded]]) -> int:
@@ -151,9 +126,9 @@ def _report(groups: list[Group], graded: list[list[Graded]]) -> int:
     from scalerl_tasks.verdict import NOT_APPLICABLE
 
     scored, failed, none = [], 0, 0
-    for group, verdicts in zip(groups, graded, strict=True):
-        for completion, one in zip(group.completions, verdicts, strict=True):
-            line: dict[str, Any] = {"id": group.prompt.id, "completion": completion}
+    for (prompt, completions), verdicts in zip(groups, graded, strict=True):
+        for completion, one in zip(completions, verdicts, strict=True):
+            line: dict[str, Any] = {"id": prompt.id, "completion": completion}
             if one.error == NOT_APPLICABLE:
                 line["score"], none = None, none + 1
             elif one.verdict is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,6 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_cli import inputs
 from scalerl_cli.exits import BAD_INPUT, DONE
-from scalerl_cli.inputs import load
 from scalerl_cli.output import echo
 
 
@@ -27,39 +27,33 @@ def validate(arguments: argparse.Namespace) -> int:
         bad += bool(found)
         for problem in found:
             echo(f"{file}: {problem}", error=True)
-        if arguments.memory:
-            _show_memory(file)
-        if not found:
-            spec = load(file).spec
-            # With an image, it is for a cluster.
-            is_local = spec.environment is not None and spec.environment.image is None
-            for warning in (*warnings_of(spec), *(local_warnings_of(spec) if is_local else ())):
-                echo(f"{file}: warning: {warning}", error=True)
-            if arguments.show:
-                recipe = resolve(load(file).spec.recipe)
-                echo(f"{file}: recipe {recipe.preset}")
-                for choice in recipe.choices:
-                    echo(f"  {choice.field}: {choice}")
-                for line in split_lines(load(file).spec):
-                    echo(line)
-            echo(f"{file}: ok")
+        with contextlib.suppress(SpecError):
+            _show(file, inputs.load(file).spec, arguments, usable=not found)
     if bad and len(files) > 1:
         echo(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE
 
 
-def _show_memory(file: Path) -> None:
-    """Print the plan of allocations, also of a run that does not fit."""
-    try:
-        spec = load(file).spec
-    except SpecError:
-        return
-    if find_spec("scalerl_trainer") is None:
-        return  # model_problems() says that the trainer's packages are missing
-    from scalerl_cli.memory_plan import memory_lines
+def _show(file: Path, spec: RunSpec, arguments: argparse.Namespace, *, usable: bool) -> None:
+    """Print about a spec: the plan of allocations also of one that does not fit, the rest of one without problems."""
+    # Without the trainer's packages, model_problems() says that they are missing.
+    if arguments.memory and find_spec("scalerl_trainer") is not None:
+        from scalerl_cli.memory_plan import memory_lines
 
-    for line in memory_lines(spec):
-        echo(line)
+        for line in memory_lines(spec):
+            echo(line)
+    if not usable:
+        return
+    # With an image, it is for a cluster.
+    is_local = spec.environment is not None and spec.environment.image is None
+    for warning in (*warnings_of(spec), *(local_warnings_of(spec) if is_local else ())):
+        echo(f"{file}: warning: {warning}", error=True)
+    if arguments.show:
+        recipe = resolve(spec.recipe)
+        echo(f"{file}: recipe {recipe.preset}")
+        for line in (*(f"  {choice.field}: {choice}" for choice in recipe.choices), *split_lines(spec)):
+            echo(line)
+    echo(f"{file}: ok")
 
 
 def split_lines(spec: RunSpec) -> list[str]:
@@ -78,6 +72,6 @@ def split_lines(spec: RunSpec) -> list[str]:
 def problems(file: Path, *, any_machine: bool = False) -> list[SpecProblem]:
     """All problems of one file."""
     try:
-        return inputs.problems(load(file), thorough=True, machine=not any_machine)
+        return inputs.problems(inputs.load(file), thorough=True, machine=not any_machine)
     except SpecError as error:
         return error.problems

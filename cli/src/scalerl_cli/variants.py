@@ -16,6 +16,7 @@ import yaml
 from scalerl_api.edits import flat
 from scalerl_api.recipe.alternatives import ONE_OF
 from scalerl_api.spec import ScaleRLRun
+from scalerl_cli.exits import Refused
 from scalerl_local.resume_changes import OF_A_CLUSTER
 from scalerl_local.run_directory import DirectoryProblem, stored_manifest
 from scalerl_tasks.dataset.readers import find_files
@@ -28,10 +29,6 @@ NOT_OF_THE_RESULT: Final = (
 """Fields that do not change the result of a run. A preset is compared by its values, data by its content."""
 _HASH: Final = 8
 """Characters of the digest in the name of a directory."""
-
-
-class VariantProblem(Exception):
-    """A ``--vary`` that cannot be parsed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ def parse_variant(text: str) -> Variant:
     """Parse ``[LABEL:]FIELD=VALUE[;FIELD=VALUE…]``. A value is YAML; ``null`` removes the field.
 
     Raises:
-        VariantProblem: the text has another form.
+        Refused: the text has another form.
 
     >>> parse_variant("recipe.loss={ppoClip: {clipHigh: 0.26}}").changes
     {'recipe.loss': {'ppoClip': {'clipHigh': '0.26'}}}
@@ -91,14 +88,14 @@ def parse_variant(text: str) -> Variant:
         field, equals, value = assignment.partition("=")
         path = field.strip().removeprefix("spec.")
         if not equals or not re.fullmatch(r"\w+(\.\w+)*", path):
-            raise VariantProblem(
+            raise Refused(
                 f"--vary {text!r}: {assignment.strip()!r} is not FIELD=VALUE; write for example "
                 "'dapo loss: recipe.loss={ppoClip: {clipHigh: 0.26}}'"
             )
         try:
             changes[path] = yaml.load(value, Loader=_Loader)  # noqa: S506  # a SafeLoader
         except yaml.YAMLError as error:
-            raise VariantProblem(f"--vary {text!r}: {value!r} is not YAML; quote what has a colon") from error
+            raise Refused(f"--vary {text!r}: {value!r} is not YAML; quote what has a colon") from error
     return Variant(label.strip() or rest.strip(), changes)
 
 

@@ -489,7 +489,7 @@ def test_queued_run_has_its_position_and_what_it_lacks() -> None:
 
 def submitted(path: Path, *objects: Mapping[str, Any], **given: Any) -> tuple[Cluster, argparse.Namespace]:
     path.write_text(yaml.safe_dump_all(objects))
-    flags = {"files": [str(path)], "force_conflicts": False, "dry_run": False}
+    flags = {"manifests": [str(path)], "force_conflicts": False, "dry_run": False}
     return Cluster(), arguments(**(flags | given))
 
 

@@ -23,10 +23,10 @@ from scalerl_api.load import to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_cli import inputs
 from scalerl_cli.compare import run_compare
-from scalerl_cli.exits import exit_code
+from scalerl_cli.exits import Refused, exit_code
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main, parser
-from scalerl_cli.variants import NOT_OF_THE_RESULT, VariantProblem, parse_variant, planned
+from scalerl_cli.variants import NOT_OF_THE_RESULT, parse_variant, planned
 from scalerl_local.resume_changes import OF_A_CLUSTER
 
 TASK = {"reasoningGym": {"name": "chain_sum"}, "verifier": {"name": "reasoning-gym"}}
@@ -231,7 +231,7 @@ def test_load_replaces_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "a b=1", "x:", "a={", "a=1;", "a.=1"])
 def test_parse_variant_refuses(text: str) -> None:
-    with pytest.raises(VariantProblem, match="--vary"):
+    with pytest.raises(Refused, match="--vary"):
         parse_variant(text)
 
 

@@ -14,7 +14,7 @@ from curve_files import RATE, ink, write_plain, write_run
 from scalerl_analysis import plotting
 from scalerl_analysis.curve_file import read_curve
 from scalerl_analysis.pace import pace_of
-from scalerl_cli.curves.plan import run_plan
+from scalerl_cli.curves import run_plan
 from scalerl_cli.main import main, parser
 
 WHEN = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)

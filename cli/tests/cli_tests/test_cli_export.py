@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scalerl_cli import export as module
+from scalerl_cli import results as module
 from scalerl_cli.main import main
 
 

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import yaml
 from scalerl_api.load import load_run, to_yaml
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.spec import RunSpec, ScratchModel
-from scalerl_cli import machine
+from scalerl_cli import arguments, machine
 from scalerl_cli.inputs import load
 from scalerl_cli.main import main
 from scalerl_cli.validate import problems
@@ -658,6 +659,16 @@ def test_command_is_a_module_with_help() -> None:
     assert done.returncode == 0
     for word in ("run", "validate", "plot", "exit codes: 0 finished, 1 failed, 2 invalid input"):
         assert word in done.stdout
+
+
+def test_tables_of_arguments_name_functions_and_arguments_that_exist() -> None:
+    used: set[str] = set()
+    for words, options in arguments._COMMANDS.items():
+        module, function = words.split()[1].split(":")
+        assert callable(getattr(import_module(f"scalerl_cli.{module}"), function))
+        for name, text in options.items():
+            used |= {name} if isinstance(text, str) else text.keys()
+    assert used >= arguments._SETTINGS.keys()
 
 
 def test_nothing_heavy_is_imported_before_the_first_child() -> None:

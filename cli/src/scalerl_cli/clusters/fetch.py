@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from scalerl_api.paths import RunPaths
 from scalerl_cli.clusters import volume
@@ -45,12 +46,9 @@ def fetch(session: Session, arguments: argparse.Namespace) -> int:
         elif arguments.what == "model":
             target = _model(session, run, arguments)
         else:
-            target = _new(to / f"{run.name}-rollouts")
-            with volume.opened(session, run, arguments.image) as opened:
-                entries = _listed(opened, ROLLOUTS)
-                if not entries:
-                    raise Trouble(f"{run.name} has no rollouts yet", NOT_FOUND)
-                volume.copy(opened, entries, target, vanishing=True)
+            target = to / f"{run.name}-rollouts"
+            missing = f"{run.name} has no rollouts yet"
+            _copy(session, run, arguments, ROLLOUTS, target, missing, vanishing=True)
     except OSError as error:
         raise Trouble(f"{error.filename or to}: {error.strerror or error}") from error
     echo(str(target))
@@ -67,10 +65,7 @@ def curve(session: Session, run: Run) -> tuple[str, int]:
     if run.record is not None:
         table, left_out = run.curve
     else:
-        try:
-            found = session.get("ConfigMap", run.namespace, run.names.curve)
-        except errors.ApiError as error:
-            raise explained(error) from error
+        found = session.get("ConfigMap", run.namespace, run.names.curve)
         table, left_out = "", 0
         owners = () if found is None else found["metadata"].get("ownerReferences") or ()
         if found is not None and any(owner.get("uid") == run.uid for owner in owners):
@@ -95,36 +90,37 @@ def _model(session: Session, run: Run, arguments: argparse.Namespace) -> Path:
                 NOT_FOUND,
             )
         path, where = str(model["path"]), str(model.get("uri") or "")
-    step = Path(path).name
-    target = _new(arguments.to / f"{run.name}-{step}")
+    target: Path = arguments.to / f"{run.name}-{Path(path).name}"
     copy = f"; there is a copy in {plain(where)}" if where else ""
+    missing = (
+        f"{path} is not on the volume: only the models of the best and the last evaluation are kept{copy}"
+    )
     try:
-        with volume.opened(session, run, arguments.image) as opened:
-            entries = _listed(opened, [path])
-            if not entries:
-                raise Trouble(
-                    f"{path} is not on the volume: only the models of the best and the last evaluation are kept{copy}",
-                    NOT_FOUND,
-                )
-            volume.copy(opened, entries, target, strip=f"{path}/")
+        _copy(session, run, arguments, [path], target, missing, strip=f"{path}/")
     except errors.ApiError as error:
         trouble = explained(error)
-        hint = (
-            copy
-            or "; with spec.trainer.export.to, models are copied to a bucket or hub, which needs no right on pods"
-        )
-        raise Trouble(f"{trouble}{hint}", trouble.code) from error
+        hint = "; with spec.trainer.export.to, models are copied to a bucket or hub, which needs no right on pods"
+        raise Trouble(f"{trouble}{copy or hint}", trouble.code) from error
     return target
 
 
-def _listed(opened: volume.Volume, paths: tuple[str, ...] | list[str]) -> list[volume.Entry]:
-    try:
-        return opened.list(paths)
-    except (CommandFailed, Interrupted) as error:
-        raise Trouble(f"the run directory cannot be listed: {plain(error)}") from error
-
-
-def _new(target: Path) -> Path:
+def _copy(
+    session: Session,
+    run: Run,
+    arguments: argparse.Namespace,
+    paths: Sequence[str],
+    target: Path,
+    missing: str,
+    **how: Any,
+) -> None:
+    """Copy ``paths`` to a new directory. missing: the message if there are none; how: see :func:`.volume.copy`."""
     if target.exists():
         raise Trouble(f"{target} exists: remove it, or choose another directory with -o", BAD_INPUT)
-    return target
+    with volume.opened(session, run, arguments.image) as opened:
+        try:
+            entries = opened.list(paths)
+        except (CommandFailed, Interrupted) as error:
+            raise Trouble(f"the run directory cannot be listed: {plain(error)}") from error
+        if not entries:
+            raise Trouble(missing, NOT_FOUND)
+        volume.copy(opened, entries, target, **how)

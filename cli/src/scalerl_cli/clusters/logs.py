@@ -8,18 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import chain
 
 from scalerl_cli import output
 from scalerl_cli.clusters.runs import Run, find, plain
-from scalerl_cli.clusters.session import Session, Trouble, explained
+from scalerl_cli.clusters.session import Session, Trouble
 from scalerl_cli.exits import DONE, FAILED, NOT_FOUND
 from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
-from scalerl_operator.kube.types import Object
 from scalerl_operator.names import selector
 
 _Source = tuple[str, str]
 """Pod and container."""
+_Entry = tuple[_Source, bytes | errors.ApiError]
+"""A line of a log, or why there are no more."""
 
 
 def logs(session: Session, arguments: argparse.Namespace) -> int:
@@ -30,16 +32,20 @@ def logs(session: Session, arguments: argparse.Namespace) -> int:
     pods.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", pod["metadata"]["name"]))
     if not pods:
         raise Trouble(_no_pods(run, arguments.role), NOT_FOUND)
-    sources = [(pod["metadata"]["name"], name) for pod in pods for name in _containers(pod)]
+    sources = [
+        (pod["metadata"]["name"], container["name"])
+        for pod in pods
+        for container in (*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"])
+    ]
     query = {"previous": "true"} if arguments.previous else {}
     query |= {"follow": "true"} if arguments.follow else {}
     query |= {"tailLines": str(arguments.tail)} if arguments.tail is not None else {}
-    read = _followed if arguments.follow else _in_order
+    logs_of = [_lines(session, run, source, query) for source in sources]
     printed = 0
-    for (pod, container), line in read(session, run, sources, query):
+    for (pod, container), line in _merged(logs_of) if arguments.follow else chain.from_iterable(logs_of):
         if isinstance(line, errors.ApiError):
             if isinstance(line, errors.Forbidden):
-                raise explained(line)
+                raise line
             echo(f"{pod}/{container}: {plain(line.message)}", error=True)
         else:
             printed += 1
@@ -56,54 +62,35 @@ def shown(line: bytes) -> str:
     return output.shown(text) if sys.stdout.isatty() else text
 
 
-def _containers(pod: Object) -> list[str]:
-    spec = pod["spec"]
-    return [one["name"] for one in (*(spec.get("initContainers") or ()), *spec["containers"])]
-
-
-def _in_order(
-    session: Session, run: Run, sources: list[_Source], query: dict[str, str]
-) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
-    for source in sources:
-        yield from _lines(session, run, source, query)
-
-
-def _followed(
-    session: Session, run: Run, sources: list[_Source], query: dict[str, str]
-) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
+def _merged(logs_of: list[Iterator[_Entry]]) -> Iterator[_Entry]:
     """Lines of all containers as they come, until all have ended. Pods that are made later are not followed."""
-    merged: queue.Queue[tuple[_Source, bytes | errors.ApiError] | None] = queue.Queue(maxsize=1000)
+    merged: queue.Queue[_Entry | None] = queue.Queue(maxsize=1000)
 
-    def follow(source: _Source) -> None:
+    def follow(lines: Iterator[_Entry]) -> None:
         try:
-            for entry in _lines(session, run, source, query):
+            for entry in lines:
                 merged.put(entry)
         finally:
             merged.put(None)
 
-    for source in sources:
-        threading.Thread(target=follow, args=(source,), daemon=True).start()
-    for _ in sources:
+    for lines in logs_of:
+        threading.Thread(target=follow, args=(lines,), daemon=True).start()
+    for _ in logs_of:
         while (entry := merged.get()) is not None:
             yield entry
             sys.stdout.flush()
 
 
-def _lines(
-    session: Session, run: Run, source: _Source, query: dict[str, str]
-) -> Iterator[tuple[_Source, bytes | errors.ApiError]]:
+def _lines(session: Session, run: Run, source: _Source, query: dict[str, str]) -> Iterator[_Entry]:
     pod, container = source
-    query = query | {"container": container}
-    waits = ""
+    follow, waits = "follow" in query, ""
     while True:
         try:
-            for line in session.log(run.namespace, pod, query, follow="follow" in query):
+            for line in session.log(run.namespace, pod, query | {"container": container}, follow=follow):
                 yield source, line
             return
         except errors.ApiError as error:
-            starting = (
-                "follow" in query and isinstance(error, errors.Invalid) and _is_pending(session, run, pod)
-            )
+            starting = follow and isinstance(error, errors.Invalid) and _is_pending(session, run, pod)
             if not starting or error.message != waits:
                 yield source, error
             if not starting:

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase
 from scalerl_api.reasons import Reason
-from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
+from scalerl_cli.clusters.session import Session, Trouble, not_installed
 from scalerl_cli.exits import NOT_FOUND
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN
 from scalerl_operator.kube.types import Object
-from scalerl_operator.manifests.run_record import EVENTS_KEY, POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY
+from scalerl_operator.manifests.run_record import POINTS_LEFT_OUT, RECORDED_CURVE_KEY, RUN_KEY
 from scalerl_operator.names import ENDED, Names, label_value
 
 ENDED_PHASES: Final = (Phase.COMPLETED, Phase.FAILED)
@@ -100,12 +100,6 @@ class Run:
         return str(self.status.get("eta") or "")
 
     @property
-    def events(self) -> list[Object]:
-        """Events of a record."""
-        found: list[Object] = [] if self.record is None else json.loads(self.record.get(EVENTS_KEY) or "[]")
-        return found
-
-    @property
     def ended_at(self) -> str:
         """When the run ended or was deleted; empty before."""
         deleted = self.obj["metadata"].get("deletionTimestamp") if self.record is not None else None
@@ -128,13 +122,10 @@ def find(session: Session, name: str) -> Run:
     """The run of that name in the session's namespace, else the newest record of one that was deleted.
 
     Raises:
-        Trouble: there is neither, with similar names and other namespaces; or the user may not read runs.
+        Trouble: there is neither, with similar names and other namespaces.
+        errors.ApiError: the user may not read runs.
     """
-    try:
-        obj = session.get(RUN, session.namespace, name)
-    except errors.ApiError as error:
-        raise explained(error) from error
-    if obj is not None:
+    if (obj := session.get(RUN, session.namespace, name)) is not None:
         return Run(obj)
     found = [run for run in records(session, session.namespace, name) if run.name == name]
     if found:
@@ -157,10 +148,8 @@ def records(session: Session, namespace: str | None, name: str | None = None) ->
         try:
             obj = json.loads(data[RUN_KEY])
             # A record is the user's own to edit: what it says of its namespace counts for nothing.
-            obj["metadata"] |= {
-                "namespace": one["metadata"]["namespace"],
-                "name": str(obj["metadata"]["name"]),
-            }
+            name = str(obj["metadata"]["name"])
+            obj["metadata"] |= {"namespace": one["metadata"]["namespace"], "name": name}
             runs.append(Run(obj, data))
         except (KeyError, ValueError, TypeError):
             continue
@@ -186,16 +175,8 @@ def _no_run(session: Session, name: str) -> str:
         others = set()
     if others:
         return f"{text}; there is one in {', '.join(sorted(others))}: use -n"
-    return f"{text}; it has {_listed(here)}"
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return (
-        f"{shown} and {len(names) - 5} more"
-        if len(names) > 5
-        else shown or "none; -n selects another namespace"
-    )
+    shown = ", ".join(here[:5]) + (f" and {len(here) - 5} more" if len(here) > 5 else "")
+    return f"{text}; it has {shown or 'none; -n selects another namespace'}"
 
 
 def advice(condition: Mapping[str, Any]) -> str:

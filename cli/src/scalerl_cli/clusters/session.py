@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlencode
 
 import urllib3
@@ -33,6 +34,7 @@ IDLE_SECONDS: Final = 120.0
 """Longest time without a byte of an executed command."""
 PAGE: Final = 500
 NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_METHODS: Final = {"create": "POST", "delete": "DELETE", "apply": "PATCH"}
 _STDOUT, _STDERR, _RESULT = 1, 2, 3
 _MAX_STDERR: Final = 4096
 
@@ -69,33 +71,30 @@ class Session:
     def get(self, kind: Kind | str, namespace: str | None, name: str) -> Object | None:
         """The object; None if it does not exist."""
         try:
-            return self._object("GET", "get", _kind(kind), namespace, name)
+            return self._object("get", kind, namespace, name)
         except errors.NotFound:
             return None
 
-    def list(
-        self, kind: Kind | str, namespace: str | None, labels: str = "", fields: str = ""
-    ) -> list[Object]:
+    def list(self, kind: Kind | str, namespace: str | None, labels: str = "") -> list[Object]:
         """All objects of a kind in a namespace; None: in all. NotFound: the cluster does not have the kind."""
         query = {"limit": str(PAGE)}
         query |= {"labelSelector": labels} if labels else {}
-        query |= {"fieldSelector": fields} if fields else {}
         found: list[Object] = []
         while True:
-            page = self._object("GET", "list", _kind(kind), namespace, None, query=query)
+            page = self._object("list", kind, namespace, query=query)
             found += page.get("items") or ()
             query["continue"] = (page.get("metadata") or {}).get("continue") or ""
             if not query["continue"]:
                 return found
 
     def create(self, kind: str, namespace: str, body: Object) -> Object:
-        return self._object("POST", "create", kind_of(kind), namespace, None, body=body)
+        return self._object("create", kind, namespace, body=body)
 
     def delete(self, kind: str, namespace: str, name: str) -> None:
         """Delete an object at once; one that is gone is no error."""
         try:
             body = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
-            self._object("DELETE", "delete", kind_of(kind), namespace, name, body=body)
+            self._object("delete", kind, namespace, name, body)
         except errors.NotFound:
             return
 
@@ -104,13 +103,13 @@ class Session:
         query = {"fieldManager": FIELD_OWNER, "fieldValidation": "Strict", "force": str(force).lower()}
         query |= {"dryRun": "All"} if dry_run else {}
         name = str(body["metadata"]["name"])
-        return self._object("PATCH", "apply", kind, namespace, name, body=body, query=query)
+        return self._object("apply", kind, namespace, name, body, query)
 
     def kind(self, api_version: str, name: str) -> Kind | None:
         """A kind of this cluster, by its own list of kinds; None: the cluster does not have it."""
         path = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
         try:
-            found = json.loads(self._read("GET", path, f"discover {api_version}"))
+            found = self.raw(path, f"discover {api_version}")
         except errors.NotFound:
             return None
         for resource in found.get("resources") or ():
@@ -118,38 +117,32 @@ class Session:
                 return Kind(name, api_version, resource["name"], namespaced=resource["namespaced"])
         return None
 
-    def raw(self, path: str, what: str) -> Object:
-        """The object at a path."""
-        found: Object = json.loads(self._read("GET", path, what))
-        return found
-
     def _object(
         self,
-        method: str,
         verb: str,
-        kind: Kind,
+        kind: Kind | str,
         namespace: str | None,
-        name: str | None,
-        *,
+        name: str | None = None,
         body: Object | None = None,
-        query: Mapping[str, str] | None = None,
+        query: Mapping[str, str] = {},
     ) -> Object:
-        path = kind.path(namespace, name)
+        kind = kind_of(kind) if isinstance(kind, str) else kind
         what = " ".join(filter(None, (verb, _resource(kind), _where(namespace, name))))
-        found: Object = json.loads(self._read(method, path, what, body=body, query=query or {}))
-        return found
+        return self.raw(kind.path(namespace, name), what, _METHODS.get(verb, "GET"), query, body)
 
-    def _read(
+    def raw(
         self,
-        method: str,
         path: str,
         what: str,
+        method: str = "GET",
+        query: Mapping[str, str] = {},
         body: Object | None = None,
-        query: Mapping[str, str] | None = None,
-    ) -> bytes:
-        response = self._send(method, path, what, query or {}, body)
+    ) -> Object:
+        """The object at a path. what: of the request, for messages."""
+        response = self._send(method, path, what, query, body)
         with _translated(what):
-            return bytes(response.read())
+            found: Object = json.loads(response.read())
+        return found
 
     def _send(
         self,
@@ -166,17 +159,12 @@ class Session:
         with _translated(what):
             self._authorize(headers)
             url = f"{self._configuration.host.rstrip('/')}{path}{f'?{urlencode(query)}' if query else ''}"
-            answer = self._client.call_api(
-                method,
-                url,
-                headers,
-                body=body,
-                _request_timeout=(self._seconds[0], None if endless else self._seconds[1]),
-            )
+            seconds = (self._seconds[0], None if endless else self._seconds[1])
+            answer = self._client.call_api(method, url, headers, body=body, _request_timeout=seconds)
             response: urllib3.BaseHTTPResponse = answer.response
             data = response.read() if response.status >= 400 else b""
         if response.status >= 400:
-            raise errors.from_status(response.status, _status(data), what=what, retry_after=None)
+            raise errors.from_status(response.status, errors.decode(data), what=what, retry_after=None)
         return response
 
     def _authorize(self, headers: dict[str, str]) -> None:
@@ -217,7 +205,7 @@ class Session:
                     {name.lower(): value for name, value in headers.items()},
                 )
             except WebSocketBadStatusException as error:
-                body = _status(error.resp_body or b"")
+                body = errors.decode(error.resp_body or b"")
                 raise errors.from_status(error.status_code, body, what=what, retry_after=None) from error
         said = b""
         try:
@@ -237,7 +225,7 @@ class Session:
                 elif channel == _STDERR:
                     said = (said + data)[-_MAX_STDERR:]
                 elif channel == _RESULT and data:
-                    result = _status(data)
+                    result = errors.decode(data)
                     if result.get("status") == "Success":
                         return
                     text = said.decode(errors="replace").strip()
@@ -305,8 +293,20 @@ def _current_context(files: str) -> str | None:
     return None
 
 
-def explained(error: errors.ApiError) -> Trouble:
+def run_cluster_command(arguments: argparse.Namespace) -> int:
+    """The exit code of ``get``, ``why``, ``logs``, ``fetch``, ``submit`` or ``fork``: each has a module of its name."""
+    module = import_module(f"scalerl_cli.clusters.{arguments.command}")
+    try:
+        code: int = getattr(module, arguments.command)(open_session(arguments), arguments)
+    except errors.ApiError as error:
+        raise explained(error) from error
+    return code
+
+
+def explained(error: errors.ApiError | Trouble) -> Trouble:
     """The message of a refused request: what the user may not do and what to ask for, or what is missing."""
+    if isinstance(error, Trouble):
+        return error
     if isinstance(error, errors.QuotaExceeded):
         return Trouble(error.message, FORBIDDEN)
     if isinstance(error, errors.Forbidden):
@@ -316,16 +316,13 @@ def explained(error: errors.ApiError) -> Trouble:
         verb, _, rest = error.what.partition(" ")
         resource = rest.split(" ")[0]
         verb = "patch" if verb == "apply" else verb
-        return Trouble(
-            f"you may not {error.what}: ask for the verb {verb!r} of {resource!r} (docs/clusters.md, Rights); "
-            f"the API server says: {error.message}",
-            FORBIDDEN,
+        text = (
+            f"you may not {error.what}: ask for the verb {verb!r} of {resource!r} (docs/clusters.md, Rights)"
         )
+        return Trouble(f"{text}; the API server says: {error.message}", FORBIDDEN)
     if error.code == 401:
-        return Trouble(
-            "the API server does not accept your credentials: log in again, or choose another --context",
-            FORBIDDEN,
-        )
+        text = "the API server does not accept your credentials: log in again, or choose another --context"
+        return Trouble(text, FORBIDDEN)
     if isinstance(error, errors.NotFound) and _resource(kind_of(RUN)) in error.what:
         return Trouble(not_installed(), NOT_FOUND)
     if isinstance(error, errors.Invalid):
@@ -337,10 +334,6 @@ def not_installed() -> str:
     return f"ScaleRL is not installed in this cluster: it has no kind {RUN} ({API_VERSION}); see docs/kubernetes.md"
 
 
-def _kind(kind: Kind | str) -> Kind:
-    return kind_of(kind) if isinstance(kind, str) else kind
-
-
 def _resource(kind: Kind) -> str:
     return f"{kind.plural}.{GROUP}" if kind.group == GROUP else f"{kind.plural}.{kind.group}".rstrip(".")
 
@@ -349,15 +342,6 @@ def _where(namespace: str | None, name: str | None) -> str:
     if name is not None:
         return "/".join(filter(None, (namespace, name)))
     return "in all namespaces" if namespace is None else f"in the namespace {namespace}"
-
-
-def _status(data: bytes) -> dict[str, Any]:
-    """A ``Status`` of the API server; any other content becomes one with its first characters."""
-    try:
-        found = json.loads(data)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"message": data[:200].decode(errors="replace").strip()}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from scalerl_api.load import SpecError, SpecProblem, parse_objects, run_from_obj
 from scalerl_api.spec import API_VERSION
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
-from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
+from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND, Refused
 from scalerl_cli.inputs import problems
 from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
@@ -43,14 +43,10 @@ class _Document:
 
 def submit(session: Session, arguments: argparse.Namespace) -> int:
     """Apply all documents of all files, or none if one is invalid or refused."""
-    found = [(_shown(file), obj) for file in arguments.files for obj in read_objects(file)]
-    invalid = [
-        f"{source}: {problem}" for source, obj in found for problem in _problems(obj, session.namespace)
-    ]
-    for problem in invalid:
-        echo(problem, error=True)
+    found = [(_shown(file), obj) for file in arguments.manifests for obj in read_objects(file)]
+    invalid = [f"{source}: {one}" for source, obj in found for one in _problems(obj, session.namespace)]
     if invalid:
-        raise Trouble("nothing was applied", BAD_INPUT)
+        raise Refused(*invalid, "nothing was applied")
     own_kinds = dict(kind for _, obj in found if obj["kind"] == _CRD for kind in _kinds_of(obj))
     own_namespaces = {obj["metadata"]["name"] for _, obj in found if obj["kind"] == _NAMESPACE}
     documents = [_document(session, source, obj, own_kinds, arguments.namespace) for source, obj in found]
@@ -62,11 +58,8 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
         try:
             session.apply(document.kind, document.namespace, document.obj, dry_run=True, force=force)
         except errors.ApiError as error:
-            own = (
-                document.obj["apiVersion"],
-                document.kind.name,
-            ) in own_kinds or document.namespace in own_namespaces
-            if isinstance(error, errors.NotFound) and own:
+            own_kind = (document.obj["apiVersion"], document.kind.name) in own_kinds
+            if isinstance(error, errors.NotFound) and (own_kind or document.namespace in own_namespaces):
                 untried.append(document)
                 continue
             refused = _refusal(document, error)
@@ -149,24 +142,14 @@ def _problems(obj: Object, namespace: str) -> list[SpecProblem]:
 
 
 def _document(
-    session: Session,
-    source: str,
-    obj: Object,
-    own_kinds: Mapping[tuple[str, str], Kind],
-    only: str | None,
+    session: Session, source: str, obj: Object, own_kinds: Mapping[tuple[str, str], Kind], only: str | None
 ) -> _Document:
     """An object with its kind. own_kinds: of CRDs of the submission. only: the namespace of ``-n``, which others contradict."""
     version, name = obj["apiVersion"], obj["kind"]
-    try:
-        kind = session.kind(version, name) or own_kinds.get((version, name))
-    except errors.ApiError as error:
-        raise explained(error) from error
+    kind = session.kind(version, name) or own_kinds.get((version, name))
     if kind is None:
-        missing = (
-            not_installed()
-            if version == API_VERSION and name == RUN
-            else f"the cluster has no {name} of {version}"
-        )
+        is_run = (version, name) == (API_VERSION, RUN)
+        missing = not_installed() if is_run else f"the cluster has no {name} of {version}"
         raise Trouble(f"{source}: {missing}", NOT_FOUND)
     given = obj["metadata"].get("namespace")
     if kind.namespaced and only and given and given != only:
@@ -180,12 +163,10 @@ def _document(
 
 def _refusal(document: _Document, error: errors.ApiError) -> Trouble:
     """What the API server says, field by field."""
-    if isinstance(error, errors.Invalid) and error.causes:
-        lines = "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes)
-        return Trouble(f"{document.shown}: refused: {lines}", BAD_INPUT)
     trouble = explained(error)
-    if isinstance(error, errors.Conflict):
-        return Trouble(
-            f"{document.shown}: {error.message}; --force-conflicts takes these fields over", BAD_INPUT
-        )
-    return Trouble(f"{document.shown}: {trouble}", trouble.code)
+    text, code = str(trouble), trouble.code
+    if isinstance(error, errors.Invalid) and error.causes:
+        text = "refused: " + "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes)
+    elif isinstance(error, errors.Conflict):
+        text, code = f"{error.message}; --force-conflicts takes these fields over", BAD_INPUT
+    return Trouble(f"{document.shown}: {text}", code)

@@ -45,8 +45,7 @@ def _opened(where: Path, arguments: argparse.Namespace, stack: contextlib.ExitSt
     try:
         return stack.enter_context(mirrored(str(where), arguments))
     except (Trouble, errors.ApiError) as error:
-        trouble = explained(error) if isinstance(error, errors.ApiError) else error
-        raise NotARun(f"{where}: no such directory; as a run on a cluster: {trouble}") from error
+        raise NotARun(f"{where}: no such directory; as a run on a cluster: {explained(error)}") from error
 
 
 def _listen(runs: list[Run], arguments: argparse.Namespace) -> int:
@@ -86,9 +85,8 @@ async def _serve(runs: list[Run], listening: socket.socket) -> None:
     reading = asyncio.gather(*(asyncio.to_thread(run.state) for run in runs), return_exceptions=True)
     try:
         await web.SockSite(runner, listening).start()
-        echo(
-            f"open http://127.0.0.1:{port}/?token={server.token} in a browser of this machine; Ctrl-C ends it"
-        )
+        address = f"http://127.0.0.1:{port}/?token={server.token}"
+        echo(f"open {address} in a browser of this machine; Ctrl-C ends it")
         await ended.wait()
         await reading
     finally:

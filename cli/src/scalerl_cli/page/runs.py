@@ -21,7 +21,7 @@ from scalerl_api.health import health
 from scalerl_api.paths import RunPaths
 from scalerl_api.rollouts import TOKEN_COLUMNS
 from scalerl_cli import argument_types
-from scalerl_cli.arguments import add_rollout_conditions
+from scalerl_cli.arguments import ROLLOUT_CONDITIONS, add_options
 from scalerl_cli.exits import Refused
 from scalerl_cli.output import shown
 from scalerl_cli.page.curve import curve, other_curves
@@ -35,21 +35,6 @@ _HEAD, _TAIL = 400, 120
 """Characters of a completion in a list."""
 _PROMPT_COLUMNS: Final = ("step", "split", "task", "sample", "reward", "tokens")
 _MAX_PROMPT_ROWS: Final = 20_000
-_FLAGS: Final = ("truncated", "descending")
-_CONDITIONS: Final = (
-    "step",
-    "split",
-    "task",
-    "prompt",
-    "sample",
-    "label",
-    "reward",
-    "excluded",
-    "contains",
-    "sort",
-    "limit",
-    "offset",
-)
 
 
 class NotARun(Refused):
@@ -197,9 +182,8 @@ class Run:
         for (split, task, step), members in steps.items():
             rewards = [row["reward"] for row in members if row["reward"] is not None]
             mean = sum(rewards) / len(rewards) if rewards else None
-            found.append(
-                {"split": split, "task": task, "step": step, "completions": len(members), "reward": mean}
-            )
+            of = {"split": split, "task": task, "step": step}
+            found.append({**of, "completions": len(members), "reward": mean})
         return {"steps": found}
 
     def _find(self, arguments: argparse.Namespace, **options: Any) -> FoundRollouts:
@@ -215,14 +199,15 @@ class Run:
 
     def _arguments(self, query: Mapping[str, str]) -> argparse.Namespace:
         """The conditions of a request, by the parser of ``scalerl rollouts``."""
-        words = [
-            f"--{name}" if name in _FLAGS else f"--{name}={value}"
-            for name, value in query.items()
-            if (name in _FLAGS and value == "1") or (name in _CONDITIONS and value.strip())
-        ]
         parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
-        add_rollout_conditions(parser)
+        add_options(parser, ROLLOUT_CONDITIONS)
         parser.add_argument("--offset", type=argument_types.whole, default=0)
+        defaults = vars(parser.parse_args([]))
+        words = [
+            f"--{name}" if defaults[name] is False else f"--{name}={value}"
+            for name, value in query.items()
+            if name in defaults and (value == "1" if defaults[name] is False else value.strip())
+        ]
         parser.set_defaults(limit=MAX_ROWS)
         try:
             return parser.parse_args(words)
@@ -252,10 +237,8 @@ def _shown(row: dict[str, Any], full: bool) -> dict[str, Any]:
     if full:
         found["by_token"] = _by_token(row)
     for name in ("labels", "parts"):
-        one = found[name] or {}
-        found[name] = {
-            shown(key): shown(value) if isinstance(value, str) else value for key, value in one.items()
-        }
+        of = (found[name] or {}).items()
+        found[name] = {shown(key): shown(one) if isinstance(one, str) else one for key, one in of}
     for name in ("prompt", "completion", "reference", "error"):
         if (text := found[name]) is not None:
             cut = not full and len(text) > _HEAD + _TAIL
@@ -271,11 +254,10 @@ def _by_token(row: dict[str, Any]) -> list[tuple[str, int, float | None]]:
     difference of its log-probabilities, None where it is not known. Empty if the row has no figures of its tokens."""
     ends, versions, differences = (row.get(name) or [] for name in TOKEN_COLUMNS)
     differences = differences or [None] * len(ends)
-    if not (
-        ends and len(ends) == len(versions) == len(differences) and ends[-1] == len(row["completion"] or "")
-    ):
+    completion = row["completion"] or ""
+    if not ends or not len(ends) == len(versions) == len(differences) or ends[-1] != len(completion):
         return []
-    texts = [row["completion"][begin:end] for begin, end in pairwise([0, *ends])]
+    texts = [completion[begin:end] for begin, end in pairwise([0, *ends])]
     return list(zip(map(shown, texts), versions, differences, strict=True))
 
 

@@ -7,6 +7,7 @@ for hosts of this machine only, so that a name that an attacker lets point here 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import secrets
@@ -61,16 +62,12 @@ class Server:
             app.router.add_get(f"/{name}", self._asset)
         app.router.add_get("/api/state", self._state)
         for name, part in {
-            "metrics": lambda run, query: run.metrics(
-                query["names"].split(",") if query.get("names") else None
-            ),
-            "curve": lambda run, query: run.curve(),
-            "timeline": lambda run, query: run.timeline(
-                _number(query, "last"), _number(query, "count") or 12
-            ),
-            "decisions": lambda run, query: run.decisions(),
-            "rollouts": lambda run, query: run.rollouts(query),
-            "prompt": lambda run, query: run.prompt(query),
+            "metrics": lambda run, of: run.metrics(of["names"].split(",") if of.get("names") else None),
+            "curve": lambda run, of: run.curve(),
+            "timeline": lambda run, of: run.timeline(_number(of, "last"), _number(of, "count") or 12),
+            "decisions": lambda run, of: run.decisions(),
+            "rollouts": Run.rollouts,
+            "prompt": Run.prompt,
         }.items():
             app.router.add_get(f"/api/{name}", self._part(part, search=name in ("rollouts", "prompt")))
         app.router.add_get("/perfetto.json", self._part(lambda run, query: run.perfetto(), attached=True))
@@ -106,9 +103,8 @@ class Server:
     def _enter(self, given: str, request: web.Request) -> web.Response:
         if not self._has_cookie(request):
             if not _equal(given, self.token):
-                return _refused(
-                    "this token is not valid, or was used: it admits one browser; start scalerl view again"
-                )
+                how = "it admits one browser; start scalerl view again"
+                return _refused(f"this token is not valid, or was used: {how}")
             self.token = secrets.token_urlsafe(32)
         response = web.Response(text=_ENTER, content_type="text/html")
         response.set_cookie(_cookie(request), self._session, httponly=True, samesite="Strict", path="/")
@@ -128,17 +124,12 @@ class Server:
         self, part: Callable[[Run, Any], dict[str, Any]], *, search: bool = False, attached: bool = False
     ) -> Handler:
         async def answer(request: web.Request) -> web.Response:
+            run = self._runs[0]
             try:
-                run = self._runs[_number(request.query, "run") or 0]
-            except IndexError:
-                return _json({"problem": "run: there is no such run"}, 400)
-            except Query as problem:
-                return _json({"problem": str(problem)}, 400)
-            try:
-                if search:
-                    async with self._searches:
-                        content = await asyncio.to_thread(part, run, request.query)
-                else:
+                if (number := _number(request.query, "run") or 0) >= len(self._runs):
+                    raise Query("run: there is no such run")
+                run = self._runs[number]
+                async with self._searches if search else contextlib.nullcontext():
                     content = await asyncio.to_thread(part, run, request.query)
             except Query as problem:
                 return _json({"problem": str(problem)}, 400)

@@ -21,7 +21,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import Kind, kind_of
-from scalerl_operator.kube.transport import JSON, Call, OnCall, Transport, decode, translated
+from scalerl_operator.kube.transport import JSON, Call, OnCall, Transport, translated
 from scalerl_operator.kube.types import Object
 from scalerl_operator.names import FIELD_OWNER
 
@@ -231,7 +231,7 @@ class KubeApi:
                 async for line in response.content:
                     event = _EVENT.decode(line)
                     if event.type == "ERROR":
-                        status = decode(bytes(event.object))
+                        status = errors.decode(bytes(event.object))
                         code = int(status.get("code") or 500)
                         raise errors.from_status(code, status, what=call.what, retry_after=None)
                     yield event
@@ -372,7 +372,7 @@ class KubeApi:
                 await self.patch("Event", namespace, name, patch)
 
     async def _request(self, call: Call) -> Object:
-        return decode(await self._transport.request(call))
+        return errors.decode(await self._transport.request(call))
 
 
 def _address(obj: Object) -> tuple[Kind, str | None, str]:

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 _UNTYPED: Final = ("failed to create typed patch object", "failed to convert new object")
 """First words of the message when an applied object does not fit its schema. The API server reports that as a 500."""
 _UNTYPED_FIELD: Final = re.compile(r"(?:\): |^\s*)(\.[^\s:]+): ([^\n]+)", re.MULTILINE)
@@ -112,6 +114,15 @@ class Unreachable(ApiError):
 
 class Fenced(ApiError):
     """The call was not sent."""
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """The object in a response. Any other content (a proxy's page, a truncated body) becomes a Status with its text."""
+    try:
+        answer = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return {"message": data[:200].decode(errors="replace").strip()}
+    return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}
 
 
 def from_status(code: int, status: Mapping[str, Any], *, what: str, retry_after: float | None) -> ApiError:

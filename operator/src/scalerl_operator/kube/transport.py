@@ -146,7 +146,7 @@ class Transport:
             # In seconds: the API server never sends a date.
             after = response.headers.get("Retry-After", "")
             retry_after = float(after) if after.isdecimal() else None
-            raise errors.from_status(code, decode(body), what=call.what, retry_after=retry_after)
+            raise errors.from_status(code, errors.decode(body), what=call.what, retry_after=retry_after)
         return response
 
 
@@ -175,12 +175,3 @@ def translated(call: Call, timeout_message: str) -> Iterator[None]:
         raise errors.Unreachable(timeout_message, what=call.what) from error
     except (aiohttp.ClientError, OSError) as error:
         raise errors.Unreachable(f"{type(error).__name__}: {error}", what=call.what) from error
-
-
-def decode(data: bytes) -> Object:
-    """The object in a response. Any other content (a proxy's page, a truncated body) becomes a Status with its text."""
-    try:
-        answer = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return {"message": data[:200].decode(errors="replace").strip()}
-    return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}

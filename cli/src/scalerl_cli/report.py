@@ -5,29 +5,16 @@ and changes of the responses between epochs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl_analysis.history_table import epoch_table
 from scalerl_analysis.label_results import label_table
-from scalerl_analysis.table import Table
 from scalerl_analysis.task_tables import task_table, turn_table
 from scalerl_api.paths import RunPaths
 from scalerl_cli.exits import DONE, Refused
-from scalerl_cli.health import read_metrics
 from scalerl_cli.output import echo, replace_text
-
-
-@dataclass(frozen=True)
-class Part:
-    """A table of the report; the part is left out if it has no rows."""
-
-    name: str
-    """Of its files."""
-    table: Table
-    draw: Callable[[Path], None] | None = None
+from scalerl_cli.results import read_metrics
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -41,17 +28,26 @@ def run_report(arguments: argparse.Namespace) -> int:
     runs = named_runs(arguments.runs)
     steps = [(name, read_metrics(RunPaths(directory).metrics).dicts()) for name, directory in runs]
     tables = {"tasks": task_table(steps), "turns": turn_table(steps), "history": epoch_table(runs)}
-    parts = [Part(f"report-{name}", table) for name, table in tables.items() if table.rows]
+    parts = {f"report-{name}": table for name, table in tables.items() if table.rows}
     # These are reported even if the prompts have no labels.
     if not parts or any(RunPaths(directory).labels.exists() for _, directory in runs):
-        table = label_table(runs, arguments.set, arguments.label)
-        parts.insert(0, Part("report", table, partial(draw_labels, table.rows)))
+        parts = {"report": label_table(runs, arguments.set, arguments.label), **parts}
     folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
-    written = _write(parts, folder)
-    for part in parts:
-        for line in part.table.lines():
+    texts = {"report.md": "\n".join("\n".join(table.markdown()) + "\n" for table in parts.values())}
+    texts |= {f"{name}.csv": table.csv() for name, table in parts.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            replace_text(folder / name, text)
+    except OSError as error:
+        raise Refused(f"{folder}: {error.strerror}") from error
+    written = [folder / name for name in texts]
+    if "report" in parts:
+        written.append(folder / "report.png")
+        draw_labels(parts["report"].rows, written[-1])
+    for table in parts.values():
+        for line in (*table.lines(), ""):
             echo(line)
-        echo()
     echo(f"written: {', '.join(map(str, written))}")
     return DONE
 
@@ -69,21 +65,3 @@ def named_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
         for word in words
     ]
     return [(name, Path(directory)) for name, _, directory in pairs]
-
-
-def _write(parts: Sequence[Part], folder: Path) -> list[Path]:
-    """Write the files into ``folder``, which is created; returns their paths."""
-    texts = {"report.md": "\n".join("\n".join(part.table.markdown()) + "\n" for part in parts)}
-    texts |= {f"{part.name}.csv": part.table.csv() for part in parts}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            replace_text(folder / name, text)
-    except OSError as error:
-        raise Refused(f"{folder}: {error.strerror}") from error
-    pictures = []
-    for part in parts:
-        if part.draw is not None:
-            pictures.append(folder / f"{part.name}.png")
-            part.draw(pictures[-1])
-    return [*(folder / name for name in texts), *pictures]
