@@ -368,11 +368,13 @@ def stepper(way: str, model: Any, ids: Any, device: Any) -> Callable[[], object]
     def train() -> None:
         for micro in micro_batches:
             inputs = (micro.input_ids_bt, micro.position_ids_bt, micro.predict_at_m, micro.target_m)
-            logprobs, _ = policy(*(t.to(device, non_blocking=True) for t in inputs), 1.0, True)
+            layout: tuple[Any, ...] = ()
+            if policy.variable_length:
+                layout = (None, None, varlen.boundaries(micro.position_ids_bt, device))
+            sequence_m = micro.sequence_m.to(device)
+            logprobs, _ = policy(*(t.to(device, non_blocking=True) for t in inputs), 1.0, True, *layout)
             ones = torch.ones_like(logprobs)
-            batch = TokenBatch(
-                logprobs, logprobs.detach(), ones, ones / (rows * length), micro.sequence_m.to(device)
-            )
+            batch = TokenBatch(logprobs, logprobs.detach(), ones, ones / (rows * length), sequence_m)
             loss(batch).loss.backward()
         masters.step()
 

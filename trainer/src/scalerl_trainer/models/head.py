@@ -171,7 +171,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 from scalerl_trainer.models import head_kernels
 
                 outs = [x[part] for x in (logprob_m, normalizer_m, entropy_m, top_m, top_logprob_m)]
-                product_cv = _product(hidden_md[part], matrix_vd.t(), fp32)
+                product_cv = _product(hidden_md[part].to(matrix_vd.dtype), matrix_vd.t(), fp32)
                 head_kernels.statistics(product_cv, bias_v, transform, temperature, target_m[part], *outs)
                 continue
             logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform, fp32)
@@ -302,7 +302,7 @@ def _rounded_delta(
     if kernels:
         from scalerl_trainer.models import head_kernels
 
-        product_cv = _product(states_cd, matrix_vd.t(), True)
+        product_cv = _product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), True)
         values_cv = head_kernels.derivative(product_cv, bias_v, transform, temperature, shift_c, index_ck)
     else:
         logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, transform, temperature, True)

@@ -122,8 +122,9 @@ def statistics(
     """
     numbers = _numbers(logits_cv, transform, temperature)
     kind = {"HAS_BIAS": bias_v is not None, "HAS_CAP": transform.cap is not None, "BLOCK": STATISTICS_BLOCK}
-    grid = (len(logits_cv),)
-    _statistics[grid](logits_cv, bias_v, target_c, *out, *numbers, **kind, num_warps=STATISTICS_WARPS)
+    _statistics[(len(logits_cv),)](
+        logits_cv, bias_v, target_c, *out, *numbers, **kind, num_warps=STATISTICS_WARPS
+    )
 
 
 def derivative(
@@ -139,14 +140,14 @@ def derivative(
     numbers = _numbers(logits_cv, transform, temperature)
     kind = {"HAS_BIAS": bias_v is not None, "HAS_CAP": transform.cap is not None, "BLOCK": DERIVATIVE_BLOCK}
     grid = (len(logits_cv), triton.cdiv(logits_cv.shape[1], DERIVATIVE_BLOCK))
-    given = (logits_cv, bias_v, shift_c, apart_ck, values_cv)
-    _derivative[grid](*given, *numbers, **kind, num_warps=DERIVATIVE_WARPS)
+    _derivative[grid](
+        logits_cv, bias_v, shift_c, apart_ck, values_cv, *numbers, **kind, num_warps=DERIVATIVE_WARPS
+    )
     return values_cv
 
 
 def _numbers(logits_cv: torch.Tensor, transform: LogitTransform, temperature: float) -> tuple[Any, ...]:
     """Vocabulary, and the factors before and after the hyperbolic tangent of a cap."""
-    cap = transform.cap
-    if cap is None:
+    if transform.cap is None:
         return logits_cv.shape[1], transform.scale / temperature, 1.0
-    return logits_cv.shape[1], transform.scale / cap, cap / temperature
+    return logits_cv.shape[1], transform.scale / transform.cap, transform.cap / temperature
