@@ -123,8 +123,8 @@ def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = N
             f"{spec.generator.devices} requested, and the vLLM installed here is the build for CPUs",
             "set it to 0, or install the build for GPUs: make setup DEVICE=gpu VENV=.venv-gpu",
         )
-    runs = spec.generator.devices > 0 or not on_cpu
-    if not (runs or _loads(numa) or _loads(f"{sys.prefix}/lib/scalerl/{numa}")):
+    needs_numa = spec.generator.devices == 0 and on_cpu
+    if needs_numa and not (_loads(numa) or _loads(f"{sys.prefix}/lib/scalerl/{numa}")):
         return SpecProblem(
             "spec.generator.devices",
             f"0 is the CPU, and vLLM's build for CPUs needs {numa}, which this machine does not have",

@@ -44,8 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     spec = read_spec(arguments.file)
     for warning in (*warnings_of(spec.spec), *local_warnings_of(spec.spec)):
         echo(f"{arguments.file}: warning: {warning}", error=True)
-    how = {"resume": arguments.resume, "pins": arguments.pin}
-    return run_spec(spec, arguments.dir, arguments.planner, arguments.started, **how)
+    return run_spec(
+        spec, arguments.dir, arguments.planner, arguments.started, resume=arguments.resume, pins=arguments.pin
+    )
 
 
 def run_spec(
@@ -122,11 +123,12 @@ def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirecto
 
 
 async def _run_displayed(
-    spec: ScaleRLRun, plan: Plan, directory: RunDirectory, settings: LocalSettings, started: float
+    run: ScaleRLRun, plan: Plan, claimed: RunDirectory, settings: LocalSettings, started: float
 ) -> tuple[RunResult, int]:
-    progress = Progress(spec)
-    shown: dict[str, Any] = {"on_event": progress.event, "on_snapshot": progress.snapshot}
-    local = LocalRuntime(spec, plan, directory, settings=settings, started=started, **shown)
+    show = Progress(run)
+    local = LocalRuntime(
+        run, plan, claimed, settings=settings, started=started, on_event=show.event, on_snapshot=show.snapshot
+    )
     interrupts = 0
 
     def interrupt(number: int) -> None:
@@ -135,7 +137,7 @@ async def _run_displayed(
         first = "finishing the step and writing a checkpoint; interrupt again to end everything now"
         local.interrupt()
         what = first if interrupts == 1 else "ending everything now"
-        progress.event(Event(signal.Signals(number).name, what))
+        show.event(Event(signal.Signals(number).name, what))
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -173,6 +173,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 outs = [x[part] for x in (logprob_m, normalizer_m, entropy_m, top_m, top_logprob_m)]
                 product_cv = _product(hidden_md[part].to(matrix_vd.dtype), matrix_vd.t(), fp32)
                 head_kernels.statistics(product_cv, bias_v, transform, temperature, target_m[part], *outs)
+                del product_cv  # before the next chunk's is computed
                 continue
             logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform, fp32)
             if temperature != 1.0:
@@ -231,6 +232,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 delta.add_to_bias(grad_bias_v)
             if grad_weight_vd is not None:
                 delta.add_to_weight(grad_weight_vd, states_cd, ctx.fp32)
+            del delta
         grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
         grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
         return grad_hidden_md, grad_weight, grad_bias, *[None] * 7
