@@ -30,8 +30,9 @@ from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.errors import decode
 from scalerl_operator.kube.kinds import kind_of
-from scalerl_operator.kube.transport import Call, decode
+from scalerl_operator.kube.transport import Call
 from scalerl_operator.manifests.scope import Images
 
 ROOT = Path(__file__).resolve().parents[2]
