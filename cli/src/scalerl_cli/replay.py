@@ -113,6 +113,6 @@ def _prior(line: Line) -> str:
 
 def _summary(decision: Decision) -> str:
     action = decision.action
-    changes = {"stop": f", stop ({action.on_stop})", "scale": f", to {action.generators} generators"}
+    changes = {"stop": f", stop ({action.on_stop})", "scale": f", to {action.scale_to} generators"}
     done = changes | {"none": "", "hold": ", hold"}
     return f"{decision.state}{done[action.kind]}: {decision.reasons[0]}"
