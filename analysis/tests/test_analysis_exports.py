@@ -98,7 +98,7 @@ def test_wandb_chart_of_one_run_needs_no_names(tmp_path: Path) -> None:
 def test_wandb_chart_of_several_runs_needs_a_name(tmp_path: Path) -> None:
     path = chart(tmp_path / "wandb_export.csv", {"a": ["val/acc"], "b": ["val/acc"]}, offset=3)
     said = complaint(path)
-    assert "name the columns by --x and --y; there are Step, a - val/acc" in said
+    assert "name the columns by `x` and `y`; there are Step, a - val/acc" in said
     assert "2 runs have it; name one: a - val/acc, b - val/acc" in complaint(path, y="val/acc")
     is_curve(read(path, y="a - val/acc"))
     assert read(path, y="b - val/acc").curve.compute[0] == 13
@@ -141,7 +141,7 @@ def test_history_of_a_wandb_run(tmp_path: Path) -> None:
     path.write_text("\n".join(rows) + "\n")
     said = complaint(path)
     assert "no column compute and no column reward" in said
-    assert "name the columns by --x and --y" in said
+    assert "name the columns by `x` and `y`" in said
     got = read(path, "_step", "val/acc")
     is_curve(got)
     assert (got.chosen.skipped, got.unit) == (40, "steps")
@@ -306,7 +306,7 @@ def test_resumed_log_keeps_the_last_pass(tmp_path: Path) -> None:
     lines = console("%s").split("\n")
     again = [line.replace("0.", "0.0") for line in lines if f"step:{STEPS[5]} " in line]
     path.write_text("\n".join([*again, *lines]))
-    assert "--resumed KeepLast" in complaint(path, x="step", y=CORE)
+    assert "`resumed`=KeepLast" in complaint(path, x="step", y=CORE)
     is_curve(read_curve(path, columns=Columns("step", CORE, resumed="KeepLast")))
     assert "1 row left out, which a resumed run passed again" in text(
         path, x="step", y=CORE, resumed="KeepLast"
@@ -358,7 +358,7 @@ def test_named_columns_and_samples(tmp_path: Path) -> None:
     is_curve(read(path, "GPU hours", "Pass@1", "n"))
     assert "no column 'm'" in complaint(path, x="GPU hours", y="Pass@1", samples="m")
     said = complaint(path, x="hours", y="Pass@1")
-    assert "--x hours: no such column; name the columns by --x and --y; there are GPU hours" in said
+    assert "`x` hours: no such column; name the columns by `x` and `y`; there are GPU hours" in said
     assert "both name the column" in complaint(path, x="Pass@1", y="pass@1")
 
 

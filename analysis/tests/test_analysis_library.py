@@ -60,7 +60,7 @@ def test_every_name_is_there_and_no_other() -> None:
 
 def test_plan_needs_a_price_for_a_value(tmp_path: Path) -> None:
     fitted = fit_curve(read_curve(str(write_run(tmp_path / "c.csv"))))
-    with pytest.raises(AnalysisProblem, match="needs --price"):
+    with pytest.raises(AnalysisProblem, match=r"^`value` needs `price`, "):
         plan(fitted, prices=Prices(None, 1.0))
     made = plan(fitted, budgets=[10.0], prices=Prices(2.0, 0.0))
     (option,) = [one for one in made.options if one.name == "+10 device-hours"]

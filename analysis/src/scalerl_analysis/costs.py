@@ -78,7 +78,7 @@ def options(made: FittedCurve, pace: Pace, prices: Prices, budgets: Sequence[flo
         AnalysisProblem: a budget or a price is given, and the compute per device-hour is unknown.
     """
     if pace.rate is None and (budgets or prices.price is not None):
-        given = "--budget" if budgets else "--price"
+        given = "`budgets`" if budgets else "`price`"
         raise AnalysisProblem(f"{given}: compute per device-hour is {pace.how}")
     if made.state is State.BROKEN:
         return []
@@ -89,7 +89,7 @@ def options(made: FittedCurve, pace: Pace, prices: Prices, budgets: Sequence[flo
         for budget in budgets
     ]
     wanted.sort(key=lambda choice: choice[1])
-    ahead = made.ahead([made.now + more for _, more in wanted], "--budget")
+    ahead = made.ahead([made.now + more for _, more in wanted], "`budgets`")
     return [
         _option(made, pace, prices, name, more, point)
         for (name, more), point in zip(wanted, ahead, strict=True)
@@ -126,20 +126,20 @@ def growths(
         return []
     given = pace.elasticity if elasticity is None else elasticity
     if pace.rate is None:
-        raise AnalysisProblem(f"--generators: compute per device-hour is {pace.how}")
+        raise AnalysisProblem(f"`generators`: compute per device-hour is {pace.how}")
     if pace.devices is None:
-        raise AnalysisProblem("--generators: the present number of devices is unknown; give --devices")
+        raise AnalysisProblem("`generators`: the present number of devices is unknown; give `devices`")
     if given is None:
         raise AnalysisProblem(
-            "--generators: the elasticity is unknown, because the number of devices of this run has not changed; "
-            "give --elasticity, such as .8"
+            "`generators`: the elasticity is unknown, because the number of devices of this run has not changed; "
+            "give `elasticity`, such as .8"
         )
     made = []
     for count in generators:
         devices = pace.devices + (count - generators[0]) * devices_per_generator
         if devices <= 0:
             raise AnalysisProblem(
-                f"--generators: {count} would leave {formatting.significant(devices)} of the present {formatting.significant(pace.devices)} devices; "
+                f"`generators`: {count} would leave {formatting.significant(devices)} of the present {formatting.significant(pace.devices)} devices; "
                 f"the first number is the present one, with {formatting.significant(devices_per_generator)} devices each"
             )
         speed = (devices / pace.devices) ** given

@@ -72,7 +72,7 @@ def choose(table: FileTable, wanted: Columns) -> Chosen:
     table, wanted = _one_series(table, wanted)
     x, y = _pair(table, wanted)
     if x == y:
-        raise AnalysisProblem(f"{table.path}: --x and --y both name the column {x}; name two")
+        raise AnalysisProblem(f"{table.path}: `x` and `y` both name the column {x}; name two")
     pairs = zip(table.cells(x) or [], table.cells(y) or [], strict=True)
     kept = [i for i, pair in enumerate(pairs) if all(pair)]
     if not kept:
@@ -96,8 +96,8 @@ def _last_pass(rows: list[int], cells: list[str]) -> list[int]:
 
 def _pair(table: FileTable, wanted: Columns) -> tuple[str, str]:
     """Names of the columns x and y."""
-    x = None if wanted.x is None else _named(table, wanted.x, "--x")
-    y = None if wanted.y is None else _named(table, wanted.y, "--y")
+    x = None if wanted.x is None else _named(table, wanted.x, "x")
+    y = None if wanted.y is None else _named(table, wanted.y, "y")
     x = x or table.name("compute")
     y = y or table.name("reward")
     # Only the format of an export determines its axis, and whether it has one series.
@@ -143,7 +143,7 @@ def _one_series(table: FileTable, wanted: Columns) -> tuple[FileTable, Columns]:
     values = table.cells("value") or []
     series = {name: [values[i] for i in at] for name, at in rows.items()}
     if wanted.y is not None:
-        name = _match(list(series), wanted.y, f"{table.path}: --y {wanted.y}", _named_by(list(series)))
+        name = _match(list(series), wanted.y, f"{table.path}: `y` {wanted.y}", _named_by(list(series)))
     elif len(series) == 1:
         name = next(iter(series))
     else:
@@ -154,12 +154,12 @@ def _one_series(table: FileTable, wanted: Columns) -> tuple[FileTable, Columns]:
     return one, replace(wanted, x=wanted.x or one.names("step")[0], y=name)
 
 
-def _named(table: FileTable, wanted: str, option: str) -> str:
+def _named(table: FileTable, wanted: str, parameter: str) -> str:
     found = table.name(wanted)
     if found is not None:
         return found
     series = [name for name in table.header if not COMPANION.search(name)]
-    return _match(series, wanted, f"{table.top}: {option} {wanted}", _named_by(table.header))
+    return _match(series, wanted, f"{table.top}: `{parameter}` {wanted}", _named_by(table.header))
 
 
 def _match(names: Sequence[str], wanted: str, prefix: str, tail: str) -> str:
@@ -176,7 +176,7 @@ def _match(names: Sequence[str], wanted: str, prefix: str, tail: str) -> str:
 
 def _named_by(names: Sequence[str]) -> str:
     """The end of a message: the columns or metrics that there are."""
-    return f"; name the columns by --x and --y; there are {_listed([name for name in names if name])}"
+    return f"; name the columns by `x` and `y`; there are {_listed([name for name in names if name])}"
 
 
 def _listed(names: Sequence[str]) -> str:

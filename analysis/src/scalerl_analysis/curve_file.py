@@ -139,7 +139,7 @@ def numbers(table: FileTable, name: str) -> FloatArray:
 def _correction(cell: str) -> str:
     """Advice for a cell that is not a number."""
     if cell.endswith("%") and is_number(cell[:-1]):
-        return "write it without the percent sign, and give --scale=0,100"
+        return "write it without the percent sign, and give `scale`=0,100"
     if THOUSANDS.match(cell):
         return "write numbers without thousands separators"
     if is_number(cell.replace(",", ".")):
@@ -246,12 +246,12 @@ def _checked(
     except RewardRangeError:
         low, high = scale
         percent = scale == (0.0, 1.0) and reward.min() >= 0.0 and 2.0 < reward.max() <= 100.0
-        hint = "for percent: --scale=0,100" if percent else "for ±1: --scale=-1,1"
+        hint = "for percent: `scale`=0,100" if percent else "for ±1: `scale`=-1,1"
         raise AnalysisProblem(
             f"{where}, column {y}: {reward[bad - 1]:g} is outside [{low:g}, {high:g}]; if rewards have another "
-            f"range, give it with --scale=LOW,HIGH ({hint})"
+            f"range, give it with `scale`=LOW,HIGH ({hint})"
         ) from None
     except UnsortedComputeError as error:
-        raise AnalysisProblem(f"{where}: {error}, or give --resumed KeepLast") from error
+        raise AnalysisProblem(f"{where}: {error}, or give `resumed`=KeepLast") from error
     except InputError as error:
         raise AnalysisProblem(f"{where}: {error}") from error

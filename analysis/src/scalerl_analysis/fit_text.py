@@ -142,7 +142,7 @@ def _verdict(made: FittedCurve) -> Iterator[str]:
 
 def _ahead(made: FittedCurve, pace: Pace, target: float | None, budget: float | None) -> Iterator[str]:
     reach = None if target is None else made.reach(target)
-    spent = None if budget is None else made.ahead([budget], "--budget")[0]
+    spent = None if budget is None else made.ahead([budget], "`budget`")[0]
     if made.state is State.BROKEN:
         return
     fitted = made.fitted

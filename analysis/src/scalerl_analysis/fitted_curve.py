@@ -164,17 +164,17 @@ class FittedCurve:
         ends = {name: end + self.start for name, end in interval_json(compute).items()}
         return replace(compute, **ends)
 
-    def ahead(self, at: Sequence[float], option: str) -> list[Forecast]:
+    def ahead(self, at: Sequence[float], given_as: str) -> list[Forecast]:
         """Forecasts at compute on the file's axis.
 
         Raises:
-            AnalysisProblem: a compute lies before the start of this recipe; the message names ``option``.
+            AnalysisProblem: a compute lies before the start of this recipe; the message names ``given_as``.
         """
         try:
             made = forecast(self.fitted, [compute - self.start for compute in at])
         except RequestError as error:
             begin = f" (this recipe begins at {self.start:g})" if self.start else ""
-            raise AnalysisProblem(f"{option}: {error}{begin}") from error
+            raise AnalysisProblem(f"{given_as}: {error}{begin}") from error
         return [replace(point, compute=point.compute + self.start) for point in made]
 
     def bands(self, compute: FloatArray) -> FloatArray:
@@ -205,7 +205,7 @@ class FittedCurve:
 
     @property
     def prior_json(self) -> list[dict[str, Any]]:
-        """``earlier`` in the form of ``--json``."""
+        """``earlier`` as JSON values."""
         return [{"run": use.name, "weight": use.weight, "reason": use.reason} for use in self.earlier]
 
     def reach(self, target: float) -> ComputeToTarget:
@@ -219,12 +219,12 @@ class FittedCurve:
         except RequestError as error:
             low, high = self.scale.low, self.scale.high
             raise AnalysisProblem(
-                f"--target: {target:g} is not between {low:g} and {high:g}, the lowest and the highest reward"
+                f"`target`: {target:g} is not between {low:g} and {high:g}, the lowest and the highest reward"
             ) from error
         return self.on_axis(found)
 
     def as_json(self, target: float | None = None, budget: float | None = None) -> dict[str, Any]:
-        """The object of ``--json``; intervals are 90 %.
+        """The fit as JSON values; intervals are 90 %.
 
         Raises:
             AnalysisProblem: the target is outside the scale of the file, or the budget lies before this recipe.
@@ -232,7 +232,7 @@ class FittedCurve:
         fitted, going = self.fitted, self.state is not State.BROKEN
         points = [
             *self.forecasts,
-            *(self.ahead([budget], "--budget") if budget is not None and going else ()),
+            *(self.ahead([budget], "`budget`") if budget is not None and going else ()),
         ]
         shown: dict[str, Any] = {
             "A": interval_json(self.scale.levels(fitted.A)),
@@ -300,7 +300,7 @@ def fit_curve(
     )
     if made.earlier and not any(use.weight > 0 for use in made.earlier):
         raise none_counts((use.name, use.reason) for use in made.earlier)
-    points = made.ahead([made.twice], "forecast") + (made.ahead(at, "--at") if at else [])
+    points = made.ahead([made.twice], "forecast") + (made.ahead(at, "`at`") if at else [])
     return made if reasons else replace(made, forecasts=tuple(points))
 
 

@@ -40,7 +40,7 @@ def pace_of(file: CurveFile, rate: float | None = None, devices: float | None = 
     half = int(np.searchsorted(compute, start + 0.5 * (now - start), side="right")) - 1
     first = min(max(half, begin), len(compute) - 2) if len(compute) > 1 else 0
     measured: float | None = None
-    how = "unknown: the file has no device_seconds; give --rate or --device-hours-column"
+    how = "unknown: the file has no device_seconds; give `rate` or `device_hours`"
     used = walled = 0.0
     if file.device_hours is not None:
         used = float(file.device_hours[-1] - file.device_hours[first])
@@ -48,7 +48,7 @@ def pace_of(file: CurveFile, rate: float | None = None, devices: float | None = 
             measured = float(now - compute[first]) / used
             how = f"measured from compute {amount(float(compute[first]))} to {amount(float(now))}"
         else:
-            how = "unknown: no device-hours were counted over the last doubling of compute; give --rate"
+            how = "unknown: no device-hours were counted over the last doubling of compute; give `rate`"
     if file.wall_hours is not None:
         walled = float(file.wall_hours[-1] - file.wall_hours[first])
     if devices is None and used > 0 and walled > 0:

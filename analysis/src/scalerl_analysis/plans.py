@@ -60,7 +60,7 @@ def plan(
     prices = prices or Prices(None, None)
     pace = pace_of(made.file, rate, devices)
     if prices.value is not None and prices.price is None:
-        raise AnalysisProblem("--value-per-point needs --price, the cost that the value is compared with")
+        raise AnalysisProblem("`value` needs `price`, the cost that the value is compared with")
     choices = options(made, pace, prices, budgets)
     grown = growths(pace, prices, choices, generators, devices_per_generator, elasticity)
     return Plan(
@@ -178,7 +178,7 @@ def _grown(plan: Plan) -> Iterator[str]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The object of ``--json``; unknown values are null."""
+    """The plan as JSON values; unknown values are null."""
     made, pace, block = plan.made, plan.pace, plan.block
     return {
         "state": str(made.state),

@@ -72,13 +72,13 @@ def check_target(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() not in FORMATS:
-        raise AnalysisProblem(f"--plot {path}: a picture's name ends in {', '.join(FORMATS)}")
+        raise AnalysisProblem(f"{path}: a picture's name ends in {', '.join(FORMATS)}")
     if path.is_dir():
-        raise AnalysisProblem(f"--plot {path}: a directory; name a file in it")
+        raise AnalysisProblem(f"{path}: a directory; name a file in it")
     if not path.parent.is_dir():
-        raise AnalysisProblem(f"--plot {path}: no such directory {path.parent}; make it first")
+        raise AnalysisProblem(f"{path}: no such directory {path.parent}; make it first")
     if importlib.util.find_spec("matplotlib") is None:
-        raise AnalysisProblem(f"--plot {path}: {NO_MATPLOTLIB}")
+        raise AnalysisProblem(f"{path}: {NO_MATPLOTLIB}")
 
 
 def style() -> AbstractContextManager[None]:
@@ -135,7 +135,7 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(staging, dpi=DPI, metadata=metadata, **small)
         os.replace(staging, path)
     except OSError as error:
-        raise AnalysisProblem(f"--plot {path}: {error.strerror}") from error
+        raise AnalysisProblem(f"{path}: {error.strerror}") from error
     finally:
         staging.unlink(missing_ok=True)
 

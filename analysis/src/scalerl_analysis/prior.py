@@ -63,7 +63,7 @@ def none_counts(left_out: Iterable[tuple[str, str]]) -> AnalysisProblem:
     """The error for earlier runs, as name and reason, none of which can be used."""
     reasons = [f"  {name}: {reason}" for name, reason in left_out]
     return AnalysisProblem(
-        "\n".join([f"--prior: none of the {len(reasons)} given runs can be used:", *reasons])
+        "\n".join([f"`prior`: none of the {len(reasons)} given runs can be used:", *reasons])
     )
 
 

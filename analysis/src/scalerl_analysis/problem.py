@@ -6,5 +6,5 @@ from __future__ import annotations
 class AnalysisProblem(ValueError):
     """The input is invalid. The message has the file, the line or column if known, and what to do. Nothing was written.
 
-    An argument has the name of the command's option (``--scale`` for ``scale``).
+    Parameters of the functions are in backticks (`scale`).
     """

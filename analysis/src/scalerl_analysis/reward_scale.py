@@ -15,7 +15,7 @@ Values = TypeVar("Values", float, FloatArray)
 
 @dataclass(frozen=True, slots=True)
 class RewardScale:
-    """The lowest and the highest possible reward of a file, from ``--scale``."""
+    """The lowest and the highest possible reward of a file."""
 
     low: float
     high: float

@@ -51,7 +51,7 @@ class _Found:
     places: Any
     """(n, 2) row group and row."""
     keys: Any
-    """(n, 2) what they are sorted by: the column of ``--sort``, infinite where it is missing, and the step."""
+    """(n, 2) what they are sorted by: the column of ``sort``, infinite where it is missing, and the step."""
 
 
 @dataclass(frozen=True)

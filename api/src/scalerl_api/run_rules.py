@@ -81,7 +81,7 @@ RUN_RULES: Final = (
         "self.storage.mountedBy != 'Coordinator' || !has(self.from)",
         "from needs a claim that the preparation and the trainer mount; leave out storage.mountedBy Coordinator",
         "from",
-        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.source is None,
+        lambda spec: spec.storage.mounted_by != "Coordinator" or spec.fork is None,
     ),
     Rule(
         "self.storage.mountedBy != 'Coordinator' || self.trainer.replicas == 1",

@@ -221,7 +221,7 @@ class RunSpec(Model):
     """The training task, or a mix of several. Immutable on a cluster, except for limits of verifiers and completions."""
     recipe: RecipeSpec = RecipeSpec()
     """How rollouts become a gradient."""
-    source: Annotated[ForkSpec | None, Field(alias="from")] = None
+    fork: Annotated[ForkSpec | None, Field(alias="from")] = None
     """Forks another run: this run continues from its checkpoint, with its curve so far. Immutable, and not read once the run has
     a checkpoint of its own."""
     warm_start: WarmStartSpec | None = None
@@ -284,7 +284,7 @@ class RunSpec(Model):
         return list(self.tasks_by_field.values())
 
     @property
-    def sources(self) -> list[SourceKind]:
+    def prompt_sources(self) -> list[SourceKind]:
         """Of all tasks, and of the separate problems of ``warmStart``."""
         own = None if self.warm_start is None else self.warm_start.source
         return [task.source for task in self.tasks] + ([] if own is None else [own])
@@ -308,7 +308,7 @@ class RunSpec(Model):
     @property
     def has_dataset(self) -> bool:
         """Whether the preparation makes tables of ``task.dataset``, which the other processes read."""
-        return any(source.is_table for source in self.sources)
+        return any(source.is_table for source in self.prompt_sources)
 
     @property
     def completion_limits(self) -> list[int]:

@@ -57,7 +57,7 @@ def _comparable_run(name: str, load: LoadRun, run: RunSpec) -> EarlierRun | str:
     """A finished run for the forecast request of ``run``, or why it is left out."""
     try:
         spec, table = load()
-        if spec.source is not None or (run.source is not None and run.source.run == name):
+        if spec.fork is not None or (run.fork is not None and run.fork.run == name):
             # Counted twice, the points of both would narrow the forecast.
             return "a fork and its source have points in common"
         why = comparable(spec, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -18,6 +19,13 @@ FORBIDDEN: Final = 4
 """On a cluster: the user may not do it."""
 INTERRUPTED: Final = 130
 
+_OPTIONS: Final = {
+    "budgets": "--budget",
+    "device_hours": "--device-hours-column",
+    "value": "--value-per-point",
+}
+"""Options that have another name than the parameter of ``scalerl_analysis`` that they set."""
+
 
 class Refused(Exception):
     """The command cannot go on. Each argument is a line of the reasons; code: its exit code."""
@@ -33,10 +41,16 @@ def exit_code(command: Callable[[], int]) -> int:
         return command()
     except Refused as refused:
         lines, code = refused.args, refused.code
-    except (SpecError, AnalysisProblem) as error:
+    except AnalysisProblem as error:
+        lines, code = (re.sub(r"`(\w+)`", _option, str(error)),), BAD_INPUT
+    except SpecError as error:
         lines, code = (str(error),), BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     for line in lines:
         echo(line, error=True)
     return code
+
+
+def _option(parameter: re.Match[str]) -> str:
+    return _OPTIONS.get(parameter[1], f"--{parameter[1]}")

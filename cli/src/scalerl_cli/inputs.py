@@ -137,7 +137,7 @@ def _reads_tasks(spec: RunSpec, thorough: bool, files: bool) -> bool:
     if not files:
         # A data set of a hub may be too large to be read here.
         return not any(path is not None for path in data_paths(spec).values()) and not spec.has_dataset
-    return thorough or any(source.paths and not source.is_table for source in spec.sources)
+    return thorough or any(source.paths and not source.is_table for source in spec.prompt_sources)
 
 
 def plugin_problems(spec: RunSpec, *, load: bool = False) -> Iterator[SpecProblem]:

@@ -36,7 +36,7 @@ def summarize(run: ScaleRLRun, outcome: RunResult) -> dict[str, Any]:
         reason = f"failed: {outcome.failure.unit}: {outcome.failure.reason}"
     return {
         "run": run.metadata.name,
-        "forked_from": None if run.spec.source is None else run.spec.source.run,
+        "forked_from": None if run.spec.fork is None else run.spec.fork.run,
         "forked_step": None if status.forked_step < 0 else status.forked_step,
         "stop_reason": reason,
         "steps": status.step,

@@ -120,7 +120,7 @@ def _listen(port: str) -> str:
 
 
 def _prepare(spec: RunSpec) -> Workload:
-    uses_hub = spec.model.hub is not None or any(source.uses_hub for source in spec.sources)
+    uses_hub = spec.model.hub is not None or any(source.uses_hub for source in spec.prompt_sources)
     container = Container(
         name="prepare",
         argv=("python", "-m", "scalerl_trainer.prepare"),

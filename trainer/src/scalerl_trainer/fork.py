@@ -245,7 +245,7 @@ def take_over(paths: RunPaths, spec: RunSpec, source: Path | None) -> None:
     Raises:
         ForkError, OSError: as :func:`copy_run`.
     """
-    given = spec.source
+    given = spec.fork
     if given is None:
         return
     staged = paths.root / STAGED

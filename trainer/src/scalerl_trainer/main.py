@@ -177,10 +177,10 @@ def run(
     ).load()
     checkpointer = Checkpointer(volume, ranks, engine, uploader, timings)
     checkpointer.continue_from(version)
-    if version is None and spec.source is not None:
+    if version is None and spec.fork is not None:
         # Without this, the fork would begin again from the base model.
         raise NoUsableCheckpoint(
-            f"from {spec.source.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
+            f"from {spec.fork.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
         )
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set

@@ -29,7 +29,7 @@ async def find_source(api: KubeApi, findings: Findings) -> Checks:
 
     A run that has trained has its own checkpoints, and needs the source no more.
     """
-    source, checks = findings.accepted.spec.source, findings.checks
+    source, checks = findings.accepted.spec.fork, findings.checks
     absent = findings.observed.prepare.state is JobState.ABSENT
     if source is None or findings.run.steps or not findings.decision.prepare or not absent:
         return checks

@@ -64,7 +64,7 @@ def _source(findings: Findings) -> SourceStatus | None:
     """Of a fork, its source: as found at its preparation, with the step as the coordinator reports it."""
     accepted, before = findings.accepted.found, findings.run.before
     coordinator, uid = findings.observed.coordinator, findings.checks.source_uid
-    given = None if accepted is None else accepted.spec.source
+    given = None if accepted is None else accepted.spec.fork
     if given is None:
         return before.source
     found = before.source or SourceStatus(run=given.run)

@@ -124,7 +124,7 @@ def _source(scope: Scope, workload: Workload) -> list[Object]:
 
 def _source_mount(scope: Scope, container: Container) -> list[Object]:
     """The source's directory on its claim, which it may share with other runs."""
-    source = scope.spec.source
+    source = scope.spec.fork
     if container.name != "prepare" or scope.desired.source_claim is None or source is None:
         return []
     return [{"name": _SOURCE, "mountPath": SOURCE_DIR, "subPath": source.run, "readOnly": True}]
