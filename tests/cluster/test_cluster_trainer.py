@@ -12,7 +12,7 @@ from testcluster import Cluster
 from scalerl_api.load import run_from_object
 from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_operator.manifests import render
-from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.manifests.scope import Desired, Images, Scope
 
 NAMESPACE = "trainer-pods"
 # In the trainer's place: no GPU is needed, and rank 3 fails while the others wait for it in a collective.
@@ -40,9 +40,7 @@ def objects(image: str) -> list[dict[str, Any]]:
     run["metadata"] = {"name": "pods", "namespace": NAMESPACE}
     run["spec"]["trainer"] = {"replicas": 2, "devices": 2, "cpuThreads": 1}
     desired = Desired(Wanted(prepare=True, coordinator=True, generators=True, trainer=1))
-    made = render(
-        run_from_object(run), "0", desired, Images(image, image, image), operator_namespace="operators"
-    )
+    made = render(Scope(run_from_object(run), "0", Images(image, image, image), "operators", desired=desired))
     job, service = (
         next(
             o

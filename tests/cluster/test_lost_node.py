@@ -138,9 +138,7 @@ async def test_next_attempt_starts_without_the_lost_pod(
         await there.reconcile_until(lambda r: condition(r, "TrainerReady") == "Ready")
         await there.reconcile()
         rendered: list[str] = []
-        monkeypatch.setattr(
-            apply, "render", lambda *of, **more: rendered.append("run") or render(*of, **more)
-        )
+        monkeypatch.setattr(apply, "render", lambda scope: rendered.append("run") or render(scope))
         there.calls.counts.clear()
         for _ in range(5):
             await there.reconcile()

@@ -10,7 +10,6 @@ from stage import Stage, condition, evaluations, tiny
 
 from scalerl_api import wire
 from scalerl_api.reasons import Reason
-from scalerl_api.spec import ScaleRLRun
 from scalerl_autoscaling.report import AutoscalerReport
 from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.controller import apply
@@ -19,6 +18,7 @@ from scalerl_operator.controller.pod_views import PLACING_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.controller.run_state import MAX_REPAIR_SECONDS
 from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import QUEUE
 
 pytestmark = pytest.mark.cluster
@@ -57,9 +57,9 @@ async def test_repaired_run_settles_again(there: Stage, monkeypatch: pytest.Monk
     await there.reconcile()
     rendered: list[str] = []
 
-    def counted(run: ScaleRLRun, *of: Any, **more: Any) -> list[dict[str, Any]]:
-        rendered.append(run.metadata.name)
-        return render(run, *of, **more)
+    def counted(scope: Scope) -> list[dict[str, Any]]:
+        rendered.append(scope.run.metadata.name)
+        return render(scope)
 
     monkeypatch.setattr(apply, "render", counted)
     await there.reconcile()
@@ -71,9 +71,9 @@ async def test_pod_event_renders_nothing_and_drift_does(
 ) -> None:
     rendered: list[str] = []
 
-    def counted(run: ScaleRLRun, *of: Any, **more: Any) -> list[dict[str, Any]]:
-        rendered.append(run.metadata.name)
-        return render(run, *of, **more)
+    def counted(scope: Scope) -> list[dict[str, Any]]:
+        rendered.append(scope.run.metadata.name)
+        return render(scope)
 
     monkeypatch.setattr(apply, "render", counted)
     await there.create(tiny())
@@ -97,9 +97,9 @@ async def test_curve_that_grows_has_nothing_rendered(there: Stage, monkeypatch: 
     await there.start(tiny())
     rendered: list[str] = []
 
-    def counted(run: ScaleRLRun, *of: Any, **more: Any) -> list[dict[str, Any]]:
-        rendered.append(run.metadata.name)
-        return render(run, *of, **more)
+    def counted(scope: Scope) -> list[dict[str, Any]]:
+        rendered.append(scope.run.metadata.name)
+        return render(scope)
 
     await there.reconcile()
     monkeypatch.setattr(apply, "render", counted)

@@ -21,7 +21,7 @@ from scalerl_operator import names
 from scalerl_operator.kube.objects import content_hash
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render, secret
-from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.manifests.scope import Desired, Images, Scope
 from scalerl_operator.names import FIELD_OWNER
 
 pytestmark = pytest.mark.cluster
@@ -167,7 +167,7 @@ def objects(namespace: Namespace, request: pytest.FixtureRequest) -> Iterator[li
 
 
 def rendered(run: ScaleRLRun, uid: str) -> list[Object]:
-    made = render(run, uid, EVERYTHING, IMAGES, operator_namespace="scalerl-system")
+    made = render(Scope(run, uid, IMAGES, "scalerl-system", desired=EVERYTHING))
     return [*made, secret(run, uid, "hush")]
 
 

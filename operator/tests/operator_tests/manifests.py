@@ -21,7 +21,7 @@ from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observ
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
-from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.manifests.scope import Desired, Images, Scope
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 UID = "0b6f0c52-7d4e-4a53-9a68-0a3c5c1f3f10"
@@ -45,7 +45,7 @@ def example(path: str) -> ScaleRLRun:
 
 def rendered(run: ScaleRLRun, desired: Desired = EVERYTHING, uid: str = UID) -> dict[str, Object]:
     """By kind and, of what there are two of, component: ``Service/trainer``."""
-    objects = render(run, uid, desired, IMAGES, operator_namespace="scalerl-system")
+    objects = render(Scope(run, uid, IMAGES, "scalerl-system", desired=desired))
     found = {f"{o['kind']}/{o['metadata']['labels']['app.kubernetes.io/component']}": o for o in objects}
     assert len(found) == len(objects)
     return found

@@ -15,7 +15,7 @@ from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_lifecycle.role_containers import plan
 from scalerl_lifecycle.workloads import MASTER_PORT
 from scalerl_operator.manifests import render
-from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.manifests.scope import Desired, Images, Scope
 from scalerl_operator.names import COMPONENT, MASTER_PORT_NUMBER, PORTS, SCRAPE, selector
 
 IMAGES = Images("t", "g", "c")
@@ -73,7 +73,7 @@ def objects(uid: str = "uid-1") -> list[dict[str, Any]]:
     run = run_spec(trainer={"replicas": 2})
     metadata = run.metadata.model_copy(update={"namespace": "default"})
     run = run.model_copy(update={"metadata": metadata})
-    return list(render(run, uid, Desired(Wanted(True, True, True, 1)), IMAGES, operator_namespace="scalerl"))
+    return list(render(Scope(run, uid, IMAGES, "scalerl", desired=Desired(Wanted(True, True, True, 1)))))
 
 
 PODS: dict[str, tuple[dict[str, str], dict[str, str], frozenset[int]]] = {

@@ -39,7 +39,7 @@ from scalerl_lifecycle.workloads import Role, expand
 from scalerl_operator.controller.pod_views import observe_objects, pod_view
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import Gang
-from scalerl_operator.manifests.scope import Desired, spec_hash
+from scalerl_operator.manifests.scope import Desired, Scope, spec_hash
 
 SERVER = {
     "image": "registry/game:1",
@@ -175,7 +175,7 @@ def test_gang_has_the_servers_and_later_ones_are_queued_one_by_one() -> None:
         environment=SERVER | {"replicas": 5},
     )
     gang = Gang(1, '{"environment": {"nodeSelector": {"pool": "a"}}}', admitted=True, environments=3)
-    objects = render(run, UID, replace(EVERYTHING, gang=gang), IMAGES, operator_namespace="o")
+    objects = render(Scope(run, UID, IMAGES, "o", desired=replace(EVERYTHING, gang=gang)))
     (workload,) = (obj for obj in objects if obj["kind"] == "Workload")
     assert {one["name"]: one["count"] for one in workload["spec"]["podSets"]}["environment"] == 3
     servers = [o for o in objects if o["kind"] == "Deployment" and "environment" in o["metadata"]["name"]]

@@ -29,7 +29,7 @@ from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
-from scalerl_operator.manifests.scope import Desired
+from scalerl_operator.manifests.scope import Desired, Scope
 from scalerl_operator.names import COMPONENT, SPEC_HASH
 
 STEPS = 120
@@ -88,7 +88,7 @@ class World:
     def _apply(self, findings: Findings, desired: Desired) -> None:
         wanted = {
             (o["kind"], o["metadata"]["name"]): o
-            for o in render(findings.accepted.run, UID, desired, IMAGES, operator_namespace="scalerl-system")
+            for o in render(Scope(findings.accepted.run, UID, IMAGES, "scalerl-system", desired=desired))
             if o["kind"] in ("Job", "StatefulSet", "Deployment")
         }
         for key in self.objects.keys() - wanted.keys():

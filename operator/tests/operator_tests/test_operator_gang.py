@@ -43,6 +43,7 @@ from scalerl_operator.kube.types import Object
 from scalerl_operator.main import Operator
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import Gang, minimum
+from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import COMPONENT, PRIORITY, QUEUE
 from scalerl_operator.settings import Settings
 
@@ -122,7 +123,7 @@ def live(
 
 def rendered_workload(generators: int, run: Any = None) -> Object:
     desired = replace(EVERYTHING, gang=Gang(generators, priority=7))
-    objects = render(run or queued(), UID, desired, IMAGES, operator_namespace="o")
+    objects = render(Scope(run or queued(), UID, IMAGES, "o", desired=desired))
     return next(obj for obj in objects if obj["kind"] == "Workload")
 
 
@@ -192,7 +193,7 @@ def test_nothing_of_a_gang_has_a_queue_of_its_own_but_the_preparation_and_extra_
 def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
     gang = Gang(3, json.dumps({"generator": {"nodeSelector": {"pool": "a"}}}), admitted=True)
     desired, run = replace(EVERYTHING, gang=gang), queued(generator={"replicas": 5, "devices": 1})
-    objects = render(run, UID, desired, IMAGES, operator_namespace="o")
+    objects = render(Scope(run, UID, IMAGES, "o", desired=desired))
     first, extra = (obj for obj in objects if obj["kind"] == "Deployment")
     assert (first["spec"]["replicas"], extra["spec"]["replicas"]) == (3, 2)
     assert extra["metadata"]["labels"][QUEUE] == "team"
@@ -211,8 +212,7 @@ def test_generators_beyond_the_gang_are_queued_one_by_one() -> None:
 def test_no_selector_has_pods_of_another_run_or_role() -> None:
     desired = replace(EVERYTHING, gang=Gang(3, json.dumps({"trainer": {}}), admitted=True))
     made = {
-        uid: render(queued(), uid, desired, IMAGES, operator_namespace="o")
-        for uid in (UID, "of an earlier run")
+        uid: render(Scope(queued(), uid, IMAGES, "o", desired=desired)) for uid in (UID, "of an earlier run")
     }
     pods = [
         (uid, obj["metadata"]["labels"][COMPONENT], obj["spec"]["template"]["metadata"]["labels"])

@@ -13,7 +13,7 @@ from scalerl_operator.controller.parts import Run
 from scalerl_operator.controller.pod_views import observe_objects
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render, spec_hash
-from scalerl_operator.manifests.scope import Images
+from scalerl_operator.manifests.scope import Images, Scope
 
 OLD = Images("trainer:1", "generator:1", "operator:1")
 NEW = Images("trainer:2", "generator:2", "operator:2")
@@ -37,7 +37,7 @@ class Cluster:
         run = cluster_run(images=named)
         metadata = {"uid": UID, "namespace": "ml", "name": "math"}
         images = pinned(Run({"metadata": metadata}, self.objects, 0.0), operator)
-        for obj in render(run, UID, EVERYTHING, images, operator_namespace="o"):
+        for obj in render(Scope(run, UID, images, "o", desired=EVERYTHING)):
             key = (obj["kind"], obj["metadata"]["name"])
             if obj["kind"] in KINDS and (
                 obj["kind"] != "Job" or key not in self.objects

@@ -27,6 +27,7 @@ from scalerl_operator.controller.pod_views import observe_objects, pod_view
 from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Scope
 
 QWEN_1_5B = ModelStatus(
     parameters=1_543_714_304, hidden_size=1536, layers=28, intermediate_size=8960, vocabulary_size=151_936,
@@ -38,7 +39,7 @@ GIB = 2**30
 
 def requested(run: ScaleRLRun, size: ModelSize | None) -> dict[str, float]:
     """Memory requests in GiB, by container."""
-    objects = render(run, UID, EVERYTHING, IMAGES, operator_namespace="o", size=size)
+    objects = render(Scope(run, UID, IMAGES, "o", desired=EVERYTHING, size=size))
     kinds = {
         "prepare": "math-prepare",
         "server": "math-generator",

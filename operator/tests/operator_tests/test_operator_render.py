@@ -23,7 +23,7 @@ from scalerl_api.load import SpecError, accepted_run, load_accepted_run, load_ru
 from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_operator import names
 from scalerl_operator.manifests import render, secret
-from scalerl_operator.manifests.scope import Desired
+from scalerl_operator.manifests.scope import Desired, Scope
 from scalerl_trainer.launch import rank_environments
 
 
@@ -76,7 +76,7 @@ def test_render_refuses_a_run_without_a_namespace() -> None:
     run = cluster_run()
     homeless = run.model_copy(update={"metadata": run.metadata.model_copy(update={"namespace": None})})
     with pytest.raises(ValueError, match="math has no namespace"):
-        render(homeless, UID, Desired(), IMAGES, operator_namespace="x")
+        render(Scope(homeless, UID, IMAGES, "x", desired=Desired()))
 
 
 def test_render_shortens_a_long_name() -> None:

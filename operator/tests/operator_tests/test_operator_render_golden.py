@@ -14,6 +14,7 @@ import yaml
 from operator_tests.manifests import EVERYTHING, IMAGES, UID, cluster_run, example
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Scope
 from scalerl_operator.names import RENDERED_HASH
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -74,7 +75,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_render_equals_the_golden_file(name: str) -> None:
     run: ScaleRLRun = RUNS[name]
-    objects = render(run, UID, EVERYTHING, IMAGES, operator_namespace="scalerl-system")
+    objects = render(Scope(run, UID, IMAGES, "scalerl-system", desired=EVERYTHING))
     for obj in objects:
         if obj["kind"] == "ConfigMap":
             obj["data"] = dict.fromkeys(obj["data"], "the run file")

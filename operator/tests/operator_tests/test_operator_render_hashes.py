@@ -21,7 +21,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.manifests import render, spec_hash
-from scalerl_operator.manifests.scope import _SWITCHES, Images
+from scalerl_operator.manifests.scope import _SWITCHES, Images, Scope
 
 ROLES = (Role.PREPARE, Role.COORDINATOR, Role.GENERATOR, Role.TRAINER)
 FULL: dict[str, Any] = {
@@ -131,10 +131,8 @@ def test_spec_hash_keeps_its_values() -> None:
 
 def test_spec_hash_does_not_depend_on_the_operator() -> None:
     run = cluster_run()
-    old = {o["kind"]: o for o in render(run, UID, RUNNING, IMAGES, operator_namespace="a")}
-    new = {
-        o["kind"]: o for o in render(run, UID, RUNNING, Images("t:2", "g:2", "c:2"), operator_namespace="a")
-    }
+    old = {o["kind"]: o for o in render(Scope(run, UID, IMAGES, "a", desired=RUNNING))}
+    new = {o["kind"]: o for o in render(Scope(run, UID, Images("t:2", "g:2", "c:2"), "a", desired=RUNNING))}
     assert (
         old["Job"]["metadata"]["annotations"][names.SPEC_HASH]
         == new["Job"]["metadata"]["annotations"][names.SPEC_HASH]

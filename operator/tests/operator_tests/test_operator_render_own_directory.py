@@ -11,6 +11,7 @@ from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import ScaleRLRun
 from scalerl_operator.controller.pod_views import pod_view
 from scalerl_operator.manifests import render
+from scalerl_operator.manifests.scope import Scope
 
 SECRET = {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": {"name": "bucket", "key": "key"}}}
 
@@ -76,7 +77,7 @@ def test_coordinator_fetches_the_tokenizer_for_past_responses_and_the_tables(
 
 def test_pods_with_their_own_directory_request_its_size() -> None:
     size = ModelSize(parameters=2**30, hidden_size=64, layers=2, intermediate_size=64, vocabulary_size=64)
-    objects = render(own_directories(), UID, EVERYTHING, IMAGES, operator_namespace="o", size=size)
+    objects = render(Scope(own_directories(), UID, IMAGES, "o", desired=EVERYTHING, size=size))
     requests = {
         each["name"]: each["resources"]["requests"].get("ephemeral-storage")
         for obj in objects
@@ -89,7 +90,7 @@ def test_pods_with_their_own_directory_request_its_size() -> None:
     assert float(requests["trainer"].removesuffix("Mi")) == pytest.approx(trainer, abs=1)
     assert float(requests["server"].removesuffix("Mi")) == pytest.approx(1.1 * 1024 * bytes_of_model, abs=1)
     assert requests["actor"] is requests["coordinator"] is None
-    shared = render(cluster_run(), UID, EVERYTHING, IMAGES, operator_namespace="o", size=size)
+    shared = render(Scope(cluster_run(), UID, IMAGES, "o", desired=EVERYTHING, size=size))
     assert "ephemeral-storage" not in str(shared)
 
 

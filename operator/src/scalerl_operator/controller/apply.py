@@ -33,7 +33,7 @@ from scalerl_operator.kube.objects import content_hash, is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import WORKLOAD
-from scalerl_operator.manifests.scope import Desired, Images
+from scalerl_operator.manifests.scope import Desired, Images, Scope
 from scalerl_operator.manifests.storage import curve_config_map
 from scalerl_operator.names import COMPONENT, IMAGE, Names
 
@@ -104,13 +104,15 @@ class Applier:
     def _render(self, findings: Findings, desired: Desired, images: Images) -> list[Object]:
         run = findings.run
         return render(
-            findings.accepted.run,
-            run.uid,
-            desired,
-            images,
-            operator_namespace=self._operator_namespace,
-            size=None if findings.model is None else findings.model.size,
-            created=int(seconds(run.obj["metadata"].get("creationTimestamp"))),
+            Scope(
+                findings.accepted.run,
+                run.uid,
+                images,
+                self._operator_namespace,
+                size=None if findings.model is None else findings.model.size,
+                desired=desired,
+                created=int(seconds(run.obj["metadata"].get("creationTimestamp"))),
+            )
         )
 
     async def find_unlabelled(self, run: Run) -> None:

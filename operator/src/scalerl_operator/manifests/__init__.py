@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scalerl_api.memory.model_size import ModelSize
-from scalerl_api.spec import ScaleRLRun
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import (
@@ -26,20 +24,11 @@ from scalerl_operator.manifests import (
 )
 from scalerl_operator.manifests.deployments import beside_gang
 from scalerl_operator.manifests.gang import Gang
-from scalerl_operator.manifests.scope import Desired, Images, Scope, finished, spec_hash
+from scalerl_operator.manifests.scope import Scope, finished, spec_hash
 from scalerl_operator.manifests.storage import secret
 
 
-def render(
-    run: ScaleRLRun,
-    uid: str,
-    desired: Desired,
-    images: Images,
-    *,
-    operator_namespace: str,
-    size: ModelSize | None = None,
-    created: int = 0,
-) -> list[Object]:
+def render(scope: Scope) -> list[Object]:
     """All objects of a run that should exist, in the order of creation, without its token (:func:`secret`).
 
     The claim (unless the spec names one), the spec's ConfigMap and the NetworkPolicies always exist, the Services with the
@@ -48,15 +37,10 @@ def render(
     A Job is immutable. If the annotation ``scalerl.dev/spec-hash`` of an existing one differs from :func:`spec_hash`, it was
     created for an earlier spec.
 
-    Args:
-        operator_namespace: its operator pods may connect to the coordinator.
-        size: of the model, as the preparation found it.
-        created: when the run was created, in unix seconds.
-
     Raises:
         ValueError: the run has no namespace.
     """
-    scope, wanted = Scope(run, uid, images, operator_namespace, size, desired, created), desired.wanted
+    desired, wanted = scope.desired, scope.desired.wanted
     claim = storage.claim(scope)
     objects = [] if claim is None else [claim]
     objects += [storage.spec_map(scope, trained=desired.trained), network.network_policy(scope)]

@@ -33,7 +33,7 @@ def stateful_set(scope: Scope) -> Object:
     settings = PodSettings(
         role=Role.COORDINATOR,
         grace_seconds=GRACE_SECONDS,
-        name=scope.workload(Role.COORDINATOR).replica_name(0),
+        name=scope.plan.workload(Role.COORDINATOR).replica_name(0),
         variables=[
             variable(ATTEMPT, str(Attempt(scope.created, attempt))),
             from_field(POD, "metadata.uid"),

@@ -26,7 +26,7 @@ def beside_gang(scope: Scope, role: Role, make: Callable[[Scope, bool], Object])
 
 
 def _replicas(scope: Scope, role: Role, extra: bool) -> int:
-    wanted, gang = scope.workload(role).replicas, scope.desired.gang
+    wanted, gang = scope.plan.workload(role).replicas, scope.desired.gang
     first = wanted if gang is None else min(wanted, gang.replicas(role))
     return wanted - first if extra else first
 

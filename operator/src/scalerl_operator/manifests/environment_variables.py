@@ -36,7 +36,7 @@ def environment_of(
     overrides the plan's, not the runtime's.
     """
     threads = container.resources.cpu_threads
-    ports = [port for other in scope.workload(settings.role).containers for port in other.ports]
+    ports = [port for other in scope.plan.workload(settings.role).containers for port in other.ports]
     fixed = [
         variable(api.DIR, RUN_DIR),
         variable(api.RUN_FILE, f"{SPEC_DIR}/{SPEC_KEY}"),

@@ -33,7 +33,7 @@ def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:
         return
     found: dict[tuple[str, str], tuple[int, SpecProblem]] = {}
     for role in (Role.PREPARE, Role.GENERATOR, Role.TRAINER):
-        workload, given = scope.workload(role), pod_template_of(scope.spec, role)
+        workload, given = scope.plan.workload(role), pod_template_of(scope.spec, role)
         name = workload.containers[0].name
         needed = workload.per_node * estimate(scope, name) + shared_memory_bytes(given, workload)
         for kind in ("limits", "requests"):

@@ -83,7 +83,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     """``template`` of a workload object."""
     role = settings.role
     given = pod_template_of(scope.spec, role)
-    containers = scope.workload(role).containers
+    containers = scope.plan.workload(role).containers
     scraping: dict[str, str] = {}
     if settings.metrics_port is not None:
         scraping = {
@@ -100,7 +100,7 @@ def pod_template(scope: Scope, settings: PodSettings) -> Object:
     spec: Object = {
         **({"initContainers": first} if first else {}),
         "containers": [_container(scope, settings, given, one, main=one is main) for one in containers],
-        "volumes": [*volumes_of(scope, given, scope.workload(role)), *given.volumes],
+        "volumes": [*volumes_of(scope, given, scope.plan.workload(role)), *given.volumes],
         "securityContext": pod_security(),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -186,7 +186,7 @@ def _container(
     image: str | None = None,
 ) -> Object:
     """main: the first container of the role. image: None is the role's."""
-    workload = scope.workload(settings.role)
+    workload = scope.plan.workload(settings.role)
     shared = main and workload.per_node > 1
     given_resources = given.resources if main else PodResources()
     claimed = [{"name": claim.name} for claim in given.resource_claims] if main else []

@@ -38,7 +38,7 @@ def job(scope: Scope) -> Object:
     settings = PodSettings(
         role=Role.PREPARE,
         grace_seconds=GRACE_SECONDS,
-        name=scope.workload(Role.PREPARE).replica_name(0),
+        name=scope.plan.workload(Role.PREPARE).replica_name(0),
         extra={"prepare": extra},
         pod={"restartPolicy": "Never"},
     )

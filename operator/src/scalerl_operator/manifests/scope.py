@@ -18,7 +18,7 @@ from scalerl_api.recipe import ONE_OF
 from scalerl_api.spec import API_VERSION, KIND, RunSpec, ScaleRLRun
 from scalerl_lifecycle.lifecycle_types import NOTHING, Wanted
 from scalerl_lifecycle.role_containers import plan
-from scalerl_lifecycle.workloads import Plan, Role, Workload
+from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests.gang import Gang
@@ -69,6 +69,7 @@ class Scope:
     """The run to render, and the settings outside of its spec.
 
     Attributes:
+        operator_namespace: its operator pods may connect to the coordinator.
         size: of the model, as the preparation found it; None before.
         created: when the run was created, in unix seconds.
     """
@@ -96,9 +97,6 @@ class Scope:
     @cached_property
     def plan(self) -> Plan:
         return plan(self.run)
-
-    def workload(self, role: Role) -> Workload:
-        return self.plan.workload(role)
 
     def labels(self, component: str = "run") -> dict[str, str]:
         return names.labels(self.run.metadata.name, self.uid, component)

@@ -37,7 +37,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 def job(scope: Scope, attempt: int) -> Object:
     """The Job of one attempt, without ``suspend``, which Kueue owns."""
-    workload = scope.workload(Role.TRAINER)
+    workload = scope.plan.workload(Role.TRAINER)
     nodes = workload.replicas // workload.per_node
     label = {names.ATTEMPT: str(attempt)}
     settings = PodSettings(
