@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
-from typing import Any
 
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
@@ -172,15 +170,3 @@ def _remove(ordered: list[int], value: int) -> None:
     if at == len(ordered) or ordered[at] != value:
         raise AssertionError(f"{value} is not waiting to be issued")
     del ordered[at]
-
-
-APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
-    r.LeasesIssued: issued,
-    r.LeaseClosed: lease_closed,
-    r.GroupAccepted: group_accepted,
-    r.GivenUp: given_up,
-    r.Dropped: dropped,
-    r.EvaluationStarted: evaluation_started,
-    r.EvaluationReleased: evaluation_released,
-    r.EvaluationAccepted: evaluation_accepted,
-}

@@ -6,8 +6,6 @@ Called by :func:`.transitions.apply` only.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -230,18 +228,3 @@ def usage_added(state: CoordinatorState, record: r.UsageAdded) -> None:
     usage.generator_busy_seconds += record.generator_busy_seconds
     usage.generated_tokens += record.generated_tokens
     usage.waiting_seconds += record.waiting_seconds
-
-
-APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
-    r.TrainerJoined: trainer_joined,
-    r.WeightsLost: weights_lost,
-    r.StepTrained: step_trained,
-    r.StepSkipped: step_skipped,
-    r.SupervisedTrained: supervised_trained,
-    r.Published: published,
-    r.UnprovenChanged: unproven_changed,
-    r.CheckpointCommitted: checkpoint_committed,
-    r.StopRequested: stop_requested,
-    r.FinishSent: finish_sent,
-    r.UsageAdded: usage_added,
-}

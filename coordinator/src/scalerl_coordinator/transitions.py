@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scalerl_coordinator import batch_sizes, generator_transitions, trainer_transitions
+from scalerl_coordinator import batch_sizes
+from scalerl_coordinator import generator_transitions as of_generators
 from scalerl_coordinator import journal_records as r
+from scalerl_coordinator import trainer_transitions as of_trainer
 from scalerl_coordinator.state import CoordinatorState
 
 
@@ -44,6 +46,24 @@ def _restored(state: CoordinatorState, record: r.Restored) -> None:
 _APPLY: dict[type, Callable[[CoordinatorState, Any], None]] = {
     r.Started: _started,
     r.Restored: _restored,
-    **generator_transitions.APPLY,
-    **trainer_transitions.APPLY,
+    r.LeasesIssued: of_generators.issued,
+    r.LeaseClosed: of_generators.lease_closed,
+    r.GroupAccepted: of_generators.group_accepted,
+    r.GivenUp: of_generators.given_up,
+    r.Dropped: of_generators.dropped,
+    r.EvaluationStarted: of_generators.evaluation_started,
+    r.EvaluationReleased: of_generators.evaluation_released,
+    r.EvaluationAccepted: of_generators.evaluation_accepted,
+    r.TrainerJoined: of_trainer.trainer_joined,
+    r.WeightsLost: of_trainer.weights_lost,
+    r.StepTrained: of_trainer.step_trained,
+    r.StepSkipped: of_trainer.step_skipped,
+    r.SupervisedTrained: of_trainer.supervised_trained,
+    r.Published: of_trainer.published,
+    r.UnprovenChanged: of_trainer.unproven_changed,
+    r.CheckpointCommitted: of_trainer.checkpoint_committed,
+    r.StopRequested: of_trainer.stop_requested,
+    r.FinishSent: of_trainer.finish_sent,
+    r.UsageAdded: of_trainer.usage_added,
 }
+"""What each record changes."""
