@@ -98,7 +98,7 @@ def test_autoscaler_adds_a_generator_for_a_waiting_trainer(tmp_path: Path) -> No
 
     assert both.keys() == {"generator-0", "generator-1"}
     first, *more = grown(run)
-    assert (first.policy, first.decision.action.generators) == ("balance", 2)
+    assert (first.policy, first.decision.action.scale_to) == ("balance", 2)
     assert "1 → 2 generators: the trainer waits for rollouts" in first.decision.reasons[0]
     assert not more, [line.decision.reasons for line in more]
 

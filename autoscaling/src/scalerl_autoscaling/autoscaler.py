@@ -152,7 +152,7 @@ class Autoscaler:
         if status.stop_reason or (report.stop and self._problem is None):
             return False  # the run ends, so it needs no further decision
         newest = self.record.summary.sequence
-        if report.generators is not None and newest != self._reported_sequence:
+        if report.scale_to is not None and newest != self._reported_sequence:
             # The caller applies the number first, so that the next step observes it.
             self._reported_sequence = newest
             return False

@@ -71,7 +71,7 @@ def balance(spec: AutoscalingSpec, observation: Observation, history: History) -
     return replace(
         unchanged,
         reasons=[f"{wanted} → {to} generators: {why}"],
-        action=Action(kind="scale", generators=to),
+        action=Action(kind="scale", scale_to=to),
         history=replace(after_scaling(observation, history, to), unix_seconds=observation.unix_seconds),
     )
 

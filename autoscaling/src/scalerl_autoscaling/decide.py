@@ -195,7 +195,7 @@ def _grow(spec: AutoscalingSpec, observation: Observation, history: History, cas
     )
     reasons = [f"{wanted} → {to} generators: {shortfall}", basis, *reasons]
     grown = after_scaling(observation, history, to, exploratory=elasticity is None)
-    decision = _decided(observation, grown, State.GROW, reasons, Action(kind="scale", generators=to))
+    decision = _decided(observation, grown, State.GROW, reasons, Action(kind="scale", scale_to=to))
     return replace(decision, affordable_compute=reachable, worthwhile_compute=cast.worthwhile_compute)
 
 
@@ -218,7 +218,7 @@ def _or_revert(
     if refused:
         return _decided(observation, history, state, [*reasons, f"{measured}; {refused}"])
     reasons = [f"{change.after} → {change.before} generators: {measured}", *reasons]
-    action = Action(kind="scale", generators=change.before)
+    action = Action(kind="scale", scale_to=change.before)
     return _decided(observation, after_scaling(observation, history, change.before), state, reasons, action)
 
 

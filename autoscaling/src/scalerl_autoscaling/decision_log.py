@@ -82,13 +82,13 @@ class LogSummary:
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT_DECISIONS))
 
     @property
-    def generators(self) -> int | None:
+    def requested_generators(self) -> int | None:
         """The number of generators requested by the last line; None before the first."""
         if self.last is None:
             return None
         action = self.last.decision.action
         acted = self.last.spec.get("mode") == "Auto" and action.kind == "scale"
-        return action.generators if acted else self.last.observation.generators.wanted
+        return action.scale_to if acted else self.last.observation.generators.wanted
 
     def add(self, line: Line) -> None:
         """Adds the next line."""
@@ -110,7 +110,7 @@ def decision_status(line: Line) -> DecisionStatus:
         sequence=line.sequence,
         time=moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
         state=decision.state.value,
-        action=f"scale to {action.generators}" if action.kind == "scale" else action.kind,
+        action=f"scale to {action.scale_to}" if action.kind == "scale" else action.kind,
         reason=decision.reasons[0][:REASON_CHARACTERS] if decision.reasons else "",
     )
 

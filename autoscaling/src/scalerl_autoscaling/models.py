@@ -264,15 +264,15 @@ class History(Recorded, frozen=True, kw_only=True, rename=_HISTORY):
 # --- decision ------------------------------------------------------------------------------------
 
 
-class Action(Recorded, frozen=True, kw_only=True):
+class Action(Recorded, frozen=True, kw_only=True, rename={"scale_to": "generators"}):
     """The action of a decision.
 
     Attributes:
-        kind: ``stop`` as ``on_stop`` says, ``scale`` to ``generators`` replicas, ``hold`` suspends a broken run.
+        kind: ``stop`` as ``on_stop`` says, ``scale`` to ``scale_to`` generators, ``hold`` suspends a broken run.
     """
 
     kind: Literal["none", "stop", "scale", "hold"] = "none"
-    generators: int | None = None
+    scale_to: int | None = None
     on_stop: str = ""
 
 

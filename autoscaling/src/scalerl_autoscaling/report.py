@@ -35,7 +35,7 @@ class AutoscalerReport:
     Attributes:
         known: the decision log was read; until then, ``status.autoscaling`` stays as it is.
         stop: the reason to stop the run, ``FORECAST`` or ``BROKEN``; empty without one.
-        generators: the number that the last decision set; None if it set none.
+        scale_to: the number of generators that the last decision set; None if it set none.
         decision: sequence number of the last decision.
         decisions: the newest decisions, oldest first.
         state: of the newest decision.
@@ -49,7 +49,7 @@ class AutoscalerReport:
 
     known: bool = False
     stop: str = ""
-    generators: int | None = None
+    scale_to: int | None = None
     decision: int = -1
     decisions: tuple[DecisionStatus, ...] = ()
     state: str | None = None
@@ -82,7 +82,7 @@ def report_of(
     return AutoscalerReport(
         known=True,
         stop=stop,
-        generators=None if last is None or not _acted_on(spec, last) else last.decision.action.generators,
+        scale_to=None if last is None or not _acted_on(spec, last) else last.decision.action.scale_to,
         decision=log.sequence - 1,
         decisions=tuple(decision_status(line) for line in log.recent),
         state=None if last is None else last.decision.state.value,

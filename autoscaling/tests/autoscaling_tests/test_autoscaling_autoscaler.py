@@ -98,9 +98,9 @@ async def test_load_is_read_once_per_cooldown(tmp_path: Path, url: str) -> None:
         )
         if step is not None:
             taken.append((second, step))
-            if step.action.generators:
-                generators = Generators(wanted=step.action.generators, ready=step.action.generators)
-    assert [(second, step.policy, step.action.generators) for second, step in taken] == [
+            if step.action.scale_to:
+                generators = Generators(wanted=step.action.scale_to, ready=step.action.scale_to)
+    assert [(second, step.policy, step.action.scale_to) for second, step in taken] == [
         (0, "autoscale", None),
         (60, "balance", 2),
         (125, "balance", None),
@@ -128,7 +128,7 @@ async def test_steps_longer_than_a_cooldown_are_waited_for(
             generator_busy_fraction=0.95,
         )
         if step is not None:
-            taken.append((second, step.action.generators))
+            taken.append((second, step.action.scale_to))
     assert taken[0] == (grows_at, 2)
 
 
@@ -141,7 +141,7 @@ async def test_number_outside_its_limits_is_corrected_at_once(tmp_path: Path, ur
         )
         for second in range(0, 30, 5)
     ]
-    assert [step.action.generators for step in steps if step is not None] == [2]
+    assert [step.action.scale_to for step in steps if step is not None] == [2]
 
 
 async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ STALE = {"stale_share": 0.06}
 )
 def test_table(observation: Observation, to: int | None, says: str) -> None:
     decision = balance(spec(**RULES), observation, History())
-    assert decision.action == (Action() if to is None else Action(kind="scale", generators=to))
+    assert decision.action == (Action() if to is None else Action(kind="scale", scale_to=to))
     assert says in decision.reasons[0]
 
 
@@ -84,8 +84,8 @@ def test_each_change_back_waits_twice_as_long() -> None:
         observation = observed(wanted, seconds=60.0 * minute, **load)
         decision = balance(spec(**RULES), observation, history)
         history = decision.history
-        if decision.action.generators is not None:
-            wanted = decision.action.generators
+        if decision.action.scale_to is not None:
+            wanted = decision.action.scale_to
             changes.append(minute)
     waits = [b - a for a, b in pairwise(changes)]
     assert waits[:5] == [10, 20, 40, 80, 160]
@@ -109,7 +109,7 @@ def test_each_change_back_waits_twice_as_long() -> None:
 def test_invariants(observations: list[Observation]) -> None:
     last: float | None = None
     for observation, decision in zip(observations, chain(balance, spec(**RULES), observations), strict=True):
-        now, wanted, to = observation.spent.seconds, observation.generators.wanted, decision.action.generators
+        now, wanted, to = observation.spent.seconds, observation.generators.wanted, decision.action.scale_to
         last = None if last is None else min(last, now)
         assert decision.state is State.INSUFFICIENT
         if to is None:

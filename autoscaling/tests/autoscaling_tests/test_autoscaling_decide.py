@@ -475,14 +475,14 @@ def test_invariants(rules: Any, observations: list[Observation]) -> None:
         action = decision.action
         if decision.state in (State.INSUFFICIENT, State.BROKEN):
             assert action.kind != "stop"
-            assert action.generators is None or action.generators < observation.generators.wanted
+            assert action.scale_to is None or action.scale_to < observation.generators.wanted
         if action.kind == "hold":
             assert (decision.state, rules.on_broken) == (State.BROKEN, "Hold")
             assert decision.history.consecutive_votes >= rules.stop_after
             assert not observation.resumed or rules.stop_after == 1
         assert (decision.state is State.STOP) == (action.kind == "stop")
         if decision.state is State.GROW:
-            assert action.generators > observation.generators.wanted
+            assert action.scale_to > observation.generators.wanted
         if decision.history.consecutive_votes > history.consecutive_votes:
             assert (decision.state is State.BROKEN, observation.points.version) not in agreed
             agreed.add((decision.state is State.BROKEN, observation.points.version))
@@ -490,8 +490,8 @@ def test_invariants(rules: Any, observations: list[Observation]) -> None:
         if action.kind == "stop":
             assert decision.history.consecutive_votes >= rules.stop_after
         if action.kind == "scale":
-            assert rules.generators.min <= action.generators <= rules.generators.max
-            assert observation.generators.quota is None or action.generators <= max(
+            assert rules.generators.min <= action.scale_to <= rules.generators.max
+            assert observation.generators.quota is None or action.scale_to <= max(
                 observation.generators.quota, observation.generators.wanted
             )
             assert observation.generators.ready == observation.generators.wanted

@@ -253,14 +253,14 @@ async def test_chosen_number_is_reported_until_the_next_decision(url: str, mode:
             generator_busy_fraction=(0.9 * 2000 + 0.95 * second) / wall,
             counts=Counts(**dict.fromkeys(Counts.__struct_fields__, 0)),
         )
-        if report.generators not in (None, generators.wanted):
-            seen.append((second, report.generators))
+        if report.scale_to not in (None, generators.wanted):
+            seen.append((second, report.scale_to))
             assert report.event.startswith("1 → 2 generators: the trainer waits")
             # Before anything else is decided: the one who has to act on it may die first.
             again = Stepped(url, stepped.api, mode=mode, generators={"max": 2}, cooldownSeconds=60)
             again.report(curve)
             await asyncio.wait_for(again.woken.wait(), 120)
-            assert again.report(curve).generators == 2
+            assert again.report(curve).scale_to == 2
             assert again.loop._task is None, "the number comes first"
             again.loop.close()
             generators = Generators(wanted=2, ready=2)

@@ -25,7 +25,7 @@ def grown(**changes: Any) -> Decision:
 
 def test_grow_when_continuing_pays_and_time_is_short() -> None:
     decision = grown()
-    assert (decision.state, decision.action) == (State.GROW, Action(kind="scale", generators=3))
+    assert (decision.state, decision.action) == (State.GROW, Action(kind="scale", scale_to=3))
     assert decision.affordable_compute == pytest.approx(5e5)
     assert decision.worthwhile_compute == pytest.approx(1e6)
     assert decision.history.change is not None
@@ -97,10 +97,10 @@ def after_growing(tokens: float, devices: float = 5.0) -> list[Decision]:
 
 def test_successful_trial_step_is_followed_by_more() -> None:
     first, joined, later = after_growing(tokens=1250.0)
-    assert first.action.generators == 2
+    assert first.action.scale_to == 2
     assert (joined.state, joined.action) == (State.CONTINUE, Action())
     assert later.history.elasticity == pytest.approx(1.0)
-    assert (later.state, later.action.generators) == (State.GROW, 4)
+    assert (later.state, later.action.scale_to) == (State.GROW, 4)
     assert later.history.change is not None
     assert not later.history.change.exploratory
 
@@ -108,7 +108,7 @@ def test_successful_trial_step_is_followed_by_more() -> None:
 def test_failed_trial_step_is_reverted_and_not_repeated() -> None:
     *_, later = after_growing(tokens=1050.0)
     assert later.history.elasticity == pytest.approx(0.2187, abs=1e-3)
-    assert later.action == Action(kind="scale", generators=1)
+    assert later.action == Action(kind="scale", scale_to=1)
     back = seen(
         270, 0.9, seconds=9000.0, limits=Limits(seconds=9500.0), generators=Generators(wanted=1, ready=1)
     )

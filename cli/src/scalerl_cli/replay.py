@@ -119,7 +119,7 @@ def _summary(decision: Decision) -> str:
     done = {
         "none": "",
         "stop": f", stop ({action.on_stop})",
-        "scale": f", to {action.generators} generators",
+        "scale": f", to {action.scale_to} generators",
         "hold": ", hold",
     }
     return f"{decision.state}{done[action.kind]}: {decision.reasons[0]}"

@@ -153,7 +153,7 @@ def test_resumed_run_keeps_generator_count(tmp_path: Path) -> None:
     record = asyncio.run(opened(run.directory / "decisions.jsonl"))
     last = record.summary.last
     assert last is not None
-    grown = replace(last.decision, action=Action(kind="scale", generators=2))
+    grown = replace(last.decision, action=Action(kind="scale", scale_to=2))
     rules = AutoscalingSpec.model_validate(spec["autoscaling"])
     asyncio.run(record.append("balance", rules, record.summary.points, last.observation, grown))
     run.forget_end()

@@ -184,15 +184,15 @@ def _generator(spec: RunSpec) -> Workload:
     return Workload(Role.GENERATOR, Lifetime.SERVICE, (server, actor), generator.replicas)
 
 
-def environment_replicas(spec: RunSpec, generators: int | None = None) -> int:
-    """Servers of ``spec.environment``: given, or as many as the sessions of ``generators`` need, by default all of the spec."""
+def environment_replicas(spec: RunSpec, generator_replicas: int | None = None) -> int:
+    """Servers of ``spec.environment``: given, or as many as the sessions of ``generator_replicas`` need, by default all of the spec."""
     server = spec.environment
     assert server is not None
     if server.sessions_per_replica is None:
         return server.replicas
     each = sum(one.sessions for one in spec.server_environments.values() if one.name == SERVER)
-    generators = spec.generator.replicas if generators is None else generators
-    needed = math.ceil(generators * each / server.sessions_per_replica)
+    count = spec.generator.replicas if generator_replicas is None else generator_replicas
+    needed = math.ceil(count * each / server.sessions_per_replica)
     return min(max(server.replicas, needed), _MAX_SERVERS)
 
 

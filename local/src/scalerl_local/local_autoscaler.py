@@ -24,7 +24,7 @@ def resumed_plan(plan: Plan, spec: RunSpec, log: LogSummary) -> tuple[Plan, str]
 
     A machine that no longer has the devices for them starts with the spec's number.
     """
-    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, log.generators
+    given, allowed, number = spec.generator.replicas, spec.autoscaling.generators, log.requested_generators
     if spec.autoscaling.mode != "Auto" or allowed is None or number is None:
         return plan, ""
     number = min(max(number, allowed.min), allowed.max)
@@ -98,9 +98,9 @@ class LocalAutoscaler:
         self._problem = problem
         if report.event:
             self._event(report.event, is_problem=report.alarming)
-        if report.generators is not None and report.decision != self._applied:
+        if report.scale_to is not None and report.decision != self._applied:
             self._applied = report.decision
-            self._scale(report.generators)
+            self._scale(report.scale_to)
 
     def close(self) -> None:
         """Cancels the step in the background."""

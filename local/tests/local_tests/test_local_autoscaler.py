@@ -36,7 +36,7 @@ async def recorded(tmp_path: Path, mode: str, wanted: int, to: int | None) -> De
     record = await opened(tmp_path / "decisions.jsonl")
     points = [point(e) for e in CURVE]
     seen = observe(run(), status(CURVE), points, Generators(wanted=wanted, ready=wanted), unix_seconds=1.7e9)
-    action = Action() if to is None else Action(kind="scale", generators=to)
+    action = Action() if to is None else Action(kind="scale", scale_to=to)
     decision = Decision(state=State.CONTINUE, reasons=["so"], action=action, history=History())
     await record.append("balance", spec(mode=mode, generators={"max": 8}), points, seen, decision)
     return record
@@ -174,7 +174,7 @@ async def test_chosen_number_is_applied_once(tmp_path: Path, monkeypatch: pytest
             return None
         known = autoscaler.record.summary
         assert known.last is not None
-        action = Action(kind="scale", generators=number)
+        action = Action(kind="scale", scale_to=number)
         decision = Decision(state=State.CONTINUE, reasons=["so"], action=action, history=known.history)
         line = await autoscaler.record.append(
             "balance", autoscaler.spec.autoscaling, known.points, known.last.observation, decision
@@ -183,7 +183,7 @@ async def test_chosen_number_is_applied_once(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Autoscaler, "step", decide)
     scaled: list[int] = []
-    async with deciding(tmp_path, State.GROW, Action(kind="scale", generators=4)) as (
+    async with deciding(tmp_path, State.GROW, Action(kind="scale", scale_to=4)) as (
         _,
         harness,
         _,

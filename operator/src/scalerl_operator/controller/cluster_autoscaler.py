@@ -62,7 +62,7 @@ def autoscaler_report(
 def number_to_scale_to(findings: Findings) -> int | None:
     """The number of generators of the autoscaler's last decision, if the spec does not have it yet."""
     report, spec = findings.observed.autoscaler, findings.accepted.spec
-    allowed, number = spec.autoscaling.generators, report.generators
+    allowed, number = spec.autoscaling.generators, report.scale_to
     if findings.accepted.invalid is not None or number is None or allowed is None:
         return None
     done = findings.run.annotation(SCALED_BY) == str(report.decision)

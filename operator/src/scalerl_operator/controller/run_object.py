@@ -73,11 +73,11 @@ class RunObject:
         """Sets ``spec.suspend``, as Kueue does, so that a user can resume the run by the same field."""
         await self._patch(run, {"spec": {"suspend": True}, "metadata": {"uid": run.uid}})
 
-    async def scale(self, run: Run, generators: int, decision: int) -> None:
+    async def scale(self, run: Run, replicas: int, decision: int) -> None:
         """Sets ``spec.generator.replicas``, as an HPA does, and the decision's number in an annotation: each decision is applied
         once, so that a user's number stays until the next decision."""
         metadata = {"uid": run.uid, "annotations": {SCALED_BY: str(decision)}}
-        patch = {"spec": {"generator": {"replicas": generators}}, "metadata": metadata}
+        patch = {"spec": {"generator": {"replicas": replicas}}, "metadata": metadata}
         await self._patch(run, patch, manager=AUTOSCALER)
 
     async def expire(self, run: Run, ttl: int | None) -> float | None:
