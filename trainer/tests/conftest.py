@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from free_port import free_port
 
 TOKEN = "secret"
 
@@ -56,6 +57,14 @@ class Processes:
         process.start()
         self._started.append(process)
         return process
+
+    def run_ranks(self, file: str, world: int, **given: Any) -> None:
+        """Run a file as each rank of one group, with ``WORKER``, to its end."""
+        common = given | {"world": world, "port": free_port()}
+        started = [self.run(file, WORKER=common | {"rank": rank}) for rank in range(world)]
+        for process in started:
+            process.join(400)
+            assert process.exitcode == 0
 
     def end(self) -> None:
         for process in self._started:

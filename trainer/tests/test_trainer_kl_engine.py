@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from engine_worker import SETTINGS, whole_batch
-from free_port import free_port
 from safetensors.torch import load_file
 from test_trainer_engine import plain_logprobs
 
@@ -62,15 +61,10 @@ def results(
     out = tmp_path_factory.mktemp("kl")
     found = {}
     for world in (1, 2):
-        common = {"out": out, "world": world, "port": free_port(), "name": f"world-{world}"}
         jobs = [*(job | {"coefficient": COEFFICIENT} for job in GRADIENTS), *RESUMES]
-        common |= {name: str(path) for name, path in models.items()} | {"jobs": jobs}
-        started = [
-            module_processes.run("kl_worker.py", WORKER=common | {"rank": rank}) for rank in range(world)
-        ]
-        for process in started:
-            process.join(300)
-            assert process.exitcode == 0
+        given: dict[str, Any] = {name: str(path) for name, path in models.items()}
+        given |= {"out": out, "name": f"world-{world}", "jobs": jobs}
+        module_processes.run_ranks("kl_worker.py", world, **given)
         found[world] = torch.load(out / f"world-{world}-0.pt", weights_only=False)
     return found
 

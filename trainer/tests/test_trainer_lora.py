@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engine_worker import SETTINGS, whole_batch
-from free_port import free_port
 from stages import Stage
 
 from scalerl_trainer.algo.losses import Cispo, TokenBatch
@@ -73,25 +72,9 @@ def results(
                 {"do": "refused", "name": "rank", "lora": (8, 8, ()), "source": "1-1-float32", **common},
                 {"do": "refused", "name": "alpha", "lora": (4, 4, ()), "source": "1-1-float32", **common},
             ]
-        port = free_port()
-        started = [
-            module_processes.run(
-                "lora_worker.py",
-                WORKER={
-                    "out": out,
-                    "world": world,
-                    "rank": rank,
-                    "port": port,
-                    "model": str(model),
-                    "jobs": jobs,
-                    "name": f"run-{world}",
-                },
-            )
-            for rank in range(world)
-        ]
-        for process in started:
-            process.join(400)
-            assert process.exitcode == 0
+        module_processes.run_ranks(
+            "lora_worker.py", world, out=out, model=str(model), jobs=jobs, name=f"run-{world}"
+        )
         found |= torch.load(out / f"run-{world}-0.pt", weights_only=False)
     return out, found
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from engine_worker import SETTINGS, whole_batch
-from free_port import free_port
 
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.algo.losses.base import TokenBatch
@@ -95,25 +94,7 @@ def test_gradient_norms_are_peft_s_at_zero_0_1_and_3(
         }
         for stage in stages
     ]
-    port = free_port()
-    started = [
-        module_processes.run(
-            "lora_worker.py",
-            WORKER={
-                "out": tmp_path,
-                "world": 2,
-                "rank": rank,
-                "port": port,
-                "model": str(model),
-                "jobs": jobs,
-                "name": "run",
-            },
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        process.join(400)
-        assert process.exitcode == 0
+    module_processes.run_ranks("lora_worker.py", 2, out=tmp_path, model=str(model), jobs=jobs, name="run")
     found = torch.load(tmp_path / "run-0.pt", weights_only=False)
     for stage in stages:
         assert found[str(stage)] == pytest.approx(golden["gradient_norms"], rel=1e-6), stage

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from free_port import free_port
 from stages import Stage
 
 from scalerl_trainer.checkpoints.engine_files import KEYS, PROXIMAL, SavedState
@@ -56,16 +55,10 @@ class Ranks:
 
     def run(self, world: int, jobs: list[dict[str, Any]]) -> None:
         self._runs += 1
-        port = free_port()
-        common = {"out": self.out, "world": world, "port": port, "model": str(self._model), "jobs": jobs}
-        started = [
-            self._processes.run("reshape_worker.py", WORKER=common | {"rank": r, "name": f"run{self._runs}"})
-            for r in range(world)
-        ]
-        for process in started:
-            process.join(200)
-            assert process.exitcode == 0
-        self.results |= torch.load(self.out / f"run{self._runs}-0.pt", weights_only=False)
+        name = f"run{self._runs}"
+        given = {"out": self.out, "model": str(self._model), "jobs": jobs, "name": name}
+        self._processes.run_ranks("reshape_worker.py", world, **given)
+        self.results |= torch.load(self.out / f"{name}-0.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module")

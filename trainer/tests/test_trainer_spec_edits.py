@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from edited_fields import BASE, Edited, base, edits, entry_edits
-from free_port import free_port
 from spec_reads import reads
 
 import scalerl_trainer
@@ -46,15 +45,8 @@ def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     write_scratch(model, scratch, texts, seed=3, dtype=spec.dtype, context_tokens=spec.context_tokens)
 
     def run(world: int, runs: dict[str, Any]) -> dict[str, Any]:
-        port = free_port()
-        common = {"world": world, "port": port, "model": str(model), "root": root, "runs": runs}
-        started = [
-            module_processes.run("edits_worker.py", WORKER=common | {"rank": r, "out": root / "out"})
-            for r in range(world)
-        ]
-        for process in started:
-            process.join(200)
-            assert process.exitcode == 0
+        given = {"model": str(model), "root": root, "runs": runs, "out": root / "out"}
+        module_processes.run_ranks("edits_worker.py", world, **given)
         return dict(torch.load(root / "out", weights_only=False))
 
     found = run(1, {"base": BASE})
