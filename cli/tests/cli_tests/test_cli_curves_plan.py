@@ -140,7 +140,7 @@ def test_young_run_has_no_spending_block(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["--budget", "5"], "--rate"),
         (["--price", "5"], "--rate"),
-        (["--value-per-point", "5"], "--price"),
+        (["--value-per-point", "5"], "--value-per-point needs --price, the cost"),
         (["--generators", "1,2", "--elasticity", "0.8"], "--rate"),
         (["--generators", "1,2", "--elasticity", "0.8", "--rate", "100"], "--devices"),
         (["--generators", "1,2", "--rate", "100", "--devices", "2"], "--elasticity"),
