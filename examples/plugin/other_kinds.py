@@ -131,10 +131,10 @@ class Rehearsal:
     """A runtime, ``scalerl run FILE --runtime rehearsal``: starts nothing, and prints what the lifecycle asks for."""
 
     def __init__(self, run, plan, directory) -> None:
-        from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Phase
+        from scalerl_lifecycle.lifecycle_types import NOTHING, PersistedState
 
         self.persisted = PersistedState()
-        self.asked = LifecycleDecision(Phase.PENDING, self.persisted)
+        self.asked = NOTHING
         self.commands = {one.role: one.containers[0].argv for one in plan.workloads}
         self.replicas = {one.role: one.replicas for one in plan.workloads}
 
@@ -171,12 +171,11 @@ class Rehearsal:
         self.persisted = decision.persisted
 
     async def apply(self, decision) -> None:
-        wanted = {"prepare": decision.prepare, "coordinator": decision.coordinator}
-        wanted |= {"generator": decision.generators, "trainer": decision.trainer}
         for role, command in self.commands.items():
-            if wanted.get(role) and not getattr(self.asked, {"generator": "generators"}.get(role, role)):
+            field = {"generator": "generators"}.get(role, role)
+            if getattr(decision.wanted, field) and not getattr(self.asked, field):
                 print(f"{role}: {' '.join(command[:3])}")
-        self.asked = decision
+        self.asked = decision.wanted
 
 
 def add_countdown(commands: argparse._SubParsersAction) -> None:

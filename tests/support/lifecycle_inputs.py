@@ -35,4 +35,9 @@ FIRST = PersistedState(attempt=1, ready_since=95.0)
 
 
 def exists(decision: LifecycleDecision) -> tuple[bool, bool, bool, int | None]:
-    return decision.prepare, decision.coordinator, decision.generators, decision.trainer
+    return (
+        decision.wanted.prepare,
+        decision.wanted.coordinator,
+        decision.wanted.generators,
+        decision.wanted.trainer,
+    )

@@ -239,19 +239,3 @@ class LifecycleDecision:
     release: bool = False
     again_seconds: float | None = None
     waiting_for: str = ""
-
-    @property
-    def prepare(self) -> bool:
-        return self.wanted.prepare
-
-    @property
-    def coordinator(self) -> bool:
-        return self.wanted.coordinator
-
-    @property
-    def generators(self) -> bool:
-        return self.wanted.generators
-
-    @property
-    def trainer(self) -> int | None:
-        return self.wanted.trainer

@@ -105,7 +105,7 @@ def decision_fields(before: RunStatus, decision: LifecycleDecision, now: str) ->
     """The fields of a decision: its phase, its persisted state, when the run started and ended."""
     return {
         "phase": decision.phase,
-        "start_time": before.start_time or (now if decision.prepare else None),
+        "start_time": before.start_time or (now if decision.wanted.prepare else None),
         "completion_time": (before.completion_time or now) if is_over(decision.persisted) else None,
         **persisted_fields(decision.persisted),
     }

@@ -30,9 +30,11 @@ from scalerl_lifecycle.lifecycle_types import (
 
 
 def test_generators_exist_until_the_drain_ends() -> None:
-    assert decide(SPEC, RUNNING, FIRST).generators
-    assert decide(SPEC, replace(RUNNING, suspend=True), FIRST).generators
-    assert decide(None, replace(RUNNING, deleting=True), FIRST).generators, "deleted without a valid spec"
+    assert decide(SPEC, RUNNING, FIRST).wanted.generators
+    assert decide(SPEC, replace(RUNNING, suspend=True), FIRST).wanted.generators
+    assert decide(None, replace(RUNNING, deleting=True), FIRST).wanted.generators, (
+        "deleted without a valid spec"
+    )
 
 
 def test_silent_coordinator_does_not_increase_reconciles() -> None:
@@ -90,7 +92,9 @@ def test_budget_ends_a_run_whose_trainer_never_registers() -> None:
     assert outcome.message == "maxSeconds before the trainer registered: nothing was trained"
     assert exists(decision) == (True, False, False, None), "its Job is deleted"
     registered = msgspec.structs.replace(finished, trainer_registered=True)
-    assert decide(SPEC, replace(waits, status=registered), persisted).trainer == 1, "it saves, and exits"
+    assert decide(SPEC, replace(waits, status=registered), persisted).wanted.trainer == 1, (
+        "it saves, and exits"
+    )
 
 
 def test_budget_end_is_requested_and_completed() -> None:
@@ -98,7 +102,7 @@ def test_budget_end_is_requested_and_completed() -> None:
     assert decide(SPEC, spent, FIRST).request_stop == "maxSeconds"
     known = replace(RUNNING, status=reported(CoordinatorPhase.FINISHING, "maxSeconds", 1000.0))
     decision = decide(SPEC, known, FIRST)
-    assert (decision.phase, decision.request_stop, decision.trainer) == ("Finishing", None, 1)
+    assert (decision.phase, decision.request_stop, decision.wanted.trainer) == ("Finishing", None, 1)
     over = replace(
         known,
         status=reported(CoordinatorPhase.FINISHED, "maxSeconds", 1001.0),
@@ -119,14 +123,16 @@ def test_complete_job_waits_for_the_coordinator() -> None:
     """All ranks were terminated, as at a node drain: exit 0, but the run is not over."""
     left = replace(RUNNING, trainer=Job(JobState.COMPLETE, 1))
     silent = decide(SPEC, replace(left, status=None), FIRST)
-    assert (silent.trainer, silent.persisted) == (1, FIRST)
+    assert (silent.wanted.trainer, silent.persisted) == (1, FIRST)
     decision = decide(SPEC, left, FIRST)
     assert decision.persisted.last_recorded_attempt == 1
     assert decision.persisted.outcome is None
     later = decide(SPEC, replace(left, unix_seconds=101.5), decision.persisted)
-    assert (later.trainer, later.persisted.attempt) == (None, 1), "first the old Job goes, with all its pods"
+    assert (later.wanted.trainer, later.persisted.attempt) == (None, 1), (
+        "first the old Job goes, with all its pods"
+    )
     gone = decide(SPEC, replace(left, unix_seconds=102.0, trainer=Job()), later.persisted)
-    assert (gone.trainer, gone.persisted.attempt) == (2, 2)
+    assert (gone.wanted.trainer, gone.persisted.attempt) == (2, 2)
 
 
 def test_failed_gang_restarts_with_back_off_and_limit() -> None:
@@ -138,11 +144,15 @@ def test_failed_gang_restarts_with_back_off_and_limit() -> None:
         )
         if decision.persisted.outcome is not None:
             break
-        assert decision.trainer == persisted.attempt, "the failed Job stays to be read until the next is made"
+        assert decision.wanted.trainer == persisted.attempt, (
+            "the failed Job stays to be read until the next is made"
+        )
         waits.append(decision.persisted.next_at - now)
         now, before = decision.persisted.next_at, persisted.attempt
         assert (
-            decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), decision.persisted).trainer
+            decide(
+                SPEC, replace(RUNNING, unix_seconds=now, trainer=failed), decision.persisted
+            ).wanted.trainer
             is None
         )
         persisted = decide(
@@ -167,7 +177,7 @@ def test_gang_failure_reason_is_the_most_specific_exit_code(
 
 def test_unrecorded_attempt_is_adopted() -> None:
     decision = decide(SPEC, RUNNING, PersistedState())
-    assert (decision.trainer, decision.persisted.attempt) == (1, 1)
+    assert (decision.wanted.trainer, decision.persisted.attempt) == (1, 1)
 
 
 def test_training_that_diverges_again_is_over() -> None:
@@ -263,10 +273,10 @@ def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:
     )
     assert (decision.request_stop, decision.persisted.outcome) == (None, None), "the budget ends nothing"
     draining = decide(SPEC, replace(later, suspend=True), FIRST)
-    assert (draining.phase, draining.trainer, draining.request_stop) == ("Suspending", 1, None)
+    assert (draining.phase, draining.wanted.trainer, draining.request_stop) == ("Suspending", 1, None)
     assert "no space left" in draining.waiting_for
     ended = decide(SPEC, replace(later, suspend=True, unix_seconds=1e6 + DRAIN_SECONDS), draining.persisted)
-    assert ended.trainer is None, "its Job is deleted, and the trainer tries once more"
+    assert ended.wanted.trainer is None, "its Job is deleted, and the trainer tries once more"
 
 
 def test_rank_failure_after_the_last_checkpoint() -> None:
@@ -324,17 +334,17 @@ def test_changed_spec_drains_prepares_then_starts() -> None:
 
 def test_job_of_an_earlier_spec_ends_before_the_next() -> None:
     stale = replace(RUNNING, trainer=Job(JobState.ACTIVE, 1, stale=True))
-    assert decide(SPEC, stale, FIRST).trainer is None
+    assert decide(SPEC, stale, FIRST).wanted.trainer is None
     terminating = replace(RUNNING, trainer=Job(JobState.TERMINATING, 1))
-    assert decide(SPEC, terminating, FIRST).trainer is None
+    assert decide(SPEC, terminating, FIRST).wanted.trainer is None
     gone = decide(SPEC, replace(RUNNING, trainer=Job()), FIRST)
-    assert gone.trainer == 1
+    assert gone.wanted.trainer == 1
 
 
 def test_suspend_drains_then_suspends_then_resumes() -> None:
     seen = replace(RUNNING, suspend=True)
     decision = decide(SPEC, seen, FIRST)
-    assert (decision.phase, decision.request_stop, decision.trainer, decision.generators) == (
+    assert (decision.phase, decision.request_stop, decision.wanted.trainer, decision.wanted.generators) == (
         "Suspending",
         INTERRUPTED,
         1,
@@ -388,10 +398,12 @@ def test_drain_has_a_time_limit() -> None:
 def test_drain_without_coordinator_deletes_the_trainer_job() -> None:
     silent = replace(RUNNING, suspend=True, status=None)
     decision = decide(SPEC, silent, FIRST)
-    assert (decision.trainer, decision.persisted.unreachable_since) == (1, 100.0)
+    assert (decision.wanted.trainer, decision.persisted.unreachable_since) == (1, 100.0)
     late = replace(silent, unix_seconds=100.0 + COORDINATOR_TIMEOUT_SECONDS)
     waits = decide(SPEC, replace(late, unix_seconds=late.unix_seconds - 1.0), decision.persisted)
-    assert (waits.trainer, waits.persisted) == (1, decision.persisted), "the status is not written again"
+    assert (waits.wanted.trainer, waits.persisted) == (1, decision.persisted), (
+        "the status is not written again"
+    )
     decision = decide(SPEC, late, decision.persisted)
     assert (decision.phase, exists(decision)) == ("Suspending", (True, True, True, None)), (
         "the ranks may still reach the coordinator, and save"
@@ -399,7 +411,11 @@ def test_drain_without_coordinator_deletes_the_trainer_job() -> None:
     assert "no answer from the coordinator in 300 s" in decision.waiting_for
     terminating = replace(late, trainer=Job(JobState.TERMINATING, 1))
     decision = decide(SPEC, terminating, decision.persisted)
-    assert (decision.phase, decision.coordinator, decision.trainer) == ("Suspending", True, None)
+    assert (decision.phase, decision.wanted.coordinator, decision.wanted.trainer) == (
+        "Suspending",
+        True,
+        None,
+    )
     decision = decide(SPEC, replace(terminating, trainer=Job()), decision.persisted)
     assert (decision.phase, exists(decision)) == ("Suspended", (False, False, False, None))
     assert (decision.persisted.drain_since, decision.persisted.unreachable_since) == (None, None)
@@ -423,7 +439,7 @@ def test_drain_waits_for_a_coordinator_that_restarts(drains: dict[str, Any]) -> 
     ] * 4:
         now += passed
         decision = decide(SPEC, replace(RUNNING, unix_seconds=now, status=answer, **drains), persisted)
-        assert decision.trainer == 1
+        assert decision.wanted.trainer == 1
         persisted = decision.persisted
     assert now - 100.0 > 2 * COORDINATOR_TIMEOUT_SECONDS
 
@@ -460,7 +476,7 @@ def test_forecast_stop_suspends_until_resumed() -> None:
     resumed = decide(SPEC, gone, rest.persisted).persisted
     back = replace(RUNNING, status=reported(CoordinatorPhase.FINISHED, FORECAST), trainer=Job())
     decision = decide(SPEC, back, resumed)
-    assert (decision.request_stop, decision.trainer, decision.persisted.outcome) == ("", 1, None)
+    assert (decision.request_stop, decision.wanted.trainer, decision.persisted.outcome) == ("", 1, None)
     decision = decide(
         SPEC,
         replace(RUNNING, status=reported(CoordinatorPhase.RUNNING)),
@@ -593,28 +609,28 @@ def test_at_most_one_attempt_and_every_run_ends(day: list[str], queued: bool) ->
                     persisted,
                 )
                 persisted, forecast = decision.persisted, ""
-                if not serving and (decision.coordinator or decision.generators):
+                if not serving and (decision.wanted.coordinator or decision.wanted.generators):
                     # Of one that left, only the coordinator can say whether the run is over.
                     left = trainer.state is JobState.COMPLETE
                     assert not queued or works(trainer) or left, (
                         "nothing is made beside what waits in a queue"
                     )
-                serving = decision.coordinator or decision.generators
+                serving = decision.wanted.coordinator or decision.wanted.generators
                 if decision.request_stop is not None and answers:
                     reason = decision.request_stop
                     word = CoordinatorPhase.FINISHING if reason else CoordinatorPhase.RUNNING
                 suspend = suspend or decision.set_suspend
-                if decision.prepare and prepare.state is JobState.ABSENT:
+                if decision.wanted.prepare and prepare.state is JobState.ABSENT:
                     prepare = Job(JobState.ACTIVE, gated=queued)
-                if not decision.prepare:
+                if not decision.wanted.prepare:
                     prepare = Job()
-                if decision.trainer != trainer.attempt and trainer.state is not JobState.ABSENT:
-                    assert decision.trainer is None, (
+                if decision.wanted.trainer != trainer.attempt and trainer.state is not JobState.ABSENT:
+                    assert decision.wanted.trainer is None, (
                         "beside one whose pods may still be there, no other is made"
                     )
                     trainer = replace(trainer, state=JobState.TERMINATING)
-                if decision.trainer is not None and trainer.state is JobState.ABSENT:
-                    trainer = Job(JobState.ACTIVE, decision.trainer, gated=queued)
+                if decision.wanted.trainer is not None and trainer.state is JobState.ABSENT:
+                    trainer = Job(JobState.ACTIVE, decision.wanted.trainer, gated=queued)
                     word = CoordinatorPhase.FINISHING if reason else CoordinatorPhase.RUNNING
                 if persisted.suspension is Suspension.YES and event in calm:
                     suspend = False

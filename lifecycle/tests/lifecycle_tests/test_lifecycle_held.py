@@ -96,7 +96,7 @@ def test_failure_after_an_edit_holds_a_run_that_has_trained(
     )
     assert outcome.message.startswith(says)
     assert outcome.message.endswith(SENTENCE)
-    assert (decision.coordinator, decision.generators) == (False, False), "it holds no devices"
+    assert (decision.wanted.coordinator, decision.wanted.generators) == (False, False), "it holds no devices"
 
 
 @pytest.mark.parametrize(("change", "persisted", "says"), FAILURES.values(), ids=FAILURES)
@@ -220,7 +220,7 @@ def test_held_run_is_tried_again_by_suspending_and_resuming_it() -> None:
     decision = decide(SPEC, replace(observed, prepare=Job(), edit=SpecEdit()), decision.persisted)
     assert (decision.phase, decision.again_seconds) == ("Suspended", None)
     decision = decide(SPEC, replace(observed, prepare=Job(), suspend=False), decision.persisted)
-    assert (decision.phase, decision.prepare) == ("Pending", True)
+    assert (decision.phase, decision.wanted.prepare) == ("Pending", True)
 
 
 def test_held_run_is_deleted_at_once() -> None:
@@ -260,7 +260,11 @@ def test_drain_of_a_held_run_goes_on_until_a_user_ends_it(bad: str) -> None:
     later = replace(ready, unix_seconds=160.0)
     for change in ({"status": None, **failed}, {bad: Service(starting=1)}):
         decision = decide(SPEC, replace(later, **change), persisted)
-        assert (decision.phase, decision.trainer, decision.persisted.drain_since) == ("Suspending", 1, 100.0)
+        assert (decision.phase, decision.wanted.trainer, decision.persisted.drain_since) == (
+            "Suspending",
+            1,
+            100.0,
+        )
         assert decision.persisted.suspending_for == persisted.suspending_for
     ended = decide(SPEC, replace(later, trainer=Job(JobState.COMPLETE, 1)), persisted)
     assert (ended.phase, ended.persisted.outcome, ended.persisted.suspending_for) == (
@@ -326,7 +330,7 @@ def test_refused_publish_holds_the_run_whatever_it_has_trained() -> None:
     decision = decide(
         SPEC, replace(mended, edit=SpecEdit(), prepare=Job(), trainer=Job()), decision.persisted
     )
-    assert (decision.prepare, decision.persisted.record.publish_refused) == (True, False)
+    assert (decision.wanted.prepare, decision.persisted.record.publish_refused) == (True, False)
 
 
 # --- completed and failed runs -------------------------------------------------------------------
@@ -354,7 +358,7 @@ def test_raised_limit_continues_a_completed_run(reason: str) -> None:
     told = replace(LIVE, status=reported(phase, reason), trainer=Job())
     decision = decide(SPEC, told, decision.persisted)
     assert decision.persisted.outcome is None
-    assert (decision.trainer, decision.request_stop) == (1, None if reason == "maxSteps" else "")
+    assert (decision.wanted.trainer, decision.request_stop) == (1, None if reason == "maxSteps" else "")
     assert decision.phase == "Running"
 
 
@@ -365,7 +369,7 @@ def test_mended_spec_continues_a_failed_run() -> None:
         SPEC, LifecycleInput(0.0, prepare=FAILED, edit=SpecEdit(("podTemplate",))), failed.persisted
     )
     decision = until_started(LifecycleInput(0.0, prepare=FAILED), decision.persisted)
-    assert (decision.prepare, decision.persisted.unproven_since) == (True, None)
+    assert (decision.wanted.prepare, decision.persisted.unproven_since) == (True, None)
 
 
 def spec_of(**sections: Any) -> RunSpec:

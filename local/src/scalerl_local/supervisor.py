@@ -84,12 +84,12 @@ class Supervisor:
 
     def apply(self, decision: LifecycleDecision) -> None:
         """Starts what the decision has, and begins to end what it has not: the coordinator last, since the others report to it."""
-        self._is_prepared, self._is_serving = decision.prepare, decision.coordinator
+        self._is_prepared, self._is_serving = decision.wanted.prepare, decision.wanted.coordinator
         self._is_ending = decision.phase in _ENDING
-        self._attempt = self._attempt if decision.trainer is None else decision.trainer
+        self._attempt = self._attempt if decision.wanted.trainer is None else decision.wanted.trainer
         for unit in self.units:
             self._set(unit, self._is_wanted(unit, decision))
-        if decision.trainer is None and not any(
+        if decision.wanted.trainer is None and not any(
             self._runs(u) for u in self.units if u.lifetime is Lifetime.GANG
         ):
             self._attempt = 0
@@ -192,15 +192,17 @@ class Supervisor:
 
     def _is_wanted(self, unit: Unit, decision: LifecycleDecision) -> bool:
         if unit.lifetime is Lifetime.ONCE:
-            return decision.prepare
+            return decision.wanted.prepare
         if unit.lifetime is Lifetime.GANG:
-            return decision.trainer is not None
-        if unit.status.role is Role.COORDINATOR and not decision.coordinator:
+            return decision.wanted.trainer is not None
+        if unit.status.role is Role.COORDINATOR and not decision.wanted.coordinator:
             others = (other for other in self.units if other.status.role is not Role.COORDINATOR)
             return self._runs(unit) and any(self._runs(other) for other in others)
         kept = unit.index < self._replicas[unit.status.role]
         return (
-            decision.coordinator and kept and (unit.status.role is not Role.GENERATOR or decision.generators)
+            decision.wanted.coordinator
+            and kept
+            and (unit.status.role is not Role.GENERATOR or decision.wanted.generators)
         )
 
     def _set(self, unit: Unit, wanted: bool) -> None:

@@ -181,7 +181,7 @@ def test_job_failure_waits_for_pod_termination_reason(
     decision = reconciled(a_pod("a", "Running"), 0.5, PersistedState())
     assert (decision.persisted.outcome, decision.persisted.last_recorded_attempt) == (None, 0)
     assert decision.again_seconds is not None
-    assert decision.prepare, "its pods are kept"
+    assert decision.wanted.prepare, "its pods are kept"
     outcome = reconciled(news, EXIT_CODE_GRACE_SECONDS, decision.persisted).persisted.outcome
     if role is Role.PREPARE and reason is Reason.STARTS_FAILED:
         reason = Reason.PREPARE_FAILED
@@ -206,10 +206,10 @@ def tries(
     while now < end and persisted.outcome is None:
         decision = decide(spec(trainer=trainer), replace(RUNNING, unix_seconds=now, trainer=state), persisted)
         persisted = stored(decision.persisted, now)
-        if decision.trainer is None:
+        if decision.wanted.trainer is None:
             state = Job()
         elif state.state is JobState.ABSENT:
-            state = replace(failed, attempt=decision.trainer)
+            state = replace(failed, attempt=decision.wanted.trainer)
         now = max(now + 1.0, persisted.next_at)
     return persisted, persisted.attempt - first
 
@@ -255,7 +255,9 @@ def test_longest_back_off_is_not_cut_by_rounding() -> None:
     failed = replace(RUNNING, unix_seconds=1000.25, trainer=replace(CRASH, attempt=3))
     persisted = stored(decide(SPEC, failed, persisted).persisted, 1000.25)
     assert persisted.next_at == 1301.0
-    assert decide(SPEC, replace(failed, unix_seconds=1000.3), persisted).trainer == 3, "it stays until then"
+    assert decide(SPEC, replace(failed, unix_seconds=1000.3), persisted).wanted.trainer == 3, (
+        "it stays until then"
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_restart_request_retries_at_once(
     persisted = decide(SPEC, between, persisted).persisted
     persisted = decide(SPEC, replace(RUNNING, trainer=Job(), prepare=Job()), persisted).persisted
     decision = decide(SPEC, replace(RUNNING, trainer=Job()), persisted)
-    assert (decision.trainer, decision.persisted.record) == (2, Record())
+    assert (decision.wanted.trainer, decision.persisted.record) == (2, Record())
     persisted, made = tries(decision.persisted, CRASH, 3600)
     assert persisted.outcome is not None
     assert (persisted.outcome.reason, made) == (Reason.STARTS_FAILED, 5)
@@ -297,14 +299,16 @@ def test_evicted_preparation_is_recreated_with_back_off() -> None:
         decision = decide(SPEC, replace(RUNNING, unix_seconds=now, prepare=state, trainer=Job()), persisted)
         persisted = stored(decision.persisted, now)
         assert persisted.outcome is None
-        if not decision.prepare:
+        if not decision.wanted.prepare:
             state = Job()
         elif state.state is JobState.ABSENT:
             state, made = Job(JobState.FAILED, disrupted=True, failed_at=now), made + 1
         now += decision.again_seconds or 1.0
     assert 15 < made < 25
     decision = decide(SPEC, replace(RUNNING, unix_seconds=now, trainer=Job()), persisted)
-    assert (decision.trainer, decision.persisted.record) == (1, Record()), "the trainer has lost nothing yet"
+    assert (decision.wanted.trainer, decision.persisted.record) == (1, Record()), (
+        "the trainer has lost nothing yet"
+    )
     crashed = Job(JobState.FAILED, exits=(ContainerExit(1, "boom"),))
     over = decide(SPEC, replace(RUNNING, prepare=crashed, trainer=Job()), persisted).persisted.outcome
     assert over is not None
@@ -434,11 +438,13 @@ def test_number_of_an_abandoned_attempt_is_not_used_again() -> None:
     """Its end was not recorded, as when the run was suspended meanwhile."""
     persisted = PersistedState(attempt=3, last_recorded_attempt=2)
     gone = decide(SPEC, replace(RUNNING, trainer=Job(abandoned=3)), persisted)
-    assert (gone.trainer, gone.persisted.attempt) == (4, 4)
+    assert (gone.wanted.trainer, gone.persisted.attempt) == (4, 4)
     deleted_by_hand = decide(SPEC, replace(RUNNING, trainer=Job()), persisted)
-    assert deleted_by_hand.trainer == 3
+    assert deleted_by_hand.wanted.trainer == 3
     assert (
-        decide(SPEC, replace(RUNNING, trainer=Job(JobState.ACTIVE, 4, abandoned=3)), gone.persisted).trainer
+        decide(
+            SPEC, replace(RUNNING, trainer=Job(JobState.ACTIVE, 4, abandoned=3)), gone.persisted
+        ).wanted.trainer
         == 4
     )
 

@@ -359,7 +359,7 @@ def test_evicted_run_saves_and_then_frees_all_at_once() -> None:
         Job(JobState.ACTIVE, 1, gated=True, pods_terminating=True),
         Job(JobState.TERMINATING, 1),
     ):
-        assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).coordinator, trainer
+        assert decide(SPEC, replace(evicted, trainer=trainer), FIRST).wanted.coordinator, trainer
     decision = decide(SPEC, replace(evicted, trainer=Job(JobState.ACTIVE, 1, gated=True)), FIRST)
     assert (decision.phase, exists(decision)) == ("Pending", (True, False, False, 1))
     assert gang_admission.is_wanted(decision, DONE), "it stays in the queue"
@@ -384,7 +384,7 @@ def test_place_in_the_queue_is_kept_from_the_first_attempt_to_the_end() -> None:
     assert (first.phase, exists(first)) == ("Pending", (True, False, False, 1))
     assert gang_admission.is_wanted(first, DONE)
     resumed = decide(SPEC, LifecycleInput(0.0, queued=True, unadmitted=True, prepare=held), FIRST)
-    assert (resumed.phase, resumed.prepare) == ("Pending", True)
+    assert (resumed.phase, resumed.wanted.prepare) == ("Pending", True)
     assert not gang_admission.is_wanted(resumed, held), "the run would compete with its own preparation"
     draining = wanted(Phase.SUSPENDING, preparation=Job(), coordinator=True, trainer=1)
     assert draining, "it keeps its quota until it has saved"

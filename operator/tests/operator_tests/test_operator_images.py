@@ -91,6 +91,9 @@ def test_pinned_images_end_with_an_edit_of_trainer_devices(cluster: Cluster) -> 
     observed = observe_objects(cluster.objects, UID, {role: spec_hash(run, role) for role in roles})
     inputs = LifecycleInput(unix_seconds=0.0, prepare=observed.prepare, trainer=observed.trainer)
     decision = lifecycle.decide(run.spec, inputs, PersistedState(attempt=1))
-    assert (decision.prepare, decision.coordinator, decision.generators, decision.trainer) == (
-        *(False, False, False, None),
-    )
+    assert (
+        decision.wanted.prepare,
+        decision.wanted.coordinator,
+        decision.wanted.generators,
+        decision.wanted.trainer,
+    ) == (*(False, False, False, None),)

@@ -113,7 +113,7 @@ def test_trainer_hold_uses_one_clock() -> None:
     ):
         decision = decide(SPEC, replace(QUEUED, trainer=observed, unix_seconds=now), persisted)
         persisted = decision.persisted
-        assert (now, decision.coordinator) == (now, there)
+        assert (now, decision.wanted.coordinator) == (now, there)
 
 
 def test_next_attempt_is_admitted_again_while_others_stay() -> None:

@@ -94,7 +94,7 @@ class Applier:
             settled = not state.repaired_lately(run.unix_seconds) and state.size_refused is None
             if blocked is None and not state.refused and settled:
                 state.fingerprint = fingerprint(findings, desired, images)
-        if decision.coordinator and not any(pod.role == Role.COORDINATOR for pod in observed.pods):
+        if decision.wanted.coordinator and not any(pod.role == Role.COORDINATOR for pod in observed.pods):
             await replace_unlabelled_coordinator(self._api, run)
         await delete_lost_coordinators(self._api, findings)
         blocked = blocked or next(iter(state.refused.values()), None)

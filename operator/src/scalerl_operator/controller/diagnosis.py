@@ -63,7 +63,7 @@ def next_start_check(findings: Findings) -> float | None:
     takes, which may be the hundredth of the run."""
     observed, now = findings.observed, findings.run.unix_seconds
     begun = [pod.created for pod in observed.pods if pod.creating and not pod.terminating]
-    preparing = findings.decision.prepare and observed.prepare.state is not JobState.COMPLETE
+    preparing = findings.decision.wanted.prepare and observed.prepare.state is not JobState.COMPLETE
     if preparing and not observed.of(Role.PREPARE):
         job = findings.run.objects.get(("Job", Names(findings.run.name).prepare))
         begun.append(now if job is None else seconds(job["metadata"].get("creationTimestamp")))
@@ -82,7 +82,7 @@ def _first_waiting(findings: Findings) -> tuple[str, str, tuple[str, ...]] | Non
         if not old or is_deleted(obj) or any(p.role == role for p in observed.pods):
             continue
         job = observed.trainer if role == Role.TRAINER else observed.prepare
-        wanted = kind == "StatefulSet" and findings.decision.coordinator
+        wanted = kind == "StatefulSet" and findings.decision.wanted.coordinator
         if wanted or (kind == "Job" and job.state is JobState.ACTIVE and not job.gated):
             return f"{kind} {name}", obj["metadata"]["uid"], _CREATION
     for pod in observed.pods:

@@ -31,7 +31,7 @@ async def find_source(api: KubeApi, findings: Findings) -> Checks:
     """
     source, checks = findings.accepted.spec.fork, findings.checks
     absent = findings.observed.prepare.state is JobState.ABSENT
-    if source is None or findings.run.steps or not findings.decision.prepare or not absent:
+    if source is None or findings.run.steps or not findings.decision.wanted.prepare or not absent:
         return checks
     claim, uid = await _claim_of(api, source.run, findings.run)
     found = replace(checks, source_uid=uid)

@@ -138,9 +138,9 @@ def observed_in_queue(run: Run, observed: Observed) -> Observed:
 def is_wanted(decision: LifecycleDecision, prepare: Job) -> bool:
     """Whether a run keeps its place in the queue, or its quota: from its first attempt to its end, also between two attempts. Not
     beside a preparation in the queue, of which a run that is resumed would wait for the quota, and it for the run's."""
-    prepared = decision.prepare and prepare.state is JobState.COMPLETE
+    prepared = decision.wanted.prepare and prepare.state is JobState.COMPLETE
     waits = decision.phase is Phase.PENDING and prepared and decision.persisted.attempt > 0
-    starts = decision.coordinator or decision.trainer is not None
+    starts = decision.wanted.coordinator or decision.wanted.trainer is not None
     return decision.phase in _WITH_WORKLOADS and (waits or starts)
 
 
@@ -205,7 +205,7 @@ def _is_ready(findings: Findings) -> bool:
     if gang is None or not gang.admitted or not observed.trainer.ready:
         return False
     generators = observed.service(Role.GENERATOR).ready
-    replicas = findings.accepted.spec.generator.replicas if findings.decision.generators else 0
+    replicas = findings.accepted.spec.generator.replicas if findings.decision.wanted.generators else 0
     return observed.service(Role.COORDINATOR).ready > 0 and generators >= min(gang.generators, replicas)
 
 

@@ -62,7 +62,12 @@ async def check_volume(api: KubeApi, run_object: RunObject, findings: Findings) 
         await run_object.write(run, without_steps(run.before), at_once=True)
         await api.event(run.obj, "Warning", Reason.STEPS_ABANDONED, text)
         return None
-    starts = decision.prepare or decision.coordinator or decision.generators or decision.trainer is not None
+    starts = (
+        decision.wanted.prepare
+        or decision.wanted.coordinator
+        or decision.wanted.generators
+        or decision.wanted.trainer is not None
+    )
     # Pods that drain still save to the volume.
     held_back = gone and starts and ((empty and decision.update_existing) or not mounted)
     return Checks(not_started=problem if held_back else None, volume=problem, claim_gone=gone)
