@@ -207,7 +207,7 @@ async def test_feed_reports_drafts_of_a_server_that_restarted() -> None:
     task = asyncio.create_task(world.feed.report())
     for report, expected in zip(reports, (100, 120), strict=True):
         world.server.report = report
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while world.count("drafted_tokens_total") != expected:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         world.state.mark_down()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -112,7 +113,7 @@ async def test_episodes_of_an_environment_that_fails_wait_until_it_works() -> No
     assert [one.error for one in await play(gate, "good-2")] == [None]
     assert kept > 2
     broken = False
-    found = await asyncio.wait_for(waiting, 5)
+    found = await asyncio.wait_for(waiting, 120)
     assert [one.verdict for one in found] == [Verdict(1.0)] * 3
     assert environment.tries["good"] == 1, "only what failed is tried again"
     assert environment.tries["bad-a"] > 2
@@ -128,8 +129,9 @@ async def test_wait_of_a_held_step_is_measured() -> None:
     for at in range(EPISODES):
         (found,) = await play(gate, str(at)) if at < EPISODES - 1 else [Graded(None)]
         assert found.waited == 0.0
+    begun = time.monotonic()
     held = asyncio.create_task(play(gate, "held", "too"))
     await asyncio.sleep(0.1)
     assert not held.done()
     environment.fails = lambda name: False
-    assert [0.1 <= one.waited < 5 for one in await held] == [True, True]
+    assert [0.1 <= one.waited <= time.monotonic() - begun for one in await held] == [True, True]

@@ -124,17 +124,17 @@ async def test_sessions_are_limited_by_client_and_server():
 
 
 async def test_idle_sessions_are_closed():
-    async with serving() as (server, url), grading(options(url), ended=0.1, idle=1.5) as grader:
+    async with serving() as (server, url), grading(options(url), ended=0.1, idle=4.0) as grader:
         server.environment = type("Two", (Echo,), {"turns": 2})
         await steps(grader, ["over"], ["on"])
         assert len(server.sessions) == 2
         await steps(grader, ["over", "b"])
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(3.5):
             while len(server.sessions) == 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await steps(grader, ["on", "b"])
         assert (server.opened, server.resets) == (2, 2), "that of an episode is there for its next step"
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(120):
             while server.sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await steps(grader, ["on", "b"]) == [Graded(Verdict(0.1))]
@@ -149,7 +149,7 @@ async def test_sessions_and_connections_end_with_the_grader():
             await asyncio.sleep(0.02)
             hanging.cancel()
             assert len(server.sessions) >= 6
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(120):
             while server.sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert grader._http is None
@@ -434,16 +434,16 @@ async def test_server_that_is_not_there_yet():
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     async with grading(options(url)) as grader:
+        begun = time.monotonic()
         waiting = asyncio.create_task(steps(grader, ["a"], ["a", "b"]))
         while not grader.problem:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert f"the environment server {url} does not answer" in grader.problem
-        down = time.monotonic()
         await asyncio.sleep(0.3)
         async with serving(port=port):
             found = await waiting
             assert found == [said(0.1, "a"), said(0.1, "b")]
-            assert [0.3 <= one.waited <= time.monotonic() - down + 5 for one in found] == [True] * 2
+            assert [0.3 <= one.waited <= time.monotonic() - begun for one in found] == [True] * 2
             (found,) = await steps(grader, ["c"])
             assert found.waited == 0.0
 
@@ -544,7 +544,7 @@ async def test_server_that_is_not_repeatable_is_no_outage():
     async with serving() as (server, url), grading(options(url)) as grader:
         server.environment = Random
         await steps(grader, ["a"])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             (bad,) = await steps(grader, ["bad"])
         assert "failed in a step; see its log" in (bad.error or "")
 

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +214,9 @@ async def test_group_function_that_fails_fails_its_group_once():
         VerifierConfig("python", python=function("ranks", signature="group")), timeout_seconds=1.0
     ) as pool:
         assert [g.score for g in await pool.score_group(ROW, ["b", "a", "c"])] == [0.0, 0.1, 0.2]
-        begin = time.monotonic()
         slow = await pool.score_group(ROW, ["slow", *"abcdefg"])
         died = await pool.score_group(ROW, ["die", "a"])
-        assert time.monotonic() - begin < 6  # not a second for each of eight
-        assert pool.counts.timeouts == 1
+        assert pool.counts.timeouts == 1, "not one for each of eight"
         assert {g.error and g.error.rpartition(" took")[0] for g in slow} == {
             "grading by project_rewards.py:ranks of the prompt row-7"
         }

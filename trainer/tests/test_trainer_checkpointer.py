@@ -71,6 +71,17 @@ class SlowDisk(Disk):
         return super().sha256(path, progress)
 
 
+class Clock:
+    """The writer's: each look at it takes ``tick`` seconds."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, self.tick = time.monotonic(), tick
+
+    def monotonic(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
 def checkpointer(root: Path, timeout_seconds: float = 60.0, disk: Disk | None = None) -> Checkpointer:
     ranks: Any = OnlyRank(timeout_seconds)
     engine: Any = Weights()
@@ -114,15 +125,16 @@ def test_load_all_damaged_raises(tmp_path: Path) -> None:
 
 
 def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeout_seconds = 6.0
     disk = SlowDisk()
     one = checkpointer(tmp_path, timeout_seconds, disk)
+    monkeypatch.setattr(write, "time", clock := Clock(tick=0.75))
+    begun = clock.now
     assert one.start(1, b"") is None
-    begun = time.perf_counter()
     saved = one.finish()
-    assert time.perf_counter() - begun < timeout_seconds
+    assert clock.now - begun < timeout_seconds
     assert saved.error == "rank 0: the write made no progress for 3 s"
     assert one.last_step is None
     assert CheckpointStore(RunPaths(tmp_path), 2).steps() == []
@@ -135,32 +147,36 @@ def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     assert one.finish().error is None
 
 
-def test_hung_write_is_noticed_from_its_last_progress_on(tmp_path: Path) -> None:
+def test_hung_write_is_noticed_from_its_last_progress_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not from the next checkpoint on: training went on meanwhile."""
     disk = SlowDisk()
     one = checkpointer(tmp_path, 3.0, disk)
+    monkeypatch.setattr(write, "time", clock := Clock())
     assert one.start(1, b"") is None
-    begun = time.perf_counter()
-    while not one.flushed:  # which the ranks exchange before each step
-        assert time.perf_counter() - begun < 30
-        time.sleep(0.1)
-    assert time.perf_counter() - begun > 1
-    begun = time.perf_counter()
-    assert one.finish().error == "rank 0: the write made no progress for 1.5 s"
-    assert time.perf_counter() - begun < 1.2
+    clock.now += 1.0
+    assert not one.flushed  # which the ranks exchange before each step
+    clock.now += 1.0
+    assert one.flushed
+    assert one.finish().error == "rank 0: the write made no progress for 1.5 s", "and the clock stands still"
     disk.released.set()
     assert one._writer is not None
     one._writer.join(60)
 
 
-def test_finish_waits_for_a_write_that_progresses(tmp_path: Path) -> None:
+def test_finish_waits_for_a_write_that_progresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a write without progress may take, and than a collective."""
     one = checkpointer(tmp_path, timeout_seconds := 2.4)
+    monkeypatch.setattr(write, "time", clock := Clock())
+    begun, started = clock.now, threading.Event()
 
     def copy_state() -> Any:
         def write(directory: Path, progress: Any) -> list[Path]:
+            assert started.wait(60)
             for _ in range(12):
-                time.sleep(0.25)
+                time.sleep(0.4)  # finish looks every 0.3 s
+                clock.now += 1.0
                 progress(1)
             (directory / "weights").write_bytes(b"weights")
             return [directory / "weights"]
@@ -168,12 +184,11 @@ def test_finish_waits_for_a_write_that_progresses(tmp_path: Path) -> None:
         return SimpleNamespace(write=write)
 
     one._engine.copy_state = copy_state  # type: ignore[method-assign]
-    begun = time.perf_counter()
     assert one.start(1, b"") is None
-    assert time.perf_counter() - begun < 0.5, "training goes on"
-    assert not one.flushed
+    assert not one.flushed, "training goes on"
+    started.set()
     assert one.finish().error is None
-    assert time.perf_counter() - begun > timeout_seconds
+    assert clock.now - begun > timeout_seconds
     assert one.flushed is False, "nothing is pending"
 
 
