@@ -32,7 +32,7 @@ def render(helm: str, *options: str, chart: Path = CHART, release: str = RELEASE
     )  # fmt: skip
     if done.returncode != 0:
         raise HelmError(done.stderr)
-    objects = [obj for obj in yaml.safe_load_all(done.stdout) if obj is not None]
+    objects = [obj for obj in yaml.load_all(done.stdout, yaml.CSafeLoader) if obj is not None]
     return sorted(
         objects, key=lambda obj: (obj["kind"], obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
     )
@@ -56,7 +56,7 @@ def snapshot(name: str) -> Path:
 
 def snapshots() -> dict[str, list[Object]]:
     """What helm renders for each file of values; that it still does is a test with helm."""
-    return {name: list(yaml.safe_load_all(snapshot(name).read_text())) for name in VALUES}
+    return {name: list(yaml.load_all(snapshot(name).read_text(), yaml.CSafeLoader)) for name in VALUES}
 
 
 def dump(objects: list[Object]) -> str:

@@ -262,7 +262,7 @@ def test_two_releases_share_no_name_of_the_cluster(helm):
             [helm, "template", release, str(CHART), "-n", namespace, "--kube-version", KUBE_VERSION, "--set", "crds.enabled=false"],
             capture_output=True, text=True, timeout=200, check=True,
         )  # fmt: skip
-        objects = [obj for obj in yaml.safe_load_all(done.stdout) if obj]
+        objects = [obj for obj in yaml.load_all(done.stdout, yaml.CSafeLoader) if obj]
         return {(o["kind"], o["metadata"]["name"]) for o in objects if "namespace" not in o["metadata"]}
 
     first = global_names("scalerl", "a")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 NEW = [case for case in cases("schema", "cel") if case.changed is None]
 CHANGES = [case for case in cases("schema", "cel") if case.changed is not None]
-BASE: Object = yaml.safe_load((Path(__file__).parent / "invalid.yaml").read_text())["base"]
+BASE: Object = yaml.load((Path(__file__).parent / "invalid.yaml").read_text(), yaml.CSafeLoader)["base"]
 ESTABLISHED_SECONDS = 120.0
 
 
