@@ -6,8 +6,10 @@ garbage three times an engine, which visits, and so copies, all that was forked.
 
 from __future__ import annotations
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
 import gc
+
+gc.disable()  # the imports make a million objects that stay
 
 import deepspeed.runtime.zero.muon.muon_optimizer
 import deepspeed.runtime.zero.stage3
@@ -21,3 +23,4 @@ import scalerl_trainer.main
 
 gc.collect()
 gc.freeze()
+gc.enable()
