@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -117,6 +118,11 @@ class Cluster:
             yield
         finally:
             self.start(program)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the programs of a control plane: SIGSTOP, and it takes no processor until SIGCONT."""
+        for pid in self.programs().values():
+            os.kill(pid, number)
 
     def programs(self) -> dict[str, int]:
         """The programs that run, and their process ids (in a node: those of its namespace)."""
