@@ -30,7 +30,7 @@ def say(what: str, seconds: float, bound: float) -> None:
     assert seconds < 4 * bound, what
 
 
-def until(true: Callable[[], Any], seconds: float, what: str, every: float = 0.5) -> float:
+def until(true: Callable[[], Any], seconds: float, what: str, every: float = 1.5) -> float:
     """Seconds until it is true; an assertion if it never is."""
     begin = time.monotonic()
     while True:
