@@ -51,10 +51,12 @@ def hang_a_verifier(run: LocalRun, dice: random.Random) -> None:
 
 
 def prompts_some_too_long(path: Path) -> Path:
-    """300 sums, and three prompts that leave no room for a completion."""
+    """300 prompts, and three that leave no room for a completion. Answers are random bits: a short warm start brings about groups
+    that differ in reward."""
+    bits = random.Random(0)
     sums = [f"{a}+{b}" for a in range(10, 40) for b in range(10, 20)]
-    rows = [{"prompt": f"{s}=", "answer": f"{sum(map(int, s.split('+'))):03}"} for s in sums]
-    rows += [{"prompt": "+".join([str(i)] * 15), "answer": "000"} for i in range(10, 13)]
+    rows: list[dict[str, str]] = [{"prompt": f"{s}=", "answer": str(bits.randrange(2))} for s in sums]
+    rows += [{"prompt": "+".join([str(i)] * 15), "answer": "0"} for i in range(10, 13)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -73,7 +75,6 @@ def run_with_faults(
     spec = small_spec(
         task__jsonl__path=str(prompts_some_too_long(tmp / "data.jsonl")),
         task__verifier__timeoutSeconds=2,
-        warmStart__steps=400,
         recipe__completionsPerPrompt=COMPLETIONS,
         recipe__offPolicy__pipeline__maxStalenessSteps=STALENESS,
         checkpoint__everySteps=4,
