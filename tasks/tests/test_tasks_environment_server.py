@@ -124,12 +124,12 @@ async def test_sessions_are_limited_by_client_and_server():
 
 
 async def test_idle_sessions_are_closed():
-    async with serving() as (server, url), grading(options(url), ended=0.1, idle=4.0) as grader:
+    async with serving() as (server, url), grading(options(url), ended=0.1, idle=10.0) as grader:
         server.environment = type("Two", (Echo,), {"turns": 2})
         await steps(grader, ["over"], ["on"])
         assert len(server.sessions) == 2
         await steps(grader, ["over", "b"])
-        async with asyncio.timeout(3.5):
+        async with asyncio.timeout(9):
             while len(server.sessions) == 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await steps(grader, ["on", "b"])

@@ -65,7 +65,7 @@ def prometheus() -> str:
     return _debian("prometheus")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """A real API server with its controllers; its nodes are not real, so that pods become ready and run nothing."""
     from stage import own_control_plane

@@ -262,7 +262,7 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
     """With a field manager of its own; a number that somebody sets afterwards stays until the next decision."""
     await there.start(tiny(autoscaling=SCALED))
     await there.reconciler.forget_all()
-    there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
+    there.reconciler = one_that_says(there, AutoscalerReport(known=True, scale_to=3, decision=7))
     await there.reconcile()
     await there.reconcile()
     assert await replicas(there) == (3, 3)
@@ -275,11 +275,11 @@ async def test_autoscaler_patches_the_spec_once_a_decision(there: Stage) -> None
         await there.reconcile()
     assert await replicas(there) == (2, 2)
     await there.reconciler.forget_all()
-    there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=3, decision=7))
+    there.reconciler = one_that_says(there, AutoscalerReport(known=True, scale_to=3, decision=7))
     await there.reconcile()
     assert await replicas(there) == (2, 2), "an operator that starts later does not repeat the decision"
     await there.reconciler.forget_all()
-    there.reconciler = one_that_says(there, AutoscalerReport(known=True, generators=4, decision=9))
+    there.reconciler = one_that_says(there, AutoscalerReport(known=True, scale_to=4, decision=9))
     await there.reconcile()
     await there.reconcile()
     assert await replicas(there) == (4, 4)

@@ -212,7 +212,8 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     parent: Path = arguments.dir
     parent.mkdir(parents=True, exist_ok=True)
     written = [parent / f"comparison.{suffix}" for suffix in ("md", "csv", "png")]
-    table, findings, notes = compared.table(), list(compared.findings()), list(compared.notes())
+    table = compared.table()
+    findings, notes = ([*map(exits.options_named, part)] for part in (compared.findings(), compared.notes()))
     items = [f"{'  ' if line.startswith(' ') else ''}- {line.strip()}" for line in findings]
     lines = [*table.markdown(), "", *items, "", *(f"- {note}" for note in notes)]
     replace_text(written[0], "\n".join(lines) + "\n")

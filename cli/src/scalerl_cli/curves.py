@@ -17,7 +17,7 @@ from scalerl_analysis.pace import pace_of
 from scalerl_analysis.plans import plan, plan_json, plan_report
 from scalerl_analysis.plotting import check_target
 from scalerl_analysis.prior import read_prior
-from scalerl_cli.exits import DONE
+from scalerl_cli.exits import DONE, options_named
 from scalerl_cli.output import echo
 
 
@@ -34,7 +34,8 @@ def run_fit(arguments: argparse.Namespace) -> int:
         lines.append(f"picture: {arguments.plot}")
     if arguments.json and made.state is State.BROKEN:
         echo(f"{made.file.path}: no forecast: {'; '.join(made.collapse_check.reasons)}", error=True)
-    echo(json.dumps(made.as_json(target, budget), allow_nan=False) if arguments.json else "\n".join(lines))
+    text = options_named("\n".join(lines))
+    echo(json.dumps(made.as_json(target, budget), allow_nan=False) if arguments.json else text)
     return DONE
 
 
@@ -58,7 +59,7 @@ def run_plan(arguments: argparse.Namespace, when: datetime | None = None) -> int
 
         draw_plan(made, arguments.plot)
         lines.append(f"picture: {arguments.plot}")
-    echo(json.dumps(plan_json(made), allow_nan=False) if arguments.json else "\n".join(lines))
+    echo(json.dumps(plan_json(made), allow_nan=False) if arguments.json else options_named("\n".join(lines)))
     return DONE
 
 

@@ -42,7 +42,7 @@ def exit_code(command: Callable[[], int]) -> int:
     except Refused as refused:
         lines, code = refused.args, refused.code
     except AnalysisProblem as error:
-        lines, code = (re.sub(r"`(\w+)`", _option, str(error)),), BAD_INPUT
+        lines, code = (options_named(str(error)),), BAD_INPUT
     except SpecError as error:
         lines, code = (str(error),), BAD_INPUT
     except KeyboardInterrupt:
@@ -52,5 +52,10 @@ def exit_code(command: Callable[[], int]) -> int:
     return code
 
 
-def _option(parameter: re.Match[str]) -> str:
-    return _OPTIONS.get(parameter[1], f"--{parameter[1]}")
+def options_named(text: str) -> str:
+    """A text of the analysis with the options that set its parameters.
+
+    >>> options_named("give `rate` or `device_hours`")
+    'give --rate or --device-hours-column'
+    """
+    return re.sub(r"`(\w+)`", lambda found: _OPTIONS.get(found[1], f"--{found[1]}"), text)

@@ -18,7 +18,7 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_api.wire import BROKEN
 from scalerl_autoscaling.decision_log import RecordError
-from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused
+from scalerl_cli.exits import BAD_INPUT, DONE, FAILED, INTERRUPTED, Refused, options_named
 from scalerl_cli.inputs import load, problems
 from scalerl_cli.machine import cpus_problem
 from scalerl_cli.output import echo
@@ -200,7 +200,7 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         draw_run(paths, spec)
         echo(f"curve: {_shown(paths.curve_picture)}")
     except AnalysisProblem as problem:
-        echo(f"no picture: {problem}")
+        echo(f"no picture: {options_named(str(problem))}")
     echo(f"page: {view_command(paths.root)}")
     if _is_suspended(outcome):
         reasons = ["see decisions.jsonl"] if outcome.decision is None else outcome.decision.reasons

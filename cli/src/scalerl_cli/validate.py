@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +26,11 @@ def validate(arguments: argparse.Namespace) -> int:
         bad += bool(found)
         for problem in found:
             echo(f"{file}: {problem}", error=True)
-        with contextlib.suppress(SpecError):
-            _show(file, inputs.load(file).spec, arguments, usable=not found)
+        try:
+            spec = inputs.load(file).spec
+        except SpecError:  # which is among the problems
+            continue
+        _show(file, spec, arguments, usable=not found)
     if bad and len(files) > 1:
         echo(f"{bad} of {len(files)} files cannot be used", error=True)
     return BAD_INPUT if bad else DONE

@@ -29,6 +29,14 @@ def plan(capsys: pytest.CaptureFixture[str], *given: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_lines_name_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    curve = str(write_plain(tmp_path / "c.csv"))
+    assert run_plan(arguments(curve), WHEN) == 0
+    assert "give --rate or --device-hours-column" in capsys.readouterr().out
+    main(["compare", "--dir", str(tmp_path / "compared"), "--x", "nope", curve, curve])
+    assert "name the columns by --x and --y" in capsys.readouterr().out
+
+
 def test_plan_rows_are_forecasts_of_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curve = str(write_plain(tmp_path / "c.csv"))
     got = plan(capsys, curve)
