@@ -53,8 +53,8 @@ from scalerl_tasks.grading.grading_pool import MAX_COMPLETION_CHARACTERS, Graded
 from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
 from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
 from scalerl_tasks.mix_proportions import Mixture
+from scalerl_tasks.open_graders import open_grading_pool, verifier_config
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
-from scalerl_tasks.scoring import open_grading_pool, verifier_config
 from scalerl_tasks.sources import (
     EvaluationPrompts,
     RunTasks,

@@ -11,6 +11,6 @@ Only reading Parquet, Arrow and ``.zst`` files needs pyarrow, and only ``hub`` n
 coordinator and the generators do not either.
 """
 
-from scalerl_tasks.dataset.source import DatasetSource, open_dataset
+from scalerl_tasks.dataset.table_source import DatasetSource, open_dataset
 
 __all__ = ["DatasetSource", "open_dataset"]
