@@ -36,7 +36,7 @@ from scalerl_lifecycle.role_containers import plan
 from scalerl_lifecycle.runtime import StoredRuntime
 from scalerl_lifecycle.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
-from scalerl_tasks.scoring import grading_digest, open_episodes
+from scalerl_tasks.open_graders import grading_digest, open_episodes
 from scalerl_trainer.algo.losses import TokenBatch
 from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checks import PrepareError, check_plugins

@@ -12,7 +12,7 @@ from scalerl_api.source import EvaluationTaskSpec
 from scalerl_extras.textarena_games import RELEASE, TextArena, main
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.grading.grading_pool import GradingError
-from scalerl_tasks.scoring import open_grading_pool
+from scalerl_tasks.open_graders import open_grading_pool
 
 INSTALL = f"pip install 'scalerl-extras[textarena]', which is textarena=={RELEASE}; on a cluster in the images of generator and trainer"
 

@@ -30,7 +30,7 @@ from scalerl_api.wire import Counts
 from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
 from scalerl_generator.rollouts import partial_reports
-from scalerl_tasks import scoring
+from scalerl_tasks import open_graders
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.timings import Timings
 
@@ -125,7 +125,7 @@ class MortalServer:
 @pytest.fixture
 async def environment_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MortalServer]:
     soon = Timings(first_back_off=0.05, max_back_off=0.5)
-    monkeypatch.setattr(scoring, "ServerGrader", partial(ServerGrader, timings=soon))
+    monkeypatch.setattr(open_graders, "ServerGrader", partial(ServerGrader, timings=soon))
     server = MortalServer()
     await server.start()
     yield server

@@ -22,7 +22,7 @@ from scalerl_generator.server_state import BusyClock
 from scalerl_tasks import Prompt, open_grading_pool
 from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.environments.tool_calls import tools_of
-from scalerl_tasks.scoring import open_episodes
+from scalerl_tasks.open_graders import open_episodes
 
 PROMPT = Prompt("p", "345", "4")
 PARAMETERS = {"tools": [{"calculator": {"name": "c"}}, {"python": {"name": "p"}}], "format": "Text"}

@@ -10,7 +10,7 @@ from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.verifier import WeightedVerifier
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
 from scalerl_tasks.grading.combined import CombinedGrader
-from scalerl_tasks.scoring import grading_digest
+from scalerl_tasks.open_graders import grading_digest
 
 REWARDS = """
 def format(completion):

@@ -37,7 +37,7 @@ from scalerl_tasks import (
     split_held_out,
     task_problems,
 )
-from scalerl_tasks.dataset import source as dataset_source
+from scalerl_tasks.dataset import table_source as dataset_source
 from scalerl_tasks.dataset.expressions import Expression, NoValue
 from scalerl_tasks.dataset.hub import choose_files
 from scalerl_tasks.dataset.table import Table

@@ -21,7 +21,7 @@ from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
 from scalerl_tasks.environments.server import ServerGrader
 from scalerl_tasks.environments.timings import Timings
-from scalerl_tasks.scoring import _environment_server, grading_digest
+from scalerl_tasks.open_graders import _environment_server, grading_digest
 
 TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, waiting=0.02)
 PROMPT = Prompt("row-7", "Say it.", "4", metadata={"level": 3})

@@ -15,8 +15,8 @@ from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, Retry
 from scalerl_tasks.environments.nim import Nim
 from scalerl_tasks.environments.protocol import MAX_MESSAGE_BYTES, Message, Step
+from scalerl_tasks.open_graders import grading_digest
 from scalerl_tasks.python_function import PythonFunction
-from scalerl_tasks.scoring import grading_digest
 
 GAME = Prompt("game", "13 3", "1")
 CODE = """

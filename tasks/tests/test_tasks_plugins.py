@@ -16,8 +16,8 @@ from aiohttp import web
 from scalerl_api.source import EvaluationTaskSpec
 from scalerl_tasks import Graded, Prompt, SourceError, Verdict, VerifierError, open_grading_pool, open_source
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
+from scalerl_tasks.open_graders import grading_digest, verifier_config
 from scalerl_tasks.plugins import Plugin, PluginVerifier, open_plugin_source
-from scalerl_tasks.scoring import grading_digest, verifier_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plugin"

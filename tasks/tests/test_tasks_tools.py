@@ -21,7 +21,7 @@ from scalerl_tasks.environments.passages import MAX_WORDS, Passages
 from scalerl_tasks.environments.protocol import MAX_MESSAGE_BYTES
 from scalerl_tasks.environments.tool_calls import Call, Malformed, ToolsConfig
 from scalerl_tasks.environments.tool_environment import Tools
-from scalerl_tasks.scoring import grading_digest, open_episodes, open_grading_pool
+from scalerl_tasks.open_graders import grading_digest, open_episodes, open_grading_pool
 
 SUM = Prompt("sum", "2 + 2", "4")
 TOOLS: list[Any] = ["calculator", "python", {"search": {"path": "passages.jsonl", "results": 2}}]

@@ -2,7 +2,7 @@
 
 ::
 
-    run.yaml ──▶ load_run() ──▶ ScaleRLRun ──▶ operator's plan          a problem: SpecError, with the field
+    run.yaml ──▶ load_run() ──▶ ScaleRLRun ──▶ the lifecycle's plan     a problem: SpecError, with the field
     object   ──▶ run_from_object()        └──▶ crd.definition()
     process A ── wire.* messages ──▶ process B                          msgspec, a version in the handshake
     coordinator ── EvaluationPoint ──▶ curve_csv() ──▶ curve.csv, ConfigMap

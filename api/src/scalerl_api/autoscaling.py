@@ -1,4 +1,4 @@
-"""``spec.autoscaling``: whether the operator acts on the forecast of the curve, and within which limits.
+"""``spec.autoscaling``: whether the autoscaler acts on the forecast of the curve, and within which limits.
 
 ``docs/autoscaling.md`` has the decision rules with their sources. The defaults are this project's own, except where a field
 cites a paper.

@@ -1,4 +1,4 @@
-"""Requests and responses of the curve-fit sidecar, whose client is the operator: msgspec structs, sent as JSON.
+"""Requests and responses of the curve-fit sidecar, whose client is the autoscaler: msgspec structs, sent as JSON.
 
 ``POST /v1/fit`` takes a :class:`FitRequest` and returns a :class:`FitAnswer`; ``POST /v1/forecast``
 takes a :class:`ForecastRequest` and returns a :class:`ForecastAnswer`. A rejected request gets an

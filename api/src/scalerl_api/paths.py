@@ -130,8 +130,8 @@ class RunPaths:
 
     @property
     def decisions(self) -> Path:
-        """One JSON object per decision of the autoscaler, with all its inputs; written by the operator, on a cluster through
-        the coordinator."""
+        """One JSON object per decision of the autoscaler, with all its inputs; written by the coordinator, to
+        which the runtime sends it."""
         return self.root / "decisions.jsonl"
 
     @property

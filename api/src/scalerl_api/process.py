@@ -62,7 +62,7 @@ PUBLISH_REFUSED_EXIT_CODE = 5
 SUPERSEDED_EXIT_CODE = 6
 """Exit code of a trainer, or a coordinator, after a later attempt has begun: it has changed no checkpoint, or acknowledged nothing, since."""
 COORDINATOR_TIMEOUT_SECONDS = 300.0
-"""Time after which a trainer exits because the coordinator does not respond. The operator waits equally long during a drain: a
+"""Time after which a trainer exits because the coordinator does not respond. The lifecycle waits equally long during a drain: a
 restart of the coordinator takes seconds, on another node (image, volume) minutes."""
 
 

@@ -17,8 +17,9 @@
 This package contains: arguments, output for people (progress, error messages, the page of a run), exit codes, and
 the checks that need more than the spec: files, tasks, this machine.
 
-It does not contain: code that decides about a run or starts a process (the operator does that), analysis of its files, or an import
-that delays the first child process: matplotlib, scipy and aiohttp are imported where they are used.
+It does not contain: code that decides about a run or starts a process (:mod:`scalerl_lifecycle` and :mod:`scalerl_local` do
+that), analysis of its files, or an import that delays the first child process: matplotlib, scipy and aiohttp are imported
+where they are used.
 
 A command that cannot go on raises ``exits.Refused``, in whose place ``main`` prints the reasons.
 

@@ -84,7 +84,7 @@ def _show(
 ) -> bool:
     """Print about one source; returns whether it can be used."""
     import scalerl_tasks as tasks
-    from scalerl_tasks.dataset.source import description
+    from scalerl_tasks.dataset.table_source import description
     from scalerl_tasks.environments.tool_calls import tools_of
     from scalerl_tasks.tokenizer import ModelTokenizer
 

@@ -1,6 +1,6 @@
 """Resources of this machine compared with the needs of a run: CPUs, memory, and the installed vLLM build.
 
-The checks refuse a run that cannot work before anything starts. The operator counts the devices.
+The checks refuse a run that cannot work before anything starts. The local runtime counts the devices.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ MIN_DRIVER: Final = 580
 
 def gpu_problem(spec: RunSpec, root: Path = Path("/"), include: Path | None = None) -> SpecProblem | None:
     """What this machine lacks to run a spec with devices: a driver for CUDA 13, and what Triton compiles its launchers with when
-    a kernel is first used. None also where there is no NVIDIA driver: the operator counts the devices.
+    a kernel is first used. None also where there is no NVIDIA driver: the local runtime counts the devices.
 
     Args:
         root: of the file system. include: folder with ``Python.h``; None is this interpreter's.

@@ -1,4 +1,4 @@
-"""``scalerl run``: executes the operator's plan and policies on this machine, and displays the progress."""
+"""``scalerl run``: executes a run's plan as processes of this machine, and displays the progress."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A forecast, from the request on the wire to the answer::
 
-    operator           sidecar
+    autoscaler         sidecar
       │ POST forecast    app.Sidecar._forecast() ▶ _authorise() ▶ _read() ▶ _compute() in one thread
       ├───────────────▶  forecast_answers.forecast_steps(): _last_segment() ▶ Curve.segments()
       │                    each new earlier run: fitting.summarize_run() ▶ run_summary.summarize(), cached
@@ -20,8 +20,8 @@ A forecast, from the request on the wire to the answer::
 
 Further modules: `compare` (two recipes; `compare_seeds` with several runs each), `hindcast` (calibration), `baselines` (the
 paper's grid search, and a power law), `simulate` (curves for tests).
-Depends on numpy and scipy only: no Kubernetes, torch, plotting, files or command lines. The operator decides whether to stop or
-grow.
+Depends on numpy and scipy only: no Kubernetes, torch, plotting, files or command lines. The autoscaler decides whether to stop
+or grow.
 
 >>> import numpy as np
 >>> compute = np.arange(1.0, 41.0)

@@ -1,4 +1,4 @@
-"""Quantities for stop and grow decisions: expected gains, probabilities, compute to a target. The operator decides."""
+"""Quantities for stop and grow decisions: expected gains, probabilities, compute to a target. The autoscaler decides."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ A rollout, from a lease to a pushed group. ``actor.run_actor()`` starts the loop
     4 │               ../vllm_client     VllmClient.stream() ───────────────── POST generate ─────▶│
       │               ../vllm_replies    Part, Sampled ◀── token ids, log-probabilities, versions ─│
       │               partial_completion PartialCompletion: the tokens so far                      │
-    5 │               generation         RolloutGenerator.grade(), in the form of group_packing    │
+    5 │               generation         RolloutGenerator.grade(): a GradingPool; group_packing    │
     6 │◀─ groups ──── delivery           Delivery.run()                                            │
 
-Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` and ``kept_completions``
-have what lost leases and servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments. ``../registration`` has
-the heartbeats, and watches the server, whose state ``../server_state`` keeps.
+``../coordinator_client`` makes the requests of steps 1 and 6. Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait
+for ``teacher``. ``partial_reports`` and ``kept_completions`` have what lost leases and servers left unfinished; ``task_runtimes``
+opens prompts, verifiers and environments. ``../registration`` has the heartbeats, and watches the server, whose state
+``../server_state`` keeps.
 
 A weight update (one at a time); files without a folder are those of ``weights/``::
 
@@ -29,7 +30,9 @@ A weight update (one at a time); files without a folder are those of ``weights/`
     5 │◀─ received ── update_client      resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
     6 │── probe ────▶ weight_control     WeightControl.probe() ▶ VllmClient.prompt_logprobs() ────▶│
 
-``../actor_api`` checks the token of these requests. ``adapters_in_flight`` has which adapters a request samples with.
+``weight_layout`` of ``scalerl_api`` has the place of each tensor in a bucket, whose ``checksum`` is checked. ``../vllm_worker`` has
+the methods that the actor calls in a worker, ``../actor_api`` checks the token of these requests. ``adapters_in_flight`` has which
+adapters a request samples with.
 
 From a past response to a draft, with ``generator.speculation``; files are those of ``drafts/``::
 

@@ -1,4 +1,4 @@
-"""The plan of a run: the containers of each role with command, environment, probes and volumes, from the spec. Pure."""
+"""The plan of a run: the containers of each role with command, environment, probes and resources, from the spec. Pure."""
 
 from __future__ import annotations
 

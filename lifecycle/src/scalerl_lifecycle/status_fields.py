@@ -1,6 +1,7 @@
 """The lifecycle's persisted state and a run's progress as fields of its status, and back. Pure.
 
-The operator keeps the status in the run's object, ``scalerl run`` in ``status.json``: the same fields, by the same functions.
+The operator keeps the status in the run's object, ``scalerl run`` in ``status.json``: the same fields, by the same functions. The other
+conditions are those of a cluster: ``scalerl_operator.controller.conditions``.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ From a task's spec to prompts and grades::
                              guarded() ─▶ Verifier.score(): answers.extraction, see answers
                 ◀── Graded(verdict, error) for each completion
 
-Everything is deterministic: equal digests mean equal prompts. The package uses neither torch nor the network; the coordinator
-selects the next prompt. Importing this package imports neither reasoning-gym, sympy, tokenizers nor transformers; opening a
-source, a verifier or a tokenizer imports its dependencies.
+Everything is deterministic: equal digests mean equal prompts. The package does not use torch; only :mod:`.dataset.hub`,
+:mod:`.grading.http_grader` and the clients of environment servers use the network. The coordinator selects the next prompt. Importing
+this package imports neither reasoning-gym, sympy, tokenizers nor transformers; opening a source, a verifier or a tokenizer
+imports its dependencies.
 """
 
 from scalerl_tasks.answer_checks import Rejected, check_answers
@@ -53,8 +54,8 @@ from scalerl_tasks.grading.grading_pool import MAX_COMPLETION_CHARACTERS, Graded
 from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
 from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
 from scalerl_tasks.mix_proportions import Mixture
+from scalerl_tasks.open_graders import open_grading_pool, verifier_config
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
-from scalerl_tasks.scoring import open_grading_pool, verifier_config
 from scalerl_tasks.sources import (
     EvaluationPrompts,
     RunTasks,

@@ -22,9 +22,9 @@ from scalerl_tasks.dataset.table import LeftOut
 from scalerl_tasks.errors import AnswersError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.open_graders import open_grading_pool
 from scalerl_tasks.prompts import Prompt, PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.scoring import open_grading_pool
 
 if TYPE_CHECKING:
     from scalerl_api.spec import ProblemSpec

@@ -1,4 +1,4 @@
-"""Opens the prompts of a run's tasks and evaluation sets; what scores them: :mod:`.scoring`."""
+"""Opens the prompts of a run's tasks and evaluation sets; what scores them: :mod:`.open_graders`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from scalerl_tasks.errors import (
 )
 from scalerl_tasks.gym import ReasoningGymSource, gym_task
 from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.open_graders import grading_digest
 from scalerl_tasks.plugins import Plugin, open_plugin_source
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
-from scalerl_tasks.scoring import grading_digest
 from scalerl_tasks.split import (
     HeldOut,
     HeldOutGraphs,

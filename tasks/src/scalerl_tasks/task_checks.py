@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from scalerl_tasks.answer_checks import Progress, Rejected, by_kind, check_answers, has_own_code
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.dataset.overlap import leave_out_overlap
-from scalerl_tasks.dataset.source import description
 from scalerl_tasks.dataset.table import Table
+from scalerl_tasks.dataset.table_source import description
 from scalerl_tasks.errors import (
     AnswersError,
     EvaluationSetError,
@@ -30,9 +30,9 @@ from scalerl_tasks.errors import (
     VerifierError,
 )
 from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.open_graders import grading_digest, group_problem, open_episodes, open_grading_pool
 from scalerl_tasks.prompts import PromptSource
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.scoring import grading_digest, group_problem, open_episodes, open_grading_pool
 from scalerl_tasks.sources import RunTasks, open_source, open_tasks, open_warm_start
 
 if TYPE_CHECKING:

@@ -6,18 +6,22 @@ by all ranks (``worker``)::
     step     leader                     Leader._train(): a Command to every rank
              worker                     Worker.train(), with the shard that was fetched beside the last step
              background                 Prefetch, a thread:
-             shard_conversion             rank_batch(): algo.advantages, algo.aggregation ▶ train_batch
+             shard_conversion             rank_batch(): algo.advantages, algo.aggregation ▶ TrainBatch
+             train_batch                  pack_shard() ▶ packing.pack(): rows, micro-batches
              engine/training_step       Engine.step()
-             engine/passes              Passes.accumulate(), for each micro-batch: models.policy ▶ log-probabilities ▶ algo.losses
-             engine/backend             Backend.backward(); Backend.step(): gradients ▶ weights of the next version
+             engine/passes              Passes.accumulate(), for each micro-batch: models.policy, models.head ▶ log-probabilities ▶ algo.losses
+             engine/backend             Backend.backward(); Backend.step(): gradients ▶ weights of the next version, in
+                                        engine/deepspeed_backend or engine/fsdp_backend
              step_stats                 stats_of_step() of all ranks
              coordinator_client         Coordinator.report()
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
              publish/whole_or_adapters  weights_to_publish(): whole weights or adapters
-             worker                     Worker.gather(): whole parameters, a bucket at a time
+             worker                     Worker.gather() ▶ engine/weights: whole parameters, a bucket at a time, by the backend
              publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
+             publish/rounds             Rounds.after(): which members its next attempt has
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read
+             weight_layout of api       both: the place of each tensor in a bucket
              publish/actor_control      both: ActorControl.start(), a request to each actor
              publish/probe              probe(): the same tokens on both sides
              coordinator_client         Coordinator.publish_commit(): which members hold the version

@@ -24,7 +24,7 @@ from scalerl_api.fork import Fork, refused_changes
 from scalerl_api.load import SpecError, load_accepted_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
-from scalerl_tasks.dataset.source import FOLDER as DATA
+from scalerl_tasks.dataset.table_source import FOLDER as DATA
 from scalerl_trainer.checkpoints.disk import flush
 from scalerl_trainer.checkpoints.manifest import MANIFEST, CheckpointError, Manifest
 from scalerl_trainer.checkpoints.volume import CheckpointStore

@@ -22,7 +22,7 @@ import msgspec
 
 from scalerl_api.object_store import ObjectStore, StoreError
 from scalerl_api.spec import RunSpec
-from scalerl_tasks.dataset.source import FOLDER as DATA
+from scalerl_tasks.dataset.table_source import FOLDER as DATA
 from scalerl_trainer.checkpoints.disk import Disk, check_space
 from scalerl_trainer.checkpoints.manifest import FileRecord
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scalerl_api.spec import RunSpec
 from scalerl_trainer.engine import EngineSettings
 from scalerl_trainer.models.lora import Lora
-from scalerl_trainer.publish.make_publisher import publish_limit_seconds
+from scalerl_trainer.publish.publisher_of_backend import publish_limit_seconds
 
 MIN_COLLECTIVE_SECONDS = 600.0
 

@@ -2,7 +2,7 @@
 
 ::
 
-    OpGraphSource[index] ─▶ graph.draw_graph(), draw_names()   parameters, definitions, values; names
+    OpGraphSource[index] ─▶ draw_graph(), draw_names()         parameters, definitions, values; names
                             render.render()                    sentences and question
                             solve.solve()                      the worked solution
                          ─▶ Prompt (text, answer, solution, difficulty, labels)

@@ -1,6 +1,6 @@
 """Discrete-event simulation of a run: the work of a trace under another schedule or on another cluster.
 
-    trace.jsonl ─▶ trace_file.read_trace() ─▶ Workload, speeds.fit() ─▶ Cluster
+    trace.jsonl ─▶ trace_file.read_trace() ─▶ Workload, speeds.fit_decode() ─▶ Cluster
                                                   └──────────┬──────────┘
            policies of the coordinator ─▶ simulator.simulate(), baselines.* ─▶ Outcome ─▶ figures
 

@@ -34,8 +34,8 @@ from scalerl_tasks.environments.gate import EnvironmentGate
 from scalerl_tasks.errors import TokenizerError
 from scalerl_tasks.grading.combined import GroupGrader
 from scalerl_tasks.grading.grading_pool import Graded
+from scalerl_tasks.open_graders import open_episodes
 from scalerl_tasks.prompts import Prompt
-from scalerl_tasks.scoring import open_episodes
 
 Grading = Callable[[], AbstractContextManager[Callable[[], None]]]
 """Entered while an environment makes a step; gives what is called for each episode that has one, and while a verifier waits."""

@@ -19,8 +19,8 @@ from scalerl_generator.server_state import BusyClock
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import GradingError
 from scalerl_tasks.grading.combined import GroupGrader
+from scalerl_tasks.open_graders import grading_digest, open_grading_pool, verifier_config
 from scalerl_tasks.prompts import PromptSource
-from scalerl_tasks.scoring import grading_digest, open_grading_pool, verifier_config
 from scalerl_tasks.sources import RunTasks, open_tasks
 
 logger = logging.getLogger("scalerl.actor")

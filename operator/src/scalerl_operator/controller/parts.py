@@ -1,8 +1,9 @@
 """What the steps of a reconcile return: :class:`Run` as it was read, what was :class:`Accepted` and :class:`Observed`, the decision of
 the lifecycle and its :class:`Checks`. Together they are the :class:`Findings`, which are applied and reported.
 
-All are frozen: a later step changes none of an earlier one, with two exceptions. ``Run.obj`` and ``Run.objects`` follow the writes of
-the reconcile, and ``Run.state`` is what is kept between reconciles, which any step may change.
+All are frozen: a later step changes none of an earlier one, with three exceptions. ``Run.obj`` and ``Run.objects`` follow the writes of
+the reconcile, and ``Run.state`` is what is kept between reconciles, which any step may change. While the checks hold a run back,
+a decision to wait replaces the lifecycle's.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from scalerl_tasks.dataset.source import DatasetSource, open_dataset
+from scalerl_tasks.dataset.table_source import DatasetSource, open_dataset
 from scalerl_tasks.prompts import Prompt, PromptSource
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class EpisodeGrader(Protocol):
 
 @dataclass(frozen=True)
 class EnvironmentGrader:
-    """Sends episodes to the processes of an environment, which :class:`~.verifier.EnvironmentVerifier` serves there."""
+    """Sends episodes to the processes of an environment, which :class:`~.environment_verifier.EnvironmentVerifier` serves there."""
 
     pool: GroupGrader
 
@@ -100,7 +100,7 @@ class ToolsGrader:
     """Makes the calls of replies in processes of their own, and has the task's verifier score replies without calls.
 
     A :class:`~scalerl_tasks.grading.combined.GroupGrader` of :func:`~.protocol.write_replies` of episodes, for
-    :class:`EnvironmentGrader`. Verdicts have the verifier's parts and those of :class:`~.tools.Tools`; the score of an episode that
+    :class:`EnvironmentGrader`. Verdicts have the verifier's parts and those of :class:`~.tool_environment.Tools`; the score of an episode that
     ends with calls is 0.
     """
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from scalerl_api.built_in import DEFAULT_SESSIONS
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.verdict import SCORE_RANGE
-
-if TYPE_CHECKING:
-    pass
 
 TOKEN: Final = "ENVIRONMENT_TOKEN"
 """Environment variable with the token of the server."""

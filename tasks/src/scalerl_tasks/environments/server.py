@@ -15,7 +15,7 @@ another one is answered
 another answer to the same replies, a reward out of   the same, at once
 its range, a message that is too long
 a reply that is no valid action                       a message that says so, and the lowest reward, or the sum so far
-a field of the parameters is not in its schema        :class:`~.openenv.Unfit`, which ends the run
+a field of the parameters is not in its schema        :class:`~.openenv_server.Unfit`, which ends the run
 ====================================================  ============================================================
 """
 

@@ -72,7 +72,7 @@ class Replica:
 
 
 class Sessions:
-    """The sessions of a grader: at most :attr:`~.openenv.EnvironmentServer.sessions`, and at each address no more than it has."""
+    """The sessions of a grader: at most :attr:`~.openenv_server.EnvironmentServer.sessions`, and at each address no more than it has."""
 
     def __init__(self, server: EnvironmentServer, timings: Timings) -> None:
         self._most, self._timings = server.sessions, timings

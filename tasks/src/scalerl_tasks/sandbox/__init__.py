@@ -3,7 +3,7 @@
 ::
 
     grading process                 launcher (one, forked before any request)        program (one process each, forked)
-    Sandbox.run() ──fork, limits──▶ fork(), watch(): time, threads, files ─────────▶ confinement.enter(), then child.main()
+    Sandbox.run() ──fork, limits──▶ fork(), watch(): time, threads, files ─────────▶ Confinement.enter(), then child.main()
         │          ◀──how it ended──    kills it at its limits                             ▲ source, input, calls
         └─────────────────────────────one socket per program─────────────────────────────┘ output, values
 

@@ -3,7 +3,8 @@
     ``publisher``       the interface of both publishers, and what they share
     ``whole_or_adapters``
                         what is sent: whole weights or adapters, by the LoRA mode
-    ``make_publisher``  makes the one of ``weightSync.backend``
+    ``publisher_of_backend``
+                        chooses the publisher by ``weightSync.backend``
     ``group_publisher`` over a process group: join, receive, retry
     ``rounds``          which members a retry has, by the answers to the last attempt; pure
     ``file_publisher``  through files in the place of a group

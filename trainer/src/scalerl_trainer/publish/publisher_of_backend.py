@@ -1,4 +1,4 @@
-"""The publisher of a run, and how long its publishes may take."""
+"""Chooses a run's publisher by ``weightSync.backend``: its settings, and how long its publishes may take."""
 
 from __future__ import annotations
 

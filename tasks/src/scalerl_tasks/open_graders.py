@@ -1,4 +1,4 @@
-"""Opens what scores the completions of a task section: verifiers and environments."""
+"""Opens what scores the completions of a task section: verifiers and environments, in grading processes or on servers."""
 
 from __future__ import annotations
 
