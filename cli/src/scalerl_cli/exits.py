@@ -19,11 +19,7 @@ FORBIDDEN: Final = 4
 """On a cluster: the user may not do it."""
 INTERRUPTED: Final = 130
 
-_OPTIONS: Final = {
-    "budgets": "--budget",
-    "device_hours": "--device-hours-column",
-    "value": "--value-per-point",
-}
+_OPTIONS = {"budgets": "--budget", "device_hours": "--device-hours-column", "value": "--value-per-point"}
 """Options that have another name than the parameter of ``scalerl_analysis`` that they set."""
 
 
