@@ -17,6 +17,7 @@ from scalerl_api.memory.roles import (
     trainer_rank_bytes,
 )
 from scalerl_api.memory.trainer_rank import (
+    RankMemory,
     rank_memory,
     rank_moments,
     stage_plan,
@@ -407,6 +408,36 @@ def test_tensors_of_an_h200(
     tensors = head.total - head.allowance - (0 if accumulates else head.gradients)
     assert tensors == pytest.approx(measured, rel=0.03 if size.mlp_values else 0.01)
     assert tensors + head.allowance > measured
+
+
+def moments_of(world: int, tokens: int = 8192, **settings: Any) -> dict[str, RankMemory]:
+    return rank_moments(
+        QWEN3_8B, dtype="bfloat16", world=world, micro_batch_tokens=tokens, accelerator=True, **settings
+    )
+
+
+def test_fsdp2_fetches_the_last_layer_before_the_head() -> None:
+    """Of one rank, whose parameters need no collective, it is copied when it is used."""
+    alone, pair = (moments_of(world, **FSDP2)["head"].gathered for world in (1, 2))
+    assert pair - alone == 2 * QWEN3_8B.layer
+
+
+def test_stage_1_casts_one_gradient_at_a_time() -> None:
+    first, second = (moments_of(2, zero_stage=stage) for stage in (1, 2))
+    assert first["layer"].buckets == 6 * QWEN3_8B.largest_in_layer
+    assert first["embedding"].buckets == 6 * 151936 * 4096
+    float32 = rank_moments(QWEN3_8B, dtype="float32", zero_stage=1, world=2, micro_batch_tokens=64)
+    assert float32["layer"].buckets == 4 * QWEN3_8B.largest_in_layer
+    assert second["layer"].buckets == 10 * QWEN3_8B.largest_in_layer + 7 * 50_000_000
+
+
+def test_logits_of_a_chunk_of_the_kernels_are_counted() -> None:
+    """Of 1.6 GiB, which without kernels would be two chunks."""
+    size, tokens = ModelSize(494_032_768, 896, 24, 4864, 151936), 2800
+    moments = rank_moments(
+        size, dtype="bfloat16", zero_stage=1, world=1, micro_batch_tokens=tokens, accelerator=True
+    )
+    assert moments["head"].head == (6 * tokens + 4 * 896) * 151936, "and the weight's gradient"
 
 
 ON_TWO_GPUS = load_run(Path(__file__).parents[2] / "examples/lora-hub/run.yaml").spec

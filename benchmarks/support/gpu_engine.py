@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
+import multiprocessing
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ from support.gpu_models import SHAPES, TINY, Shape, make, make_moe
 BUCKET_BYTES = 64 << 20
 MEMORY_SECONDS: Final = 65.0
 """After which ``check_memory`` begins no other case."""
+LAST_CASE_SECONDS: Final = 20.0
+"""That a case may take beyond it, so that those before are kept."""
 _RECOMPUTED: Final = {"activation_checkpointing": True}
 MEMORY_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "8B, FSDP2, checkpointing": ("8B", {"engine": "FSDP2", "zero_stage": 3} | _RECOMPUTED),
@@ -74,18 +77,32 @@ def check_moe(options: Options) -> dict[str, Any]:
 
 
 def check_memory(options: Options) -> dict[str, Any]:
-    """Memory by the parts of a step, beside the estimate, as many cases as the time allows."""
+    """Memory by the parts of a step, beside the estimate, as many cases as the time allows.
+
+    Each is in a process of its own: DeepSpeed keeps the first process group and its engines' tensors until a process ends.
+    """
     require("deepspeed")
+    open_device(options)
     begin, shapes = time.monotonic(), TINY if options.tiny else SHAPES
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers"])
     found: dict[str, Any] = {}
+    failed = []
     for name, (shape, changed) in MEMORY_CASES.items():
-        if time.monotonic() - begin > MEMORY_SECONDS:
+        left = begin + MEMORY_SECONDS - time.monotonic()
+        if left < 0:
             found[name] = "the time was over"
             continue
-        found[name] = _trained(options, make, shapes[shape], changed, steps=2)
-        print(f"{name}: {json.dumps(found[name])}", flush=True)  # kept should a later one fail
-        gc.collect()
-    return found
+        pool = ProcessPoolExecutor(1, context)
+        try:
+            case = pool.submit(_trained, options, make, shapes[shape], changed, steps=2)
+            found[name] = case.result(left + LAST_CASE_SECONDS)
+            pool.shutdown()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"[:2000]
+            failed.append(name)
+            pool.shutdown(wait=not isinstance(error, TimeoutError))
+    return found | ({"status": "failed", "reason": f"failed: {', '.join(failed)}"} if failed else {})
 
 
 def _trained(

@@ -4,8 +4,8 @@ The tensors are torch's fake tensors: they have shape, dtype and device, and no 
 the CPU raise, as on a GPU. So do operations that need a value (``item``, ``float``, ``bool``), and operations whose result's shape
 depends on values; transfers to the CPU are recorded with the function of the trainer that made them. The device is torch's
 private backend, because torch built for CUDA runs no backward pass of fake CUDA tensors without a driver. The backend stays
-registered in the process, so the tests start one. A copy to the device that blocks waits as well, as one of ordinary memory does on
-a GPU.
+registered in the process, so the tests start one. A copy to the device waits as well unless it is of page-locked
+memory, changes no dtype and does not block, as on a GPU.
 
 Tensors on the CPU are real and have values.
 """
@@ -59,6 +59,7 @@ from scalerl_trainer.engine import (
 from scalerl_trainer.engine.deepspeed_backend import ClippingAdamW
 from scalerl_trainer.engine.distributed import exchange_sizes
 from scalerl_trainer.models import head as head_module
+from scalerl_trainer.models import varlen
 from scalerl_trainer.packing import Sequence
 from scalerl_trainer.publish.buckets import fill, tensor_spec
 
@@ -115,12 +116,13 @@ class Accelerator(TorchDispatchMode):
             if mask is not None and mask.dtype == torch.bool:
                 self._wait("a mask selects")
                 return args[0].clone()
+        source = args[func is torch.ops.aten.copy_.default] if func in COPIES else None
+        pinned = getattr(source, "pinned", False) and (kwargs.get("non_blocking") or args[2:] == (True,))
         args, kwargs = tree_map(self._faked, (args, kwargs))
         result = func(*args, **kwargs)
-        if func in COPIES and not (kwargs.get("non_blocking") or args[2:] == (True,)):
-            to_device = isinstance(result, torch.Tensor) and result.device.type == ACCELERATOR
+        if source is not None and result.device.type == ACCELERATOR and source.device.type == "cpu":
             own = any(f.filename.startswith(SOURCE) for f in traceback.extract_stack())
-            if own and to_device and args[-1].device.type == "cpu":
+            if own and not (pinned and result.dtype == source.dtype):
                 self._wait("a tensor is moved to the device")
         if on_device and func is not torch.ops.aten.detach.default:
             changed = args[0] if func is torch.ops.aten.copy_.default else result
@@ -138,6 +140,14 @@ class Accelerator(TorchDispatchMode):
         if at not in MAY_WAIT:
             raise Wait(f"{what} in {at}")
         self.waits[at] += 1
+
+
+def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """In place of the method of tensors, which needs a real accelerator."""
+    assert tensor.device.type == "cpu"
+    copy = tensor.clone()
+    copy.pinned = True  # type: ignore[attr-defined]
+    return copy
 
 
 class PlainEngine:
@@ -247,6 +257,12 @@ def engine(*, fp32_head: bool = True, frozen: bool = False) -> Engine:
     return made
 
 
+def boundaries() -> list[str]:
+    """Devices of what the variable-length kernel takes."""
+    ends = varlen.boundaries(torch.tensor([[0, 1, 2, 0, 1]]), torch.device(ACCELERATOR))
+    return [x.device.type for x in ends.values() if isinstance(x, torch.Tensor)]
+
+
 LOSSES: dict[str, Loss] = {
     "cispo": Cispo(),
     "dppo": Dppo(),
@@ -281,6 +297,10 @@ FAULTS: dict[str, Callable[[TokenBatch], object]] = {
     "to": lambda tokens: tokens.advantages_n.to("cpu", torch.float64),
     "copy": lambda tokens: torch.empty_like(tokens.weights_n, device="cpu").copy_(tokens.weights_n),
     "on": lambda tokens: torch.ones(2).to(tokens.weights_n.device),
+    "unpinned": lambda tokens: torch.ones(2).to(tokens.weights_n.device, non_blocking=True),
+    "cast": lambda tokens: (
+        torch.ones(2).pin_memory().to(tokens.weights_n.device, torch.bfloat16, non_blocking=True)
+    ),
     "item": lambda tokens: tokens.logprobs_n.sum().item(),
     "float": lambda tokens: float(tokens.advantages_n.max()),
     "if": lambda tokens: bool((tokens.weights_n > 0).all()),
@@ -323,6 +343,7 @@ def stepped(loss: Loss, **settings: bool) -> dict[str, Any]:
 
 def main() -> None:
     torch.manual_seed(0)
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     _setup_privateuseone_for_python_backend(ACCELERATOR)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     training_step.open_backend = PlainEngine  # type: ignore[assignment]
@@ -338,6 +359,7 @@ def main() -> None:
             found[f"loss {name}"] = outcome(mode, lambda loss=loss: stepped(loss, frozen=True))
         found["bfloat16 head"] = outcome(mode, lambda: stepped(Cispo(), fp32_head=False))
         found["logprobs"] = outcome(mode, lambda: len(engine().logprobs(batch().sequences).logprobs_n))
+        found["boundaries"] = outcome(mode, boundaries)
         found["publish"] = outcome(mode, lambda: publish(engine()))
         for name, fault in FAULTS.items():
             found[f"fault {name}"] = outcome(mode, lambda fault=fault: stepped(Planted(fault)))

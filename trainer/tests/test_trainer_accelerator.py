@@ -53,6 +53,11 @@ def test_logprobs_and_publish_wait_once_each(found: dict[str, dict[str, Any]]) -
 
 
 @pytest.mark.slow
+def test_boundaries_of_sequences_wait_for_no_copy(found: dict[str, dict[str, Any]]) -> None:
+    assert found["boundaries"] == {"result": ["pretend"] * 2, "waits": {}}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
@@ -60,6 +65,8 @@ def test_logprobs_and_publish_wait_once_each(found: dict[str, dict[str, Any]]) -
         ("to", "Wait", "a tensor is moved to the CPU"),
         ("copy", "Wait", "a tensor is moved to the CPU"),
         ("on", "Wait", "a tensor is moved to the device"),
+        ("unpinned", "Wait", "a tensor is moved to the device"),
+        ("cast", "Wait", "a tensor is moved to the device"),
         ("item", "Wait", "a value is read"),
         ("float", "Wait", "a value is read"),
         ("if", "Wait", "a value is read"),

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 ENGINE = ("engine-FSDP2", "engine-ZeRO1", "engine-ZeRO3")
 CHECKS = (
     *("machine", "attention", "head", "positions", *ENGINE, "offload", "offload-ZeRO"),
-    *("step-0.5B", "step-8B", "files", "lora", "moe", "group-1", "group-2"),
+    *("step-0.5B", "step-8B", "files", "lora", "moe", "memory", "group-1", "group-2"),
 )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from scalerl_trainer.models import head
 from scalerl_trainer.models.head import LogprobHead
+from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
 WORKER = Path(__file__).with_name("head_kernels_worker.py")
 BROKEN = [True] * 3 + [False] * 2 + [True] * 4 + [False] * 2
@@ -75,14 +76,23 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     head.kernels_failure.cache_clear()
 
 
-def statistics(logits_cv: torch.Tensor, *args: Any) -> None:
+def logits(product_cv: torch.Tensor, bias_v: Any, transform: LogitTransform) -> torch.Tensor:
+    logits_cv = product_cv if bias_v is None else product_cv + bias_v
+    return logits_cv if transform.cap is None else transform.cap * (logits_cv / transform.cap).tanh()
+
+
+def statistics(*args: Any) -> None:
+    logits_cv = logits(*args[:3])
     logprobs = logits_cv.log_softmax(-1)
-    args[4].copy_(logprobs.gather(1, args[3][:, None])[:, 0])
-    args[5].copy_(logits_cv.logsumexp(-1))
+    args[5].copy_(logprobs.gather(1, args[4][:, None])[:, 0])
+    args[6].copy_(logits_cv.logsumexp(-1))
 
 
-def derivative(logits_cv: torch.Tensor, *args: Any) -> torch.Tensor:
-    return (logits_cv - args[3][:, None]).exp().bfloat16()
+def derivative(*args: Any) -> torch.Tensor:
+    logits_cv = logits(*args[:3])
+    cap = args[2].cap
+    slope_cv = 1.0 if cap is None else 1.0 - (logits_cv / cap).square()
+    return ((logits_cv - args[4][:, None]).exp() * slope_cv).bfloat16()
 
 
 def test_trial_decides_once_and_names_the_reason(
@@ -106,14 +116,44 @@ def test_trial_decides_once_and_names_the_reason(
 
 
 def test_trial_accepts_right_results_alone(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels without bias and cap and of those with both, which are compiled apart."""
     from scalerl_trainer.models import head_kernels
 
     monkeypatch.setattr(head_kernels, "statistics", statistics)
     monkeypatch.setattr(head_kernels, "derivative", derivative)
     assert head.kernels_failure(trial) is None
-    head.kernels_failure.cache_clear()
-    monkeypatch.setattr(head_kernels, "derivative", lambda *args: derivative(*args) * 1.02)
-    assert head.kernels_failure(trial) == "they compute something else"
+    for biased in (False, True):
+
+        def wrong(*args: Any, biased: bool = biased) -> torch.Tensor:
+            return derivative(*args) * (1.02 if (args[1] is not None) == biased else 1.0)
+
+        head.kernels_failure.cache_clear()
+        monkeypatch.setattr(head_kernels, "derivative", wrong)
+        assert head.kernels_failure(trial) == "they compute something else"
+    for name in ("bias_v", "cap"):
+
+        def left_out(*args: Any, name: str = name) -> None:
+            product_cv, bias_v, transform, *more = args
+            given = (None, transform) if name == "bias_v" else (bias_v, PLAIN)
+            statistics(product_cv, *given, *more)
+
+        head.kernels_failure.cache_clear()
+        monkeypatch.setattr(head_kernels, "derivative", derivative)
+        monkeypatch.setattr(head_kernels, "statistics", left_out)
+        assert head.kernels_failure(trial) == "they compute something else"
+
+
+def test_trial_fails_where_a_kernel_with_bias_does(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scalerl_trainer.models import head_kernels
+
+    def no_compilation(*args: Any) -> None:
+        if args[1] is not None:
+            raise RuntimeError("ptxas died")
+        statistics(*args)
+
+    monkeypatch.setattr(head_kernels, "statistics", no_compilation)
+    monkeypatch.setattr(head_kernels, "derivative", derivative)
+    assert head.kernels_failure(trial) == "a call of them fails: RuntimeError: ptxas died"
 
 
 def test_trial_without_triton(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,10 @@ class DeepSpeed(Engine):
         return gathered + at_once * part.size.vocabulary_size * part.size.hidden_size
 
     def _reduced(self, part: Partition) -> int:
-        """Bytes a weight of a parameter's gradient until it is in the accumulated ones: from stage 2 on, of one that is larger than a
-        bucket, also in float32 to be sent and as received."""
-        return part.value_bytes + (8 if part.zero_stage > 1 else 0)
+        """Bytes a weight of a parameter's gradient until it is in the accumulated ones: at stage 1 in bfloat16 also in float32, one
+        parameter at a time; from stage 2 on, of one that is larger than a bucket, also in float32 to be sent and as received."""
+        cast = 4 if part.zero_stage == 1 and part.value_bytes != 4 else 0
+        return part.value_bytes + (8 if part.zero_stage > 1 else cast)
 
     def update_bytes(self, part: Partition) -> int:
         """The buffer in which gradients are reduced without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time."""
@@ -170,8 +171,8 @@ class Fsdp2(Engine):
         return min(part.parameters, part.size.used_at_once)
 
     def gathered_at_head(self, part: Partition) -> int:
-        """Layers are not."""
-        return min(part.parameters, part.size.embeddings)
+        """Of the layers only the last, which more than one rank gathers before the head's backward pass."""
+        return min(part.parameters, part.size.embeddings + (part.world > 1) * part.size.layer)
 
     def layer_bytes(self, part: Partition) -> int:
         """In float32 to be sent beside those of the layer before, and as received."""

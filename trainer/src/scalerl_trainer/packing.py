@@ -342,3 +342,12 @@ def _experts(
             at = start + routed.positions[:count]
             experts_xlk[at], known_x[at] = routed.experts[:count], True
     return torch.from_numpy(experts_xlk), torch.from_numpy(known_x)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor on ``device``. The host waits for no copy of its own memory: one from memory that can be paged, or which changes the
+    dtype, would wait for all that runs before it."""
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    if tensor.device.type == "cpu" and device.type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

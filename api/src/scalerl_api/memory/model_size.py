@@ -103,9 +103,9 @@ class ModelSize:
     def activation_values(self, dtype: Dtype, *, frozen: bool = False) -> int:
         """Values that a layer of a Llama keeps for the backward pass of a token, counted in transformers' layers.
 
-        Eight of the hidden size (in bfloat16 ten, since norms compute in float32) less the two of the queries, those of the queries
-        and keys before and after attention, and four of the MLP's width. Of each expert that a token has, also its input and output. ``frozen`` norms keep no input of their
-        weights' products.
+        Eight of the hidden size (in bfloat16 ten, since norms compute in float32) less the two of the queries, those of the
+        queries and keys before and after attention, and four of the MLP's width. Of each expert that a token has, also its
+        input and output. ``frozen`` norms keep no input of their weights' products.
         """
         hidden, queries = self.hidden_size, self.query_size or self.hidden_size
         norms = ((8 if dtype == "bfloat16" else 6) - 2 * frozen) * hidden

@@ -19,7 +19,9 @@ from scalerl_api.spec import RunSpec
 CHUNK_BYTES = 64 * 2**20
 """Logits that the output head computes at a time on a CPU."""
 ACCELERATOR_CHUNK_BYTES = 2**30
-"""The same on an accelerator. With the head's kernels a chunk is 5/3 of it, and kept once in float32, not twice: as much."""
+"""The same on an accelerator without the head's kernels."""
+KERNEL_CHUNK_BYTES = 5 * 2**30 // 3
+"""The same with them: in the backward pass logits are kept once in float32 and once in bfloat16."""
 CONTEXT_BYTES = 5 * 2**28
 """Memory of an accelerator for CUDA's context, NCCL's channels and cuBLAS's workspaces: 1.25 GiB [by reading]."""
 HOST_BYTES = 2**25
@@ -214,7 +216,8 @@ def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, 
     chunk = min(ACCELERATOR_CHUNK_BYTES if accelerator else CHUNK_BYTES, every)
     following = min(chunk, every - chunk) + (chunk // 2 if low and not fp32 else 0)
     last = 3 * chunk // 2 if low else chunk
-    forward, backward, end = 2 * chunk + following, last + following, last
+    kernels = 3 * min(KERNEL_CHUNK_BYTES, every) // 2 if accelerator and fp32 and low else 0
+    forward, backward, end = 2 * chunk + following, max(last + following, kernels), last
     if trains:
         backward, end = backward + 4 * output, end + (4 + each * low) * output
     return max(forward, backward, end) + (4 * output if fp32 and low and not accelerator else 0)

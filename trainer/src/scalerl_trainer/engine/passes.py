@@ -36,7 +36,7 @@ from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.router_replay import RouterReplay
 from scalerl_trainer.models.routing import Routing
-from scalerl_trainer.packing import MicroBatch, PackedBatch
+from scalerl_trainer.packing import MicroBatch, PackedBatch, to_device
 from scalerl_trainer.ranks import RankLost
 from scalerl_trainer.train_batch import TrainBatch
 
@@ -121,11 +121,7 @@ class Passes:
         return ()
 
     def _move(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A host's tensor on the device, which the host does not wait for: a copy from memory that can be paged would wait for all
-        that runs before it."""
-        if self._device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, dtype, non_blocking=True)
+        return to_device(tensor, self._device, dtype)
 
     def _frozen_logprobs(self, frozen: Frozen | None, micro: MicroBatch) -> torch.Tensor | None:
         """A frozen policy's log-probability of each token, ``[M]``; None without one.

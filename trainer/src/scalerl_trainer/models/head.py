@@ -89,23 +89,14 @@ class LogprobHead(nn.Module):
         The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator without the kernels they are the
         means of chunks, those of 64 tokens or more estimated from every eighth token.
         """
-        device = self.weight.device
-        kernels = self.fp32 and self.weight.dtype == torch.bfloat16 and kernels_failure(device) is None
+        weight, fp32, device = self.weight, self.fp32, self.weight.device
+        kernels = fp32 and weight.dtype == torch.bfloat16 and kernels_failure(device) is None
         by_device = CPU_CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
         if kernels:
             by_device = KERNEL_CHUNK_BYTES
-        chunk = max(1, (self.chunk_bytes or by_device) // (4 * self.weight.shape[0]))
+        chunk = max(1, (self.chunk_bytes or by_device) // (4 * weight.shape[0]))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
-            hidden_md,
-            self.weight,
-            self.bias,
-            target_m,
-            temperature,
-            self.transform,
-            self.fp32,
-            chunk,
-            entropy,
-            kernels,
+            hidden_md, weight, self.bias, target_m, temperature, self.transform, fp32, chunk, entropy, kernels
         )
         return result
 
@@ -115,17 +106,9 @@ def kernels_failure(device: torch.device) -> str | None:
     """Why the kernels do not work on ``device``, by a trial of both; None if they do. Not a collective."""
     if device.type != "cuda":
         return "they need a CUDA device"
-    logits_cv = torch.linspace(-4.0, 4.0, 3 * 5008, device=device).view(3, 5008).sin_()
-    expected_cv, target_c = logits_cv.log_softmax(-1), logits_cv.new_tensor([7, 5007, 0], dtype=torch.long)
-    outs = [logits_cv.new_empty(3, dtype=torch.long if at == 3 else None) for at in range(5)]
     try:
-        from scalerl_trainer.models import head_kernels
-
-        head_kernels.statistics(logits_cv, None, PLAIN, 1.0, target_c, *outs)
-        none_ck = target_c.new_full((3, 2), -1)
-        values_cv = head_kernels.derivative(logits_cv, None, PLAIN, 1.0, outs[1], none_ck)
-        right = torch.allclose(outs[0], expected_cv.gather(1, target_c[:, None])[:, 0], atol=1e-4)
-        right = right and torch.allclose(values_cv.float(), expected_cv.exp(), rtol=0.01)
+        # Each compiles kernels of its own.
+        right = _trial(device, 5008, PLAIN) and _trial(device, 5003, LogitTransform(cap=4.0))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # of Triton, of a compiler or linker, or of a file that cannot be written
@@ -136,6 +119,26 @@ def kernels_failure(device: torch.device) -> str | None:
         reason = "they compute something else"
     log.warning("the output head has no kernels on %s: %s", device, reason)
     return reason
+
+
+def _trial(device: torch.device, vocabulary: int, transform: LogitTransform) -> bool:
+    """Whether the kernels compute for three tokens what the head without them does, with a cap also with a bias."""
+    from scalerl_trainer.models import head_kernels
+
+    states_cd, matrix_vd = (
+        torch.linspace(-4.0, 4.0, 8 * n, device=device).view(n, 8).sin_() for n in (3, vocabulary)
+    )
+    bias_v = None if transform.cap is None else matrix_vd[:, 0].bfloat16()
+    logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, transform, 1.0, True)
+    expected_cv = logits_cv.log_softmax(-1)
+    target_c = torch.tensor([7, vocabulary - 1, 0], device=states_cd.device)
+    outs = [expected_cv.new_empty(3, dtype=torch.long if at == 3 else None) for at in range(5)]
+    arguments = (states_cd @ matrix_vd.t(), bias_v, transform, 1.0)
+    head_kernels.statistics(*arguments, target_c, *outs)
+    values_cv = head_kernels.derivative(*arguments, outs[1], target_c.new_full((3, 2), -1))
+    right = torch.allclose(outs[0], expected_cv.gather(1, target_c[:, None])[:, 0], atol=1e-4)
+    slope = 1.0 if slope_cv is None else slope_cv
+    return right and torch.allclose(values_cv.float(), expected_cv.exp() * slope, rtol=0.01)
 
 
 class _ChunkedLogprob(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from scalerl_trainer.errors import BadBatchError, ModelError
 from scalerl_trainer.models.routing import routers_of
-from scalerl_trainer.packing import MicroBatch
+from scalerl_trainer.packing import MicroBatch, to_device
 
 _PROBED_POSITIONS = 2
 
@@ -97,8 +97,8 @@ class RouterReplay:
         The backward pass belongs into it as well: with activation checkpointing it computes the layers again.
         """
         if micro.experts_xlk is not None and micro.known_x is not None:
-            self._experts_xlk = micro.experts_xlk.to(device, non_blocking=True)
-            self._known_x = micro.known_x.to(device, non_blocking=True)
+            self._experts_xlk = to_device(micro.experts_xlk, device)
+            self._known_x = to_device(micro.known_x, device)
         try:
             yield
         finally:

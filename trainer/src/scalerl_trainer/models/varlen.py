@@ -22,6 +22,7 @@ import torch
 
 from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models.structure import forward_source
+from scalerl_trainer.packing import to_device
 
 NAME = "torch_varlen"
 """In ``config._attn_implementation``."""
@@ -157,7 +158,7 @@ def boundaries(position_ids_bt: torch.Tensor, device: torch.device) -> dict[str,
     starts = (position_ids_bt.flatten() == 0).nonzero().flatten()
     ends_s = torch.cat([starts, starts.new_full((1,), position_ids_bt.numel())]).int()
     longest = int(ends_s.diff().max())
-    ends_s = ends_s.to(device, non_blocking=True)
+    ends_s = to_device(ends_s, device)
     return {
         "cu_seq_lens_q": ends_s,
         "cu_seq_lens_k": ends_s,
