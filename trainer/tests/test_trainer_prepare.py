@@ -230,7 +230,7 @@ def test_prepare_model_larger_than_memory_raises(tmp_path: Path) -> None:
 
 def test_check_memory_of_all_roles_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = {"replicas": 8, "zeroStage": 1, "microBatchTokens": 64}
-    monkeypatch.setattr("scalerl_trainer.checks.memory_bytes", lambda: 4 << 20)
+    monkeypatch.setattr("scalerl_trainer.checks.memory_bytes", lambda: 100 << 20)
     paths, spec = make(tmp_path, trainer=trainer)
     with pytest.raises(PrepareError, match="8 trainer ranks"):
         prepare(paths, spec, one_machine=True)
