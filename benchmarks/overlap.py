@@ -56,8 +56,9 @@ def main() -> None:
             run, work / "run", PINS, edit=Edit(steps, {"offPolicy": {"pipeline": {"maxStalenessSteps": 0}}})
         )
     figures: dict[str, float] = {}
-    # The coordinator's return is within the first steps of the second half.
-    for name, half, lead in (("asynchronous", rows[:steps], k + 1), ("synchronous", rows[steps:], 3)):
+    # In the second half, the first steps are of rollouts that the first had sampled ahead, and the coordinator returns.
+    lead = k + 1
+    for name, half in (("asynchronous", rows[:steps]), ("synchronous", rows[steps:])):
         steady = half[lead:]
         busy = sum(row["busy_seconds"] for row in steady)
         figures[f"{name}_trained_tokens_per_second"] = rate(half, "trained_tokens", lead, 0)
