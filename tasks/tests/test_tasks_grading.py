@@ -251,14 +251,14 @@ async def test_hanging_group_does_not_block_others():
 
 
 async def test_score_group_reports_each_grade():
-    told = []
+    at = []
     async with GradingPool(FACTORS, timeout_seconds=1.5) as pool:
         begun = time.monotonic()
         verdicts = await pool.score_group(
-            PRIME, [PRIME.answer, FOREVER, "5"], on_graded=lambda: told.append(time.monotonic() - begun)
+            PRIME, [PRIME.answer, FOREVER, "5"], on_graded=lambda: at.append(time.monotonic() - begun)
         )
-    assert len(told) == len(verdicts) == 3
-    assert told[1] - told[0] > 0.1
+    assert len(at) == len(verdicts) == 3
+    assert at[1] - at[0] > 0.1
 
 
 async def test_pool_is_notified_once_for_a_group(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Limits of the answers that a client accepts over HTTP: their encoding, bytes and seconds. No I/O: the client reads, in chunks.
 
 Every client of the project follows no redirect, accepts no compressed answer (a few KB can be gigabytes), and reads through
-:class:`Body`. Messages about an answer that is refused as a whole have nothing of it: they are shown in conditions, and whoever
+:class:`Body`. Messages about an answer that is refused as a whole have nothing of it: they are shown in conditions, and anyone who
 controls a server would otherwise choose what the client reads and prints.
 """
 
