@@ -20,7 +20,6 @@ from scalerl_cli.exits import Refused
 from scalerl_cli.output import echo, replace_text
 from scalerl_cli.run import read_spec, run_spec
 from scalerl_cli.variants import Planned, Variant, changed_defaults, earlier_spec, parse_variant, planned
-from scalerl_local.run_directory import DirectoryProblem
 
 if TYPE_CHECKING:
     from scalerl_analysis.comparison import Recipe
@@ -156,17 +155,14 @@ def _run_all(members: Sequence[Member], parent: Path, runner: Runner) -> dict[st
     """Make the missing and unfinished runs, one after the other; returns the directory of each run, by digest.
 
     Raises:
-        Refused: a run cannot be resumed, or the user interrupted one, which ends the whole comparison.
+        Refused, DirectoryProblem: a run cannot be resumed, or the user interrupted one, which ends the whole comparison.
     """
     plans = [plan for member in members for plan in member.runs]
     names = frozenset(plan.name for plan in plans)
     directories = {plan.digest: parent / plan.name for plan in plans}
     for plan in plans:
         directory = directories[plan.digest]
-        try:
-            changed = changed_defaults(plan, directory) if RunPaths(directory).run_file.exists() else ""
-        except DirectoryProblem as problem:
-            raise Refused(str(problem)) from problem
+        changed = changed_defaults(plan, directory) if RunPaths(directory).run_file.exists() else ""
         if changed:
             raise Refused(
                 f"{directory}: made by a release with other defaults ({changed}); write these fields into the spec as they "

@@ -9,6 +9,7 @@ from typing import Final
 from scalerl_analysis.problem import AnalysisProblem
 from scalerl_api.load import SpecError
 from scalerl_cli.output import echo
+from scalerl_local.run_directory import DirectoryProblem
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -39,7 +40,7 @@ def exit_code(command: Callable[[], int]) -> int:
         lines, code = refused.args, refused.code
     except AnalysisProblem as error:
         lines, code = (options_named(str(error)),), BAD_INPUT
-    except SpecError as error:
+    except (SpecError, DirectoryProblem) as error:
         lines, code = (str(error),), BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -67,8 +67,9 @@ def fork_name(given: str, source: str, name: str | None) -> str:
 
 def _fork_directory(arguments: argparse.Namespace, source: Path) -> int:
     if find_spec("scalerl_trainer") is None:
-        needs = "needs the trainer's packages: use the trainer's image, or `make setup`"
-        raise Refused(f"scalerl fork of a directory {needs}")
+        raise Refused(
+            "the fork of a directory needs the trainer's packages: use the trainer's image, or `make setup`"
+        )
     from scalerl_trainer.fork import ForkError, fork_directory
 
     try:

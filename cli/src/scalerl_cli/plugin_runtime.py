@@ -13,7 +13,7 @@ from scalerl_cli.inputs import load, plugin_problems
 from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
 from scalerl_lifecycle.runtime import StoredRuntime, drive
-from scalerl_local.run_directory import DirectoryProblem, latest_directory, next_directory
+from scalerl_local.run_directory import latest_directory, next_directory
 
 _CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: INTERRUPTED}
 
@@ -22,7 +22,7 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
     """Execute the run of a file until it rests; returns the exit code. Interrupted, it goes on where it runs.
 
     Raises:
-        Refused, SpecError: lists every problem.
+        Refused, SpecError, DirectoryProblem: lists every problem.
     """
     run = load(arguments.file)
     if problems := list(plugin_problems(run.spec)):
@@ -32,8 +32,6 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
         directory = arguments.dir or (latest_directory if arguments.resume else next_directory)(RUNS, name)
         plan = arguments.planner(run)
         runtime: StoredRuntime = make(Kind.RUNTIME, arguments.runtime, {}, run, plan, directory)
-    except DirectoryProblem as error:
-        raise Refused(str(error)) from error
     except PluginError as error:
         raise Refused(f"--runtime: {error}") from error
     echo(f"{name} in {directory}, by {arguments.runtime}")

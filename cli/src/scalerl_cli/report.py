@@ -1,6 +1,4 @@
-"""``scalerl report``: rewards of runs by label of the prompts (such as difficulty or context) and by task of a mix, turns of episodes,
-and changes of the responses between epochs.
-"""
+"""``scalerl report``: rewards by label of the prompts and by task of a mix, turns of episodes, changes of responses between epochs."""
 
 from __future__ import annotations
 

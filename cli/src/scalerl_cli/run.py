@@ -28,7 +28,7 @@ from scalerl_lifecycle.lifecycle_types import OutcomeKind
 from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_local.commands import LocalSettings
 from scalerl_local.local_runtime import LocalRuntime
-from scalerl_local.run_directory import DirectoryProblem, RunDirectory, latest_directory, next_directory
+from scalerl_local.run_directory import RunDirectory, latest_directory, next_directory
 from scalerl_local.run_view import Event, Failure, RunResult
 
 RUNS = Path("runs")
@@ -67,8 +67,6 @@ def run_spec(
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
-    except DirectoryProblem as problem:
-        raise Refused(str(problem)) from problem
     except RecordError as problem:
         raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
     except CoordinatorRefused as refused:
@@ -114,12 +112,9 @@ def read_spec(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRu
 
 def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirectory:
     name = spec.metadata.name
-    try:
-        if resume:
-            return RunDirectory.resume(directory or latest_directory(RUNS, name), spec)
-        return RunDirectory.create(directory or next_directory(RUNS, name), spec)
-    except DirectoryProblem as error:
-        raise Refused(str(error)) from error
+    if resume:
+        return RunDirectory.resume(directory or latest_directory(RUNS, name), spec)
+    return RunDirectory.create(directory or next_directory(RUNS, name), spec)
 
 
 async def _run_displayed(

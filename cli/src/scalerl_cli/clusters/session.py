@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -92,11 +92,9 @@ class Session:
 
     def delete(self, kind: str, namespace: str, name: str) -> None:
         """Delete an object at once; one that is gone is no error."""
-        try:
-            body = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
+        with suppress(errors.NotFound):
             self._object("delete", kind, namespace, name, body)
-        except errors.NotFound:
-            return
 
     def apply(self, kind: Kind, namespace: str | None, body: Object, *, dry_run: bool, force: bool) -> Object:
         """Server-side apply as ``scalerl-cli``."""

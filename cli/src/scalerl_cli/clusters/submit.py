@@ -96,11 +96,8 @@ def _kinds_of(crd: Object) -> list[tuple[tuple[str, str], Kind]]:
     """
     try:
         spec = crd["spec"]
-        name, plural, namespaced = (
-            spec["names"]["kind"],
-            spec["names"]["plural"],
-            spec["scope"] == "Namespaced",
-        )
+        name, plural = spec["names"]["kind"], spec["names"]["plural"]
+        namespaced = spec["scope"] == "Namespaced"
         versions = [f"{spec['group']}/{version['name']}" for version in spec["versions"]]
     except (KeyError, TypeError) as error:
         raise Trouble(f"{_CRD} {crd['metadata']['name']}: {error} is missing in spec", BAD_INPUT) from error
@@ -112,7 +109,7 @@ def _shown(file: str) -> str:
 
 
 def read_objects(file: str) -> list[Object]:
-    """The objects of a file; ``-`` is standard input. Raises Trouble."""
+    """The objects of a file; ``-`` is standard input. Raises Trouble and SpecError."""
     source = _shown(file)
     try:
         if file == "-":
@@ -120,8 +117,6 @@ def read_objects(file: str) -> list[Object]:
         return parse_objects(Path(file).read_text(encoding="utf-8"), source)
     except (OSError, UnicodeDecodeError) as error:
         raise Trouble(f"{source}: {getattr(error, 'strerror', None) or error}", BAD_INPUT) from error
-    except SpecError as error:
-        raise Trouble(str(error), BAD_INPUT) from error
 
 
 def _problems(obj: Object, namespace: str) -> list[SpecProblem]:

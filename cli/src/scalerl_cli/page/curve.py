@@ -80,7 +80,7 @@ def _fitted(made: FittedCurve) -> dict[str, Any]:
 
 
 def _why(made: FittedCurve) -> Iterator[str]:
-    """Sentences on the width of the forecast at 2×, part by part, and the doubts."""
+    """Sentences on the width of the forecast at 2×, part by part, and the warnings."""
     ahead, scale = made.forecasts[0], made.scale
     at = np.array([made.twice - made.start])
     parameters = np.asarray(np.quantile(draws(made.fitted).reward(at)[:, 0], (0.05, 0.95)))
@@ -91,7 +91,6 @@ def _why(made: FittedCurve) -> Iterator[str]:
     yield (
         f"the 90 % interval at twice the compute is {whole:.3f} wide. The parameters of the curve, from {points} evaluations, "
         f"leave {widths[0]:.3f}; with the departures from the curve, those that the newest evaluations show and those that may come, "
-        f"it is {widths[1]:.3f}; the rest "
-        "is the noise of a single evaluation"
+        f"it is {widths[1]:.3f}; the rest is the noise of a single evaluation"
     )
     yield from (warning.replace("interval of A ", "interval of the asymptote ") for warning in made.warnings)
