@@ -141,9 +141,12 @@ class DeepSpeed(Engine):
         return part.value_bytes + (8 if part.zero_stage > 1 else cast)
 
     def update_bytes(self, part: Partition) -> int:
-        """The buffer in which gradients are reduced without ZeRO, and ZeRO-3's copy of the gradients that it updates at a time."""
+        """The buffer in which gradients are reduced without ZeRO, the reduced partition of a float32 model's beside the whole ones, and
+        ZeRO-3's copy of the gradients that it updates at a time."""
         if part.zero_stage == 0:
             return 4 * min(ALLREDUCE_ELEMENTS, part.trained)
+        if part.zero_stage == 1 and part.value_bytes == 4:
+            return 4 * part.share(1, part.trained)
         if part.zero_stage == 3 and part.offload == "None":
             return 4 * min(SUB_GROUP_ELEMENTS, part.share(1, part.trained))
         return 0

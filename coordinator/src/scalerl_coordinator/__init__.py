@@ -29,7 +29,7 @@ The way of a rollout, from prompt to trained batch, by file; ``http`` checks eac
                trainer_transitions    step_trained() ▶ step_figures.figures(), accounting.extend()
                files                  RunFiles.write_rows() appends to metrics.jsonl
     publish    trainer_endpoints      TrainerEndpoints._publish_begin(), then ._publish_commit()
-               publish_permits        PublishPermits.to_update(): which members get the version
+               publish_permits        PublishPermits.decide(): which members get the version
                trainer_requests       TrainerRequests.publish_commit() ▶ Membership.set_version(), which raises the lease limit
 
 ``*_endpoints`` are asynchronous and do I/O; ``*_requests`` and what they call decide, without I/O and with the time as an

@@ -38,6 +38,17 @@ class _Block:
         return self.waited_before + (0.0 if self.since is None else now - self.since)
 
 
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """Who may get a version of the weights now."""
+
+    to_update: list[Member]
+    """The outdated members that may get it: not those that keep a version which an evaluation holds, and none at all while an
+    evaluation holds one that no member has."""
+    blocking: set[int]
+    """Versions whose evaluation blocks the publish."""
+
+
 class PublishPermits:
     """Decides on a :class:`~.core.Core` which members get the trainer's weights."""
 
@@ -68,10 +79,19 @@ class PublishPermits:
             if m.version < oldest or m.version > newest or (requires_version and m.version != version)
         ]
 
-    def to_update(self, version: int, now: float) -> list[Member]:
-        """The outdated members that may get ``version`` now: not those that keep a version which an evaluation holds, and none at
-        all while it holds one that no member has."""
-        return self._to_update(self.blocking(version, now), now)
+    def decide(self, version: int, now: float) -> Permit:
+        """Who may get ``version`` now. Counts for how long evaluations have blocked it, and releases those that have for too long."""
+        evaluated = {e.version for e in self.core.state.evaluations.values() if self._blocks_publish(e)}
+        kept = self._keepers(evaluated)
+        overwritten = {m.version for m in self._outdated(now) if m.member_id in kept}
+        blocking = self._evaluations_in_the_way(version, overwritten)
+        self._blocks = {v: self._blocks.get(v, _Block(now)) for v in blocking}
+        waits = self._waits(version, blocking, now)
+        for block in self._blocks.values():
+            block.count(now, waits=waits)
+        self._end_blocks(now)
+        blocking &= self._blocks.keys()
+        return Permit(self._to_update(blocking, now), blocking)
 
     def _to_update(self, held: set[int], now: float) -> list[Member]:
         present = {m.version for m in self.core.membership.members.values() if m.healthy}
@@ -88,20 +108,6 @@ class PublishPermits:
             m.healthy and m.version_reported and m.version != version and m not in ready
             for m in members.members.values()
         )
-
-    def blocking(self, version: int, now: float) -> set[int]:
-        """Versions whose evaluation blocks a publish of ``version`` now."""
-        evaluated = {e.version for e in self.core.state.evaluations.values() if self._blocks_publish(e)}
-        kept = self._keepers(evaluated)
-        overwritten = {m.version for m in self._outdated(now) if m.member_id in kept}
-        blocking = self._evaluations_in_the_way(version, overwritten)
-        self._blocks = {v: self._blocks.get(v, _Block(now)) for v in blocking}
-        waits = self._waits(version, blocking, now)
-        for block in self._blocks.values():
-            block.count(now, waits=waits)
-        self._end_blocks(now)
-        evaluations = self.core.state.evaluations.values()
-        return {e.version for e in evaluations if e.version in blocking and self._blocks_publish(e)}
 
     def _waits(self, version: int, blocking: set[int], now: float) -> bool:
         """Whether the run waits for evaluations of ``blocking`` before ``version`` gets to a generator. It does not while other members

@@ -98,14 +98,15 @@ class TrainerRequests:
         publish = wire.Next(action=NextAction.PUBLISH, step=version)
         if version > max(state.published, self._permitted) and self.permits.publishes(version):
             due = closed and any(self.evaluations.due(version, t) for t in core.settings.identity.set_tasks)
-            if self.permits.to_update(version, now):
+            permit = self.permits.decide(version, now)
+            if permit.to_update:
                 return publish
-            if due and not self.permits.blocking(version, now) and not self.permits.in_backoff(version, now):
+            if due and not permit.blocking and not self.permits.in_backoff(version, now):
                 return publish  # to none: no generator is there
             return None if due else train
         if train is not None and version >= state.published:
             return train
-        return publish if self.permits.to_update(version, now) else train
+        return publish if self.permits.decide(version, now).to_update else train
 
     def _next_at_end(self, now: float) -> wire.Next | None:
         core, state = self.core, self.core.state
@@ -114,7 +115,8 @@ class TrainerRequests:
         hopeless = not state.leased and bool(core.publish_problem or not core.membership.members)
         if core.interrupted or hopeless:
             return self._finish(now)
-        blocking, to_update = self.permits.blocking(version, now), self.permits.to_update(version, now)
+        permit = self.permits.decide(version, now)
+        blocking, to_update = permit.blocking, permit.to_update
         unpublished = state.published != version
         if (unpublished and not blocking) or (to_update and not self.evaluations.has_points(version)):
             if core.publish_problem and self.evaluations.final_stalled(version, now):
@@ -208,22 +210,22 @@ class TrainerRequests:
         self.check(request.incarnation)
         self._check_version("the trainer publishes version", request.version)
         state = self.core.state
-        outdated = self.permits.to_update(request.version, now)
-        if not outdated and self.permits.blocking(request.version, now):
+        permit = self.permits.decide(request.version, now)
+        if permit.blocking and not permit.to_update:
             return None
         self._permitted = request.version
         members = [
             wire.Member(
                 member_id=m.member_id, name=m.name, control_url=m.control_url, weight_version=m.version
             )
-            for m in outdated
+            for m in permit.to_update
         ]
-        first = {m.name: request.version for m in outdated if m.version < 0}
+        first = {m.name: request.version for m in permit.to_update if m.version < 0}
         self._set_unproven(state.unproven | first)
         members_now = self.core.membership.members.values()
         serving = [m for m in members_now if m.healthy and m.version == request.version]
         return wire.PublishPermit(
-            ready=True, members=members, holders=sum(m not in outdated for m in serving)
+            ready=True, members=members, holders=sum(m not in permit.to_update for m in serving)
         )
 
     def publish_commit(self, request: wire.PublishCommit, now: float) -> None:

@@ -26,6 +26,8 @@ CONTEXT_BYTES = 5 * 2**28
 """Memory of an accelerator for CUDA's context, NCCL's channels and cuBLAS's workspaces: 1.25 GiB [by reading]."""
 HOST_BYTES = 2**25
 """Memory that a step on a CPU takes beside tensors: 17 to 40 MB were measured."""
+HOST_EXPERTS_BYTES = 7 * 2**25
+"""The same of experts: oneDNN keeps up to 1,024 compiled products, one for each number of an expert's tokens: 160 to 430 MB were measured."""
 FRAGMENTATION = 0.05
 """Share of the tensors' memory that torch's allocator cannot use [by reading]."""
 _FINAL_VALUES: Final = 6
@@ -146,8 +148,6 @@ def rank_moments(
     kept = parameters if library.keeps_trained_weights else parameters - own
     part = Partition(size, own, parameters, each, zero_stage, world, offload, bucket_elements)
     gradients = part.share(2, own) * 4
-    if dtype == "float32" and zero_stage == 1:
-        gradients += part.share(1, own) * 4  # the reduced partition, beside the whole gradients
     optimizer = part.share(1, own) * (MOMENTS_BYTES + (0 if dtype == "float32" and zero_stage == 0 else 4))
     # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
     largest = max(size.vocabulary_size * hidden, size.largest_parameter)
@@ -164,6 +164,7 @@ def rank_moments(
         reference=part.share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
     )
     layer = size.activation_values(dtype, frozen=trained is not None)
+    host = HOST_BYTES + (size.mlp_values > 0) * HOST_EXPERTS_BYTES
     values = size.layers * (hidden if activation_checkpointing else layer)
     token, whole = micro_batch_tokens * each, trained is None
     moments = {
@@ -188,7 +189,7 @@ def rank_moments(
     return {
         name: replace(
             one,
-            allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * one.total) if accelerator else HOST_BYTES,
+            allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * one.total) if accelerator else host,
         )
         for name, one in moments.items()
     }
