@@ -11,8 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-SCRIPTS = [path for path in sorted((ROOT / "benchmarks").glob("*.py")) if path.stem != "operator"]
-"""`operator.py` steps aside where it is imported."""
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.full

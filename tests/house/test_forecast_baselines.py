@@ -12,7 +12,6 @@ import pytest
 
 from scalerl_curvefit import Curve, paper_grid_search
 
-# Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from support.baselines import (

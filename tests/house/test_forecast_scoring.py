@@ -11,7 +11,6 @@ from scipy.stats import norm
 
 from scalerl_curvefit import Curve
 
-# Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from support.llm_curves import LLMCurve, llm_curves

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
 sys.path.append(str(ROOT / "benchmarks"))
 
 from support.llm_curves import FILE, LLMCurve, llm_curves  # noqa: E402

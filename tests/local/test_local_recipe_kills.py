@@ -29,7 +29,6 @@ from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
 from scalerl_coordinator.sampler_interface import SamplerInput
 from scalerl_coordinator.samplers import make_sampler
 
-# Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
 sys.path.append(str(ROOT / "benchmarks"))
 from support.length_model import make_length_model, write_prompts
 from support.measured_run import manifest
