@@ -41,6 +41,7 @@ async def test_probes_and_metrics_need_no_token(local, visitor):
     assert 'scalerl_coordinator_rollouts{fate="queued"} 0.0' in text
     assert 'scalerl_coordinator_phase{phase="waiting"} 1.0' in text
     assert "scalerl_coordinator_journal_refusing 0.0" in text
+    assert "scalerl_coordinator_supervised_steps 0.0" in text
 
 
 async def test_metrics_show_staleness_bound_and_requests(local, visitor):

@@ -152,6 +152,7 @@ class _RunCollector(Collector):
             ),
             ("members", len(status.members), "Registered generators."),
             ("step", status.step, "Steps trained."),
+            ("supervised_steps", status.supervised_steps, "Steps of mid-training applied to the weights."),
             ("published_version", status.published_version, "Latest published version."),
             ("staleness_steps_max", status.max_staleness_steps, "Maximum staleness of a trained token."),
             ("staleness_steps_mean", status.mean_staleness_steps, "Mean staleness of trained tokens."),

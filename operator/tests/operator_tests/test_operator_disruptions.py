@@ -473,3 +473,13 @@ def test_coordinator_after_a_lost_one_has_a_greater_number(
         assert decision.persisted.coordinator_attempt == after
         status = report(findings(RUN, decision=decision))
         assert persisted_state(status).coordinator_attempt == after
+
+
+def test_evicted_generator_does_not_start():
+    """Its object stays, and must not hide that all others reject their input."""
+    evicted = a_pod("g-1", "Failed", role=Role.GENERATOR, reason="Evicted", message="low on memory")
+    rejects = a_pod("g-2", "Running", role=Role.GENERATOR, code=2)
+    generators = seen(evicted, rejects).service(Role.GENERATOR)
+    assert (generators.ready, generators.starting) == (0, 0)
+    assert generators.bad_input is not None
+    assert seen(evicted, a_pod("g-2", "Pending", role=Role.GENERATOR)).service(Role.GENERATOR).starting == 1

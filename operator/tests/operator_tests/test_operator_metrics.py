@@ -54,6 +54,10 @@ def said(type_: ConditionType, value: bool, reason: Reason) -> Condition:
     [
         (ConditionType.ACCEPTED, True, Reason.ACCEPTED, False),
         (ConditionType.ACCEPTED, False, Reason.SPEC_INVALID, True),
+        (ConditionType.ADMITTED, False, Reason.WAITING_FOR_QUOTA, False),
+        (ConditionType.ADMITTED, False, Reason.REFERENCE_NOT_FOUND, True),
+        (ConditionType.PREPARED, False, Reason.WAITING_FOR_QUOTA, False),
+        (ConditionType.GENERATORS_READY, False, Reason.WAITING_FOR_QUOTA, False),
         (ConditionType.GENERATORS_READY, True, Reason.READY, False),
         (ConditionType.GENERATORS_READY, False, Phase.PENDING, False),
         (ConditionType.GENERATORS_READY, False, Phase.PREPARING, False),

@@ -155,7 +155,8 @@ async def _dry_run(api: KubeApi, run: Run, objects: Sequence[Object]) -> Problem
 
 
 def _has_raw_parts(spec: RunSpec) -> bool:
-    templates = [part.pod_template for part in (spec, spec.coordinator, spec.generator, spec.trainer)]
+    parts = (spec, spec.coordinator, spec.generator, spec.trainer, spec.environment)
+    templates = [part.pod_template for part in parts if part is not None]
     return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)
 
 

@@ -283,8 +283,8 @@ _NEEDS_A_PERSON: Final = frozenset(
     }
 )
 """Reasons that get a Warning with a condition of any type that is False."""
-_NO_PROBLEM: Final = frozenset({Reason.AUTOSCALING_OFF, Reason.NO_FORECAST})
-"""Reasons of a False condition that are no problem."""
+_NO_PROBLEM: Final = frozenset({Reason.AUTOSCALING_OFF, Reason.NO_FORECAST, Reason.WAITING_FOR_QUOTA})
+"""Reasons of a False condition that are no problem. A run may wait in its queue for days."""
 _PHASES: Final[frozenset[str]] = frozenset(Phase)
 
 

@@ -232,7 +232,8 @@ class Observed:
         lost = self.lost_coordinators if role is Role.COORDINATOR else ()
         return Service(
             ready=sum(p.ready for p in pods),
-            starting=sum(not p.ready and p not in rejecting for p in pods),
+            # An evicted pod stays, beside the one that replaces it.
+            starting=sum(not (p.ready or p.finished or p in rejecting) for p in pods),
             restarts=worst.restarts if worst is not None else 0,
             restarted=worst.name if worst is not None else "",
             bad_input=rejecting[0].bad_input if rejecting else None,
