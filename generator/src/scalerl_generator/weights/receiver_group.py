@@ -104,11 +104,13 @@ class ReceiverGroup:
         return dist.ProcessGroupNCCL(store, rank, init.world_size, nccl)
 
     def _sync(self, pg: Any, init: GroupJoin) -> None:
-        """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
+        """The group's first operations, on a number (:class:`scalerl_api.wire.GroupJoin`)."""
         ones = torch.ones(1, device=self._device)
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=init.timeout_seconds)
         self._wait(pg.allreduce([ones], options), init.timeout_seconds)
+        if self._on_gpu:
+            self._wait(pg.broadcast([ones]), init.timeout_seconds)
         if int(ones) != init.world_size:
             raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {init.world_size}")
 
