@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scalerl_api.wire import GroupJoin
 from scalerl_generator.weights.receiver_group import ReceiverGroup
@@ -48,3 +49,22 @@ def test_connections_of_broadcasts_over_nccl_open_with_the_group(backend: str) -
     join = SimpleNamespace(timeout_seconds=1.0, world_size=3)
     group._sync(pg, join)  # type: ignore[arg-type]
     assert done == ["allreduce", "broadcast"][: 1 + group._on_gpu]
+
+
+def test_group_over_nccl_has_no_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+            made.append(options)
+
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: dist.HashStore())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # restored after the test
+    join = SimpleNamespace(
+        timeout_seconds=1.0, world_size=2, epoch=1, store_host="", store_port=1, backend="nccl"
+    )
+    ReceiverGroup._construct(ReceiverGroup.__new__(ReceiverGroup), join, 1)  # type: ignore[arg-type]
+    assert [options.is_high_priority_stream for options in made] == [True]

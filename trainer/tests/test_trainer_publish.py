@@ -442,6 +442,23 @@ def test_connections_of_broadcasts_over_nccl_open_with_the_group(
     assert done == (["allreduce", "broadcast"] if kind == "cuda" else ["allreduce"])
 
 
+def test_group_over_nccl_has_no_stream_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+            made.append(options)
+
+    c10d = torch.distributed
+    monkeypatch.setattr(c10d, "TCPStore", lambda *_, **__: c10d.HashStore())
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # restored after the test
+    sender_group._new_process_group(1, "nccl", 2, sender_group.Address("", 1), 1.0)
+    assert [options.is_high_priority_stream for options in made] == [True]
+
+
 def test_check_ends_a_wait_for_gloo_and_a_later_wait_continues() -> None:
     """A wait of gloo's that times out leaves its operation in progress."""
     store, peers = Store("127.0.0.1", 60.0), list[Any]()

@@ -98,7 +98,8 @@ class ReceiverGroup:
         # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
         # operation raises. A group reads this variable when it is constructed; vLLM's own groups exist already.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        nccl = dist.ProcessGroupNCCL.Options()
+        # torch hands out 32 streams of each priority in turn. The group's must not be that of the model, which generates while a group opens.
+        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # Only a fallback: the timeout of `_wait` is shorter.
         nccl._timeout = 4 * timeout + timedelta(minutes=1)
         return dist.ProcessGroupNCCL(store, rank, init.world_size, nccl)

@@ -232,7 +232,9 @@ def _new_process_group(
     # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
     # operation raises. A group reads this variable when it is constructed; the trainer's own groups exist already.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    nccl = c10d.ProcessGroupNCCL.Options()
+    # torch hands out 32 streams of each priority in turn. On the stream that fills buckets, a broadcast that a lost peer never ends would
+    # block the next bucket's checksum, before `wait` with its deadline.
+    nccl = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # Only a fallback: the deadline of `wait` is earlier.
     nccl._timeout = 4 * timeout + timedelta(minutes=1)
     return c10d.ProcessGroupNCCL(store, 0, world_size, nccl)
