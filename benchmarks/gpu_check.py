@@ -462,7 +462,10 @@ def receive(port: int, options: Options) -> None:
         gloo._timeout = limit
         gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group = c10d.ProcessGroupGloo(store, 1, 2, gloo)
-    group.allreduce([torch.ones(1, device=device)]).wait()
+    ones = torch.ones(1, device=device)
+    group.allreduce([ones]).wait()
+    if count:
+        group.broadcast([ones]).wait()
     buffer = torch.empty(1 << (16 if options.tiny else 26), dtype=torch.uint8, device=device)
     broadcast = c10d.BroadcastOptions()
     broadcast.rootRank = broadcast.rootTensor = 0

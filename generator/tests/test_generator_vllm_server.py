@@ -161,6 +161,13 @@ def test_prepared_environment_on_gpus_keeps_threads(tmp_path: Path) -> None:
     assert not {"OMP_NUM_THREADS", "LD_PRELOAD", "TORCHDYNAMO_DISABLE"} & env.keys()
 
 
+def test_error_in_a_publish_over_nccl_does_not_end_the_worker(tmp_path: Path) -> None:
+    """As it would by torch's default. The variable is read when the worker opens its first group."""
+    for given, found in (({}, "0"), ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "1")):
+        env = prepared_environment(OPTIONS, given, False, tmp_path, tmp_path, cache_bytecode=False)
+        assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == found
+
+
 def test_uncompiled_package_detects_missing_bytecode(tmp_path: Path) -> None:
     assert uncompiled_package(tmp_path)
     (tmp_path / "__pycache__").mkdir()

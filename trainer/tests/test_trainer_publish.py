@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from scalerl_api.weight_layout import (
     tensor_bytes,
     vector_payload,
 )
+from scalerl_trainer.publish import sender_group
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.errors import GroupError, SourceError
@@ -415,6 +417,46 @@ def test_collective_timeout_exceeds_publish(backend: str, timeout_seconds: int, 
         }
     )
     assert collective_timeout_seconds(spec) == limit
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_connections_of_broadcasts_over_nccl_open_with_the_group(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL opens them in the first broadcast, and waits for all ranks on the host: it is not that of the first bucket."""
+    done: list[str] = []
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    def operation(name: str) -> Any:
+        def start(tensors: list[torch.Tensor], *_: Any) -> Any:
+            done.append(name)
+            tensors[0].fill_(3)
+            return work
+
+        return start
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda size, device: ones(size))
+    pg = SimpleNamespace(allreduce=operation("allreduce"), broadcast=operation("broadcast"))
+    sender_group._first_operations(pg, 3, torch.device(kind), 1.0)
+    assert done == (["allreduce", "broadcast"] if kind == "cuda" else ["allreduce"])
+
+
+def test_group_over_nccl_has_no_stream_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+            made.append(options)
+
+    c10d = torch.distributed
+    monkeypatch.setattr(c10d, "TCPStore", lambda *_, **__: c10d.HashStore())
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # restored after the test
+    sender_group._new_process_group(1, "nccl", 2, sender_group.Address("", 1), 1.0)
+    assert [options.is_high_priority_stream for options in made] == [True]
 
 
 def test_check_ends_a_wait_for_gloo_and_a_later_wait_continues() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from free_port import free_port
 
@@ -160,3 +162,19 @@ def test_rendezvous_of_other_tokens_do_not_meet() -> None:
             own.result(120)
         with pytest.raises((TimeoutError, RuntimeError), match=r"rank 0 did not begin|onnection"):
             other.result(120)
+
+
+def test_error_in_another_group_over_nccl_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would by torch's default, which is read when the default group is constructed."""
+    found: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed, "_rendezvous", lambda *_: None)
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *_, **__: found.append(os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT")),
+    )
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    distributed.init_process_group(Rank(0, 1, 0, "127.0.0.1", 1), device="cuda")
+    assert found == ["0"]

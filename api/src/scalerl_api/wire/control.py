@@ -13,8 +13,9 @@ GroupBackend = Literal["gloo", "nccl"]
 class GroupJoin(Struct, frozen=True, kw_only=True):
     """``POST /v1/weights/join``: join a new process group as ``rank`` and leave any older one.
 
-    All ranks start with an all-reduce of the float32 number 1, so that the group's connections are open when the actor
-    responds.
+    All ranks start with an all-reduce of the float32 number 1, and over NCCL broadcast the result from rank 0, so that the group's
+    connections are open when the actor responds. NCCL connects the ranks of an algorithm when it is first used: the call then waits for all
+    ranks, without a timeout, and a broadcast may have another algorithm than a small all-reduce.
     """
 
     epoch: int

@@ -45,6 +45,9 @@ def prepared_environment(
         "VLLM_LOGGING_LEVEL": options.log_level.upper(),
         "SPT_NOENV": "1",  # the engine sets its process title, which would overwrite the environment that identifies it
     }
+    # Otherwise an error in a publish over NCCL, which the worker survives, makes the monitor of its first NCCL group end it eight minutes
+    # later.
+    env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if options.lora_versions:
         env[RUNTIME_LORA] = "1"
     if options.max_draft_tokens:

@@ -98,17 +98,20 @@ class ReceiverGroup:
         # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
         # operation raises. A group reads this variable when it is constructed; vLLM's own groups exist already.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        nccl = dist.ProcessGroupNCCL.Options()
+        # torch hands out 32 streams of each priority in turn. The group's must not be that of the model, which generates while a group opens.
+        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # Only a fallback: the timeout of `_wait` is shorter.
         nccl._timeout = 4 * timeout + timedelta(minutes=1)
         return dist.ProcessGroupNCCL(store, rank, init.world_size, nccl)
 
     def _sync(self, pg: Any, init: GroupJoin) -> None:
-        """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
+        """The group's first operations, on a number (:class:`scalerl_api.wire.GroupJoin`)."""
         ones = torch.ones(1, device=self._device)
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=init.timeout_seconds)
         self._wait(pg.allreduce([ones], options), init.timeout_seconds)
+        if self._on_gpu:
+            self._wait(pg.broadcast([ones]), init.timeout_seconds)
         if int(ones) != init.world_size:
             raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {init.world_size}")
 

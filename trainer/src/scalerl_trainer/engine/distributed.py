@@ -93,6 +93,9 @@ def init_process_group(
                 f"{torch.cuda.device_count()}"
             )
         torch.cuda.set_device(rank.local_rank)
+        # By default an NCCL error of any group of the process, such as a generator lost in a publish, makes the monitor of the
+        # process's first group end the process eight minutes later, also where that error is handled.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     store = _rendezvous(rank, timeout_seconds, stopped, token)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",

@@ -125,10 +125,10 @@ def open_group(
     timeout_seconds: float,
     check: Check,
 ) -> SenderGroup:
-    """Join as rank 0; returns when all ``world_size`` ranks have completed the first operation.
+    """Join as rank 0; returns when all ``world_size`` ranks have completed the first operations.
 
-    The first operation opens the connections before generation is paused. NCCL creates its communicator in it, and has no
-    timeout for that.
+    They open the connections before generation is paused. NCCL creates its communicator in the first one, and has no timeout for
+    that.
 
     Args:
         check: called while waiting; its exception ends the wait.
@@ -146,7 +146,7 @@ def open_group(
                 process_groups.append(
                     _new_process_group(epoch, backend, world_size, store.address, timeout_seconds)
                 )
-                _first_allreduce(process_groups[0], world_size, device, timeout_seconds)
+                _first_operations(process_groups[0], world_size, device, timeout_seconds)
         except Exception as error:
             failed.append(error)
 
@@ -168,18 +168,22 @@ def open_group(
     return SenderGroup(epoch, backend, world_size, store, process_groups)
 
 
-def _first_allreduce(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
-    """The group's first operation: an all-reduce of ones (:class:`scalerl_api.wire.GroupJoin`)."""
+def _first_operations(pg: Any, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+    """The group's first operations, on a number (:class:`scalerl_api.wire.GroupJoin`)."""
     ones = torch.ones(1, device=device)
-    options = c10d.AllreduceOptions()
+    options, on_gpu = c10d.AllreduceOptions(), device.type == "cuda"
     options.timeout = timedelta(seconds=timeout_seconds)
-    work = pg.allreduce([ones], options)
     deadline = time.monotonic() + timeout_seconds
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError("the first operation did not end in time")
-        _wait_briefly(work, device.type == "cuda")
-    work.wait()
+    starts: list[Callable[[], Any]] = [lambda: pg.allreduce([ones], options)]
+    if on_gpu:
+        starts.append(lambda: pg.broadcast([ones]))
+    for start in starts:
+        work = start()
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the first operations did not end in time")
+            _wait_briefly(work, on_gpu)
+        work.wait()
     if int(ones) != world_size:
         raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {world_size}")
 
@@ -228,7 +232,9 @@ def _new_process_group(
     # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
     # operation raises. A group reads this variable when it is constructed; the trainer's own groups exist already.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    nccl = c10d.ProcessGroupNCCL.Options()
+    # torch hands out 32 streams of each priority in turn. On the stream that fills buckets, a broadcast that a lost peer never ends would
+    # block the next bucket's checksum, before `wait` with its deadline.
+    nccl = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # Only a fallback: the deadline of `wait` is earlier.
     nccl._timeout = 4 * timeout + timedelta(minutes=1)
     return c10d.ProcessGroupNCCL(store, 0, world_size, nccl)
