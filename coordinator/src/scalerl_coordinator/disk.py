@@ -55,9 +55,9 @@ class Disk:
             os.close(fd)
 
 
-def sync_directory(directory: Path) -> None:
-    """Write the names in ``directory`` to disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
