@@ -58,12 +58,7 @@ class TrackerMissing(Exception):
     """A tracker's package is not installed, and the run is new."""
 
 
-class BadFork(Exception):
-    """The file of a fork's origin cannot be used."""
-
-
 _INPUT_ERRORS = (
-    BadFork,
     PluginError,
     TrackerMissing,
     EnvironmentProblem,
@@ -180,11 +175,11 @@ def _open_journal(environment: ProcessEnvironment) -> tuple[Journal, Coordinator
 
 
 def _forked_step(paths: RunPaths) -> int:
-    """Step of the checkpoint with which a fork starts; -1 for another run. Raises :class:`BadFork`."""
+    """Step of the checkpoint with which a fork starts; -1 for another run. Raises :class:`EnvironmentProblem`."""
     try:
         origin = Fork.read(paths.fork)
     except ValueError as error:
-        raise BadFork(str(error)) from error
+        raise EnvironmentProblem(str(error)) from error
     return -1 if origin is None else origin.step
 
 
