@@ -453,7 +453,8 @@ def test_figures_over_nothing_are_absent():
 
 
 def test_zero_variance_uses_graded_scores():
-    assert Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0]).graded_scores == [1.0, 1.0]
+    group = Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0])
+    assert group.graded(group.scores) == [1.0, 1.0]
     assert all(zero_variance(scores) for scores in ([], [1.0], [1.0, 1.0]))
     assert not zero_variance([0.0, 1.0])
 
