@@ -157,13 +157,13 @@ class GeneratorEndpoints:
             if (lease := self._core.state.leases.get(group.lease_id)) is not None
         }
         answers = await self._journaled.decided(push_all)
-        for group, raw, (result, _) in zip(groups, request.groups, answers, strict=True):
+        for group, (result, _) in zip(groups, answers, strict=True):
             if result is not wire.PushResult.ACCEPTED:
                 continue
             if group.split is wire.Split.TRAIN:
                 self._store_responses(group)
             if self._recording is not None and group.text is not None:
-                self._recording.keep_content(group, raw, versions.get(group.lease_id, -1))
+                self._recording.keep_content(group, versions.get(group.lease_id, -1))
         return wire.PushReply(
             results=[result for result, _ in answers], reasons=[reason for _, reason in answers]
         )
