@@ -126,7 +126,6 @@ class TaskSamplers:
         self._samplers, self._mixture = list(samplers), mixture
 
     def task(self, slot: int) -> int:
-        """The task of a slot."""
         return 0 if self._mixture is None else self._mixture.task(slot)
 
     def __getitem__(self, task: int) -> Sampler:

@@ -107,7 +107,6 @@ def first_slot(step: int, sizes: Sequence[BatchSize]) -> int:
 
 
 def slots_of(step: int, sizes: Sequence[BatchSize]) -> range:
-    """The slots that ``step`` consumes."""
     return range(first_slot(step, sizes), first_slot(step, sizes) + size_of(step, sizes).prompts_per_step)
 
 
