@@ -115,7 +115,8 @@ class Journal:
         self._files = SegmentFiles(self._layout, disk or Disk(), fence)
         self._recovery: Recovery | None = None
         self._segment = 1
-        self._written = 0  # bytes appended to the current segment
+        self.segment_size = 0
+        """Bytes in the current segment, including those not written yet."""
         self._acknowledged = 0  # bytes of it that are on disk
         self._position = 0  # number of records appended
         self._durable = 0  # number of records on disk, or rolled back
@@ -171,13 +172,8 @@ class Journal:
     # --- appending ------------------------------------------------------------------------------
 
     @property
-    def segment_size(self) -> int:
-        """Bytes in the current segment, including those not written yet."""
-        return self._written
-
-    @property
     def wants_rotation(self) -> bool:
-        return self._written >= self._segment_bytes
+        return self.segment_size >= self._segment_bytes
 
     def check(self) -> None:
         """Check that the journal accepts records. Call it before changing any state.
@@ -198,11 +194,11 @@ class Journal:
         batch = self._open_batch()
         length = frames.frame_bytes(header, blob)
         if key is not None:
-            self.blobs.put(key, Location(self._segment, self._written, length))
+            self.blobs.put(key, Location(self._segment, self.segment_size, length))
         batch.parts.extend(frames.encode_frame(header, blob, self._acknowledged))
-        self._written += length
+        self.segment_size += length
         self._position += 1
-        batch.end, batch.position = self._written, self._position
+        batch.end, batch.position = self.segment_size, self._position
         self._wake.set()
 
     def rotate(self, state: bytes) -> None:
@@ -218,7 +214,7 @@ class Journal:
         batch.rotation = (snapshot, frozenset(at.segment for at in blobs.values()))
         batch.position = self._position
         self._segment += 1
-        self._written = self._acknowledged = frames.SEGMENT_HEADER.size
+        self.segment_size = self._acknowledged = frames.SEGMENT_HEADER.size
         self._wake.set()
 
     async def durable(self) -> None:
@@ -310,7 +306,7 @@ class Journal:
 
     def _continue_open_segment(self) -> None:
         self._segment = self._files.number
-        self._written = self._acknowledged = self._files.synced
+        self.segment_size = self._acknowledged = self._files.synced
 
     # --- failed writes --------------------------------------------------------------------------
 
