@@ -21,7 +21,7 @@ import numpy as np
 from scipy.stats import ks_2samp
 
 from scalerl_coordinator.scheduling import ByLength, LeastLoaded
-from scalerl_coordinator.slots import PipelineRL
+from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.workload import (
@@ -87,7 +87,7 @@ def run(scenario: Scenario, seed: int) -> tuple[dict[str, dict[str, float]], flo
     size = scenario.prompts_per_step
     work, moved = make_work(scenario.steps_per_epoch * size, size, seed)
     cluster = Cluster(GENERATORS, scenario.concurrency, DECODE, 0.5, TRAIN_SECONDS_PER_TOKEN, PUBLISH_SECONDS)
-    scheme, history, lengths = PipelineRL(scenario.k), from_history(work), known(work)
+    scheme, history, lengths = OffPolicy(scenario.k), from_history(work), known(work)
     schedules: dict[str, Callable[[], Outcome]] = {
         "slot order": lambda: simulate(work, cluster, SlotOrder(), history, scheme),
         "round-robin": lambda: simulate(work, cluster, RoundRobin(), history, scheme),

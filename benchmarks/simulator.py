@@ -18,7 +18,7 @@ from support.length_model import make_length_model, write_prompts
 from support.measured_run import manifest, measured_run
 
 from scalerl_coordinator.scheduling import LeastLoaded
-from scalerl_coordinator.slots import PipelineRL
+from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
 from scalerl_extras.simulation.trace_file import RunTrace, read_trace
@@ -81,7 +81,7 @@ def main() -> None:
         figures[name] = {"measured": trace.makespan}
         for other, speeds in clusters.items():
             cluster = replace(speeds, concurrency=concurrency)
-            out = simulate(trace.work, cluster, LeastLoaded(), from_history(trace.work), PipelineRL(k))
+            out = simulate(trace.work, cluster, LeastLoaded(), from_history(trace.work), OffPolicy(k))
             figures[name][f"speeds of {other}"] = out.makespan / trace.makespan - 1
         errors = list(figures[name].values())[1:]
         print(f"{name:22}{trace.makespan:9.1f}" + "".join(f"{error:+22.1%}" for error in errors))

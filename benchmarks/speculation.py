@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from schedule import CAP, DECODE, GENERATORS, PUBLISH_SECONDS, SCENARIOS, TRAIN_SECONDS_PER_TOKEN, make_work
 
 from scalerl_coordinator.scheduling import LeastLoaded
-from scalerl_coordinator.slots import PipelineRL
+from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.workload import Cluster, DecodeSpeed, Drafts, Workload, from_history
 
@@ -97,7 +97,7 @@ def makespans(drafter: Drafter, cost: DecodeSpeed, generators: int, seeds: range
             PUBLISH_SECONDS,
             drafter.longest,
         )
-        scheme = PipelineRL(scenario.k)
+        scheme = OffPolicy(scenario.k)
         out = simulate(with_drafts(work, drafter), cluster, LeastLoaded(), from_history(work), scheme)
         later = out.makespan - out.trained_at[scenario.steps_per_epoch - 1]
         busy = sum(cluster.train(work.tokens(step)) for step in range(scenario.steps_per_epoch, work.steps))

@@ -320,7 +320,7 @@ class JournalWorld(World):
                 r.encode(record), record.lease_id if isinstance(record, r.GroupAccepted) else None, blob
             )
         self.core.outbox.clear()
-        self.journal.forget(self.core.forgotten)
+        self.journal.blobs.forget(self.core.forgotten)
         self.core.forgotten.clear()
         if self.journal.wants_rotation:
             self.journal.rotate(self.core.state.encode())

@@ -18,7 +18,7 @@ from scalerl_api.coordinator_spec import LEASE_SECONDS
 from scalerl_coordinator import core as core_module
 from scalerl_coordinator import generator_endpoints, journaled_core
 from scalerl_coordinator.frames import CorruptJournal
-from scalerl_coordinator.journal_records import AnyRecord
+from scalerl_coordinator.journal_records import Record
 from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_tasks import PromptError, SourceError
@@ -91,7 +91,7 @@ async def test_decision_exception_is_not_journaled(serving_on, tmp_path, monkeyp
         lease = next(le for le in (await client.lease(member, 0, 64)).leases if le.split is wire.Split.TRAIN)
         good = core_module.apply
 
-        def half_way(state: CoordinatorState, record: AnyRecord) -> None:
+        def half_way(state: CoordinatorState, record: Record) -> None:
             good(state, record)
             raise KeyError("a bug")
 

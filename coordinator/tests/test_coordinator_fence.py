@@ -88,10 +88,10 @@ class Coordinator:
     def _recover(self, journal: Journal) -> list[str]:
         recovery = journal.recover()
         records: list[str] = [] if recovery.snapshot is None else json.loads(recovery.snapshot)
-        for item in recovery:
-            name = bytes(item.header).decode()
+        for header, at in recovery:
+            name = bytes(header).decode()
             records.append(name)
-            recovery.index(name, item.location)
+            recovery.blobs[name] = at
         recovery.retain(recovery.blobs)
         return records
 
@@ -111,7 +111,7 @@ class Coordinator:
             journal.append(name.encode(), name, bytes(40))
             records.append(name)
             if at == 2:
-                journal.forget(list(journal.blobs.copy())[:-1])
+                journal.blobs.forget(list(journal.blobs.copy())[:-1])
                 journal.rotate(json.dumps(records).encode())
             await journal.durable()
             self.acknowledged.append(name)
@@ -259,7 +259,7 @@ async def test_journal_of_one_machine_and_of_a_cluster_continue_each_other(tmp_p
         journal = Journal(current_folder(tmp_path))
         recovery = journal.recover()
         found = [] if recovery.snapshot is None else json.loads(recovery.snapshot)
-        found += [bytes(item.header).decode() for item in recovery]
+        found += [bytes(header).decode() for header, _ in recovery]
         recovery.retain([])
         await journal.start()
         journal.append(name.encode())
@@ -301,7 +301,7 @@ async def test_volume_that_cannot_be_written_acknowledges_nothing(tmp_path: Path
     await journal.durable()
     await journal.close()
     again = Journal(fence.folder, disk=Disk())
-    assert [bytes(item.header) for item in again.recover()] == [b"s"]
+    assert [bytes(header) for header, _ in again.recover()] == [b"s"]
 
 
 async def test_idle_coordinator_notices_that_it_was_replaced(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ async def open_journal(directory: Path, **options) -> tuple[Journal, list[bytes]
     try:
         recovery = journal.recover()
         records = []
-        for item in recovery:
-            records.append(bytes(item.header))
-            if item.has_blob:
-                recovery.index(bytes(item.header).decode(), item.location)
+        for header, at in recovery:
+            records.append(bytes(header))
+            if at.length > frames.frame_bytes(header, b""):
+                recovery.blobs[bytes(header).decode()] = at
         recovery.retain(recovery.blobs)
         await journal.start()
     except BaseException:
@@ -139,7 +139,7 @@ async def test_journal_reports_damaged_or_missing_segment(tmp_path):
     (tmp_path / "segment-00000002").unlink()
     with pytest.raises(CorruptJournal, match="segment-00000002"):
         recovery.retain(["r1"])
-    journal.forget(["r0", "r1"])
+    journal.blobs.forget(["r0", "r1"])
     journal.rotate(b"state")
     await journal.close()
     assert sorted(p.name for p in tmp_path.glob("segment*")) == ["segment-00000003", "segment-00000005"]
@@ -213,7 +213,7 @@ async def test_journal_full_disk_refuses_batch_and_recovers(tmp_path, room):
     disk = FullDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     went_back = []
-    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()])
+    journal.on_refusal = lambda: went_back.append([bytes(header) for header, _ in journal.recover()])
     journal.append(b"before", None)
     await journal.durable()
     disk.room = room
@@ -267,7 +267,7 @@ async def test_journal_read_only_volume_refuses_with_partial_tail(tmp_path):
     disk = ReadOnlyDisk()
     journal, _ = await open_journal(tmp_path, disk=disk)
     went_back = []
-    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()])
+    journal.on_refusal = lambda: went_back.append([bytes(header) for header, _ in journal.recover()])
     journal.append(b"before", None)
     await journal.durable()
     disk.read_only = True
@@ -298,7 +298,7 @@ async def test_journal_roll_back_ignores_frames_of_failed_sync(tmp_path):
     disk = FailingSync()
     journal, _ = await open_journal(tmp_path, disk=disk)
     went_back = []
-    journal.on_refusal = lambda: went_back.append([bytes(i.header) for i in journal.recover()])
+    journal.on_refusal = lambda: went_back.append([bytes(header) for header, _ in journal.recover()])
     disk.read_only = True
     journal.append(b"lost", None)
     with pytest.raises(JournalRefused):

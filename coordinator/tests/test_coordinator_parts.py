@@ -26,8 +26,7 @@ from scalerl_coordinator.rewards import zero_variance
 from scalerl_coordinator.shards import Item, balance
 from scalerl_coordinator.slots import (
     BatchSize,
-    PipelineRL,
-    PpoOffPolicy,
+    OffPolicy,
     lease_limit,
     slots_of,
     staleness,
@@ -51,7 +50,7 @@ def batch_sizes(draw):
 
 @given(version=st.integers(0, 50), sizes=batch_sizes(), k=st.integers(0, 9))
 def test_lease_limit_bounds_staleness(version, sizes, k):
-    limit = lease_limit(version, sizes, PipelineRL(k), None)
+    limit = lease_limit(version, sizes, OffPolicy(k), None)
     assert staleness(step_of(limit - 1, sizes), version) == k
     assert staleness(step_of(limit, sizes), version) == k + 1
     assert limit - 1 in slots_of(step_of(limit - 1, sizes), sizes)
@@ -59,7 +58,7 @@ def test_lease_limit_bounds_staleness(version, sizes, k):
 
 @given(version=st.integers(0, 50), sizes=batch_sizes(), k=st.integers(1, 9))
 def test_ppo_off_policy_generates_the_rest_of_a_batch(version, sizes, k):
-    scheme = PpoOffPolicy(k)
+    scheme = OffPolicy(steps_per_batch=k)
     limit = lease_limit(version, sizes, scheme, None)
     last = step_of(limit - 1, sizes)
     assert last // k == version // k
@@ -453,7 +452,8 @@ def test_figures_over_nothing_are_absent():
 
 
 def test_zero_variance_uses_graded_scores():
-    assert Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0]).graded_scores == [1.0, 1.0]
+    group = Accepted("a", 3, [4, 6, 5], [0.0, 1.0, 1.0], 0, 2, 0, ungraded=[0])
+    assert group.graded(group.scores) == [1.0, 1.0]
     assert all(zero_variance(scores) for scores in ([], [1.0], [1.0, 1.0]))
     assert not zero_variance([0.0, 1.0])
 

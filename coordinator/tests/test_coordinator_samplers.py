@@ -159,11 +159,11 @@ def test_partial_scores_are_no_passes_for_any_sampler(folded: bool) -> None:
     known = made.as_of(1)
     assert [known.pass_rate(prompt) for prompt in scores] == [0.0, 1.0, 0.5]
     solved = NoPositiveResampling(0.9)
-    assert [solved.passes_over(prompt, 0, known) for prompt in scores] == [False, True, False]
+    assert [solved(prompt, 0, known) for prompt in scores] == [False, True, False]
     edge = EdgeOfCompetence(3, 0, 0.9, 0.1)._find(known)
     assert edge.prompts == [2]
     band = PassRateBand(0.25, 0.9)
-    assert [band.passes_over(prompt, 0, known) for prompt in scores] == [True, True, False]
+    assert [band(prompt, 0, known) for prompt in scores] == [True, True, False]
 
 
 def test_with_all_prompts_solved_all_are_drawn() -> None:

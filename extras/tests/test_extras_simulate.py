@@ -22,7 +22,7 @@ from scalerl_coordinator.scheduling import (
     SchedulerInput,
     SchedulingPolicy,
 )
-from scalerl_coordinator.slots import OffPolicy, PipelineRL, PpoOffPolicy
+from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
@@ -58,7 +58,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 @given(
     work=workloads(),
     policy=st.sampled_from(POLICIES),
-    scheme=st.sampled_from([PipelineRL(0), PipelineRL(1), PipelineRL(4), PpoOffPolicy(3)]),
+    scheme=st.sampled_from([OffPolicy(0), OffPolicy(1), OffPolicy(4), OffPolicy(steps_per_batch=3)]),
     oracle=st.booleans(),
 )
 def test_every_token_is_generated_once_and_within_the_bound(
@@ -69,7 +69,7 @@ def test_every_token_is_generated_once_and_within_the_bound(
     tokens = sum(group.tokens for group in work.groups)
     assert out.generated_tokens == out.trained_tokens == sum(out.staleness.values()) == tokens
     assert out.trained == [[n for group in work.step(t) for n in group.lengths] for t in range(work.steps)]
-    k = scheme.max_staleness_steps if isinstance(scheme, PipelineRL) else 2
+    k = scheme.steps_ahead + scheme.steps_per_batch - 1
     assert min(out.staleness) >= 0
     assert max(out.staleness) <= k
     assert out.makespan >= lower_bound(work, SLOW, scheme) - 1e-6
@@ -95,7 +95,7 @@ def test_run_by_hand() -> None:
     """One generator with room for two sequences: 10 tokens beside another take 15 s, and the last 10 alone 12.5 s."""
     cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25), 5.0, 0.1, 2.0)
     work = Workload([Group((0, 0), (10, 20)), Group((0, 1), (4, 4))], 1)
-    out = simulate(work, cluster, SlotOrder(), from_history(work), PipelineRL(0))
+    out = simulate(work, cluster, SlotOrder(), from_history(work), OffPolicy(0))
     first = 10 * 1.5 + 10 * 1.25 + 5.0 + 30 * 0.1
     assert out.trained_at == pytest.approx([first, first + 2.0 + 4 * 1.5 + 5.0 + 8 * 0.1])
     assert out.running == pytest.approx((2 * 15.0 + 12.5 + 2 * 6.0) / out.makespan)
@@ -107,7 +107,7 @@ def test_longest_first_ends_sooner_and_history_is_enough() -> None:
     epoch = [Group((0, n), (length,)) for n, length in enumerate((10, 10, 10, 10, 100))]
     work = Workload(epoch * 2, 5)
     ends = {
-        policy: simulate(work, cluster, policy, from_history(work), PipelineRL(0)).trained_at
+        policy: simulate(work, cluster, policy, from_history(work), OffPolicy(0)).trained_at
         for policy in POLICIES
     }
     first, second = ends[POLICIES[0]]
@@ -135,7 +135,7 @@ def test_run_with_drafts_by_hand() -> None:
     more."""
     cluster = Cluster(1, 2, DecodeSpeed(1.0, 0.25, 0.5), 0.0, 0.0, 0.0)
     work = Workload([Group((0, 0), (35,), Drafts.measured(1.75, 2, fixed=True)), Group((0, 1), (30,))], 2)
-    out = simulate(work, cluster, SlotOrder(), from_history(work), PipelineRL(0))
+    out = simulate(work, cluster, SlotOrder(), from_history(work), OffPolicy(0))
     assert out.makespan == pytest.approx(20 * (1.5 + 1.0) + 10 * 1.25)
 
 
@@ -173,7 +173,7 @@ def test_drafts_of_a_trace_are_fitted_and_its_makespan_is_found(tmp_path: Path) 
     assert (decode.seconds(4), decode.per_draft) == (pytest.approx(0.014), pytest.approx(0.0007))
     assert [group.drafts.acceptance for group in run.work.groups[1:3]] == [pytest.approx(0.618, abs=1e-3), 0]
     cluster = Cluster(1, 8, decode, *fit_trainer(run), 0.5)
-    out = simulate(run.work, cluster, SlotOrder(), from_history(run.work), PipelineRL(0))
+    out = simulate(run.work, cluster, SlotOrder(), from_history(run.work), OffPolicy(0))
     assert out.makespan == pytest.approx(run.makespan)
 
 
@@ -293,7 +293,7 @@ def test_speeds_are_fitted_and_the_makespan_is_that_of_the_trace(tmp_path: Path)
         Cluster(1, 8, decode, fixed, per_token, 0.5),
         SlotOrder(),
         from_history(run.work),
-        PipelineRL(0),
+        OffPolicy(0),
     )
     assert out.makespan == pytest.approx(run.makespan)
 

@@ -28,12 +28,13 @@ from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration
 from scalerl_generator.rollouts.delivery import Delivery
-from scalerl_generator.rollouts.group_packing import group_verdicts, sample_of, version_spans
+from scalerl_generator.rollouts.group_packing import group_verdicts, sample_of
 from scalerl_generator.rollouts.occupancy import Occupancy, groups_wanted
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import PromptCodec, PromptTooLong
 from scalerl_generator.rollouts.task_runtimes import open_graders
 from scalerl_generator.server_state import NO_WEIGHTS, BusyClock, ServerState
-from scalerl_generator.vllm_replies import Sampled, Span
+from scalerl_generator.vllm_replies import Part, Span
 from scalerl_tasks import Graded, GradingError, Verdict
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.sources import open_tasks
@@ -148,11 +149,12 @@ def test_sample_of_any_text_is_bounded_and_can_be_sent(text: str) -> None:
 
 def test_version_spans_separate_masked_tokens() -> None:
     def spans(masked: list[int]) -> list[tuple[int, int]]:
-        mask = np.isin(np.arange(6), masked)
-        sampled = Sampled(
-            np.zeros(6, np.int32), np.zeros(6, np.float32), mask, (Span(4, 0, 2), Span(5, 2, 6)), "stop"
+        completion = PartialCompletion()
+        completion.append(
+            Part(np.zeros(6, np.int32), np.zeros(6, np.float32), np.isin(np.arange(6), masked)), 4
         )
-        return [(span.version, span.start) for span in version_spans(sampled)]
+        completion.settle(0, (Span(4, 0, 2), Span(5, 2, 6)))
+        return [(span.version, span.start) for span in completion.version_spans]
 
     assert spans([]) == [(4, 0), (5, 2)]
     assert spans([1, 2]) == [(4, 0), (MASKED, 1), (5, 3)]

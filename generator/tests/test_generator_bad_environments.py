@@ -99,7 +99,7 @@ async def test_each_fault_ends_its_own_episodes(bench: Bench, tmp_path: Path) ->
                 assert says in (outcome.error or ""), (kind, outcome)
                 assert len((outcome.error or "").splitlines()) <= 1
                 assert len(completion.turns) + 1 == TURNS.get(kind, 1), kind
-                ids = completion.sampled().token_ids.tolist()
+                ids = completion.token_ids.tolist()
                 for turn in completion.turns:
                     assert END not in ids[turn.start : turn.end], "a special token in a message stays text"
             at_step = says and "no tokens" not in says and "a role is" not in says

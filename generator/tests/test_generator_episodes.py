@@ -37,7 +37,6 @@ from scalerl_coordinator.group_checks import InvalidGroup, check_partials
 from scalerl_coordinator.partials import PartialStore
 from scalerl_generator.rollouts.completion_streams import CompletionStreams
 from scalerl_generator.rollouts.episodes import EpisodeSampler
-from scalerl_generator.rollouts.group_packing import version_spans
 from scalerl_generator.rollouts.kept_completions import KeptCompletions
 from scalerl_generator.rollouts.occupancy import Occupancy
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
@@ -158,7 +157,7 @@ def sampler(bench: Bench, codec: PromptCodec, environment: Any, **changes: Any) 
 
 def check_episode(completion: PartialCompletion, codec: PromptCodec, prompt_ids: Sequence[int]) -> None:
     """Every sampled token has the probability that the model gives it after all tokens before it; the others are masked."""
-    sampled = completion.sampled()
+    sampled = completion
     ids = sampled.token_ids.tolist()
     of_messages = {at for turn in completion.turns for at in range(turn.start, turn.end)}
     for at, (token, logprob) in enumerate(zip(ids, sampled.logprobs.tolist(), strict=True)):
@@ -167,7 +166,7 @@ def check_episode(completion: PartialCompletion, codec: PromptCodec, prompt_ids:
     versions = {
         at
         for span, end in zip(
-            version_spans(sampled), [*(s.start for s in version_spans(sampled)[1:]), len(ids)], strict=True
+            sampled.version_spans, [*(s.start for s in sampled.version_spans[1:]), len(ids)], strict=True
         )
         for at in range(span.start, end)
         if span.version == MASKED
@@ -419,7 +418,7 @@ def handed_over(
 ) -> list[PartialCompletion]:
     """The first tokens of an episode, after two reports of one actor, as another reads them."""
     store, key = PartialStore(), (streams.lease.prompt.split, 0, -1)
-    held, sampled = PartialCompletion(), expected.sampled()
+    held, sampled = PartialCompletion(), expected
     half = next((t.start for t in expected.turns if t.start < tokens // 2 < t.end), tokens // 2)
     reporting = CompletionStreams(
         *(None, None, None, None, streams.lease, streams.prompt),  # type: ignore[arg-type]

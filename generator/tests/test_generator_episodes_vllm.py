@@ -212,7 +212,7 @@ def check(
     plain = codec.messages([Message(PLAIN)])
     special = set(range(len(SPECIAL))) | set(codec.tokenizer.encode(["<think></think>"])[0])
     for completion in completions:
-        sampled = completion.sampled()
+        sampled = completion
         ids = [*prompt_ids, *sampled.token_ids.tolist()]
         of_policies = [score(policy, ids)[len(prompt_ids) - 1 :] for policy in policies]
         for span in sampled.weight_versions:

@@ -39,7 +39,7 @@ async def ask_vllm_to_stream(url: str) -> None:
 async def ask_teacher(url: str) -> None:
     spec = TeacherSpec.model_validate({"url": url, "model": "m"})
     async with open_session() as session:
-        await Teacher(session, spec, "k", cast(Any, SimpleNamespace()))._get("/v1/models", _Models)
+        await Teacher(session, spec, "k", cast(Any, SimpleNamespace()))._read("/v1/models", None, _Models)
 
 
 CLIENTS = (ask_coordinator, ask_vllm, ask_vllm_to_stream, ask_teacher)

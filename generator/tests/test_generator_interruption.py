@@ -19,7 +19,6 @@ from test_generator_streams import LENGTH, PROMPT, Bench
 from scalerl_api.spec import PromptSpec
 from scalerl_api.wire import MASKED, Lease, PromptRef, Split
 from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.rollouts.group_packing import version_spans
 from scalerl_generator.rollouts.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.server_state import BusyClock, ServerState
@@ -69,12 +68,12 @@ async def test_open_thought_is_interrupted_once(bench: Bench, codec: PromptCodec
         end = start + len(phrase)
         expected = counted(LENGTH)
         expected[start:end] = phrase
-        sampled = completion.sampled()
+        sampled = completion
         assert sampled.token_ids.tolist() == expected
         assert sampled.logprobs[start:end].tolist() == [0.0] * len(phrase)
         assert sampled.logprobs[:start].max() < 0
         assert sampled.logprobs[end:].max() < 0
-        assert [(s.version, s.start) for s in version_spans(sampled)] == [(0, 0), (MASKED, start), (0, end)]
+        assert [(s.version, s.start) for s in sampled.version_spans] == [(0, 0), (MASKED, start), (0, end)]
         assert sampled.finish_reason == "stop"
         # Each request has the rest of the budget, the phrase counted.
     assert bench.metric("interrupted_rollouts") == 4
@@ -96,14 +95,14 @@ async def test_completion_that_resumes_beyond_its_position_is_left_alone(
         completion.append(part, 0)
     await strategy(streams)
     assert not any(c.has_forced for c in streams.completions)
-    assert all(c.sampled().finish_reason for c in streams.completions)
+    assert all(c.finish_reason for c in streams.completions)
 
 
 async def test_interrupted_completion_is_cut_at_budget(bench: Bench, codec: PromptCodec) -> None:
     streams = bench.streams([3, ENDLESS], in_thought=True, max_tokens=300)
     await interrupter(bench, codec)(streams)
     assert [c.tokens for c in streams.completions] == [300] * 4
-    assert {c.sampled().finish_reason for c in streams.completions} == {"length"}
+    assert {c.finish_reason for c in streams.completions} == {"length"}
 
 
 async def test_closed_unopened_and_short_thoughts_are_left_alone(bench: Bench, codec: PromptCodec) -> None:

@@ -99,7 +99,7 @@ def check(
     Args:
         spans: version and first token of each.
     """
-    sampled = completion.sampled()
+    sampled = completion
     assert [(span.version, span.start) for span in sampled.weight_versions] == list(spans)
     tokens = [*PROMPT, *sampled.token_ids.tolist()]
     scores = {version: score(policy, tokens)[len(PROMPT) - 1 :] for version, policy in of.items()}

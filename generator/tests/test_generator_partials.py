@@ -99,7 +99,7 @@ def test_read_completions_are_those_given() -> None:
     assert completion.weight_versions == (Span(4, 0, 1), Span(MASKED, 1, 2), Span(5, 2, 3))
     assert (completion.tokens, completion.reported, completion.finish_reason) == (3, 3, None)
     completion.finish_reason = "stop"
-    assert completion.sampled().logprobs.tolist() == [-1, 0, -3]
+    assert completion.logprobs.tolist() == [-1, 0, -3]
     (ended,) = read(given_group(finish_reason="stop"), lease())
     assert ended.finish_reason == "stop"
     (cut,) = read(given_group(finish_reason="length"), lease(max_tokens=3))
@@ -199,7 +199,7 @@ def test_completions_continue_over_kills_and_hand_overs(events: list[tuple[str, 
         assert all(a <= b for a, b in zip(named, truth, strict=True)), "a token is called newer than it is"
         assert named == sorted(named)
     completion.finish_reason = "stop"
-    sampled_whole = completion.sampled()
+    sampled_whole = completion
     assert sampled_whole.logprobs.tolist() == logprobs_of(sampled_whole.token_ids).tolist()
 
 

@@ -40,7 +40,7 @@ def recorded(
     completion: PartialCompletion, prompt: list[int] = PROMPT
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """The spans, and by which request each position's experts were reported; the experts are checked to be of their position."""
-    routed = routed_experts(completion.sampled(), len(prompt))
+    routed = routed_experts(completion, len(prompt))
     assert routed is not None
     assert (routed.layers, routed.chosen) == (LAYERS, 2)
     table = np.frombuffer(routed.experts, "<u2").reshape(-1, LAYERS, 2)
@@ -108,13 +108,13 @@ async def test_evaluations_and_other_runs_have_no_record(bench: Bench) -> None:
     streams = bench.streams(PROMPT, completions=1, split=Split.HELD_OUT)
     await sample_plain(streams)
     assert bench.server.requests[0]["routed_experts_prompt_start"] == len(PROMPT), "least of what is not used"
-    assert routed_experts(streams.completions[0].sampled(), len(PROMPT)) is None
+    assert routed_experts(streams.completions[0], len(PROMPT)) is None
     bench.client.routed_experts = False
     bench.server.layers = 0
     streams = bench.streams(PROMPT, completions=1)
     await sample_plain(streams)
     assert "routed_experts_prompt_start" not in bench.server.requests[1]
-    assert routed_experts(streams.completions[0].sampled(), len(PROMPT)) is None
+    assert routed_experts(streams.completions[0], len(PROMPT)) is None
 
 
 @pytest.mark.parametrize("more", [-1, 1, None])
@@ -129,7 +129,7 @@ async def test_answers_without_the_experts_of_their_tokens_have_no_record(
         streams = bench.streams(PROMPT, completions=1, max_tokens=60)
         await sample_plain(streams)
         assert streams.completions[0].tokens == 60
-        assert routed_experts(streams.completions[0].sampled(), len(PROMPT)) is None
+        assert routed_experts(streams.completions[0], len(PROMPT)) is None
     (said,) = [record.message for record in caplog.records if "routerReplay" in record.message]
     assert f"the experts of {0 if more is None else 62 + more} tokens, not of 62" in said
 
@@ -140,7 +140,7 @@ def test_truncated_completion_keeps_the_experts_of_what_is_left() -> None:
     completion.add_routed(RoutedRows(-2, np.arange(22, dtype=np.uint8).reshape(11, 1, 2)))
     completion.truncate(4)
     completion.finish_reason = "stop"
-    assert routed_experts(completion.sampled(), 2) == RoutedExperts(
+    assert routed_experts(completion, 2) == RoutedExperts(
         layers=1, chosen=2, spans=[(0, 5)], experts=bytes(range(10))
     )
 

@@ -94,7 +94,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 def check_counted(completion: PartialCompletion, length: int = LENGTH) -> None:
     """No token is lost or repeated, and all arrays are of one length."""
-    sampled = completion.sampled()
+    sampled = completion
     assert sampled.token_ids.tolist() == counted(length)
     assert len(sampled.logprobs) == len(sampled.masked) == length == completion.tokens
     assert [s.start for s in sampled.weight_versions] == [0, *(s.end for s in sampled.weight_versions[:-1])]
@@ -110,7 +110,7 @@ async def test_broken_streams_lose_and_repeat_no_token(bench: Bench, seed: int, 
     await sample_plain(streams)
     for completion in streams.completions:
         check_counted(completion)
-        assert completion.sampled().finish_reason == "stop"
+        assert completion.finish_reason == "stop"
         assert completion.weight_versions == (Span(0, 0, LENGTH),)
     assert bench.tokens == 4 * LENGTH, "no token is reported twice"
     # A request for the rest may end before it would have failed.
@@ -243,7 +243,7 @@ async def test_cut_completion_is_not_continued(bench: Bench) -> None:
     streams = bench.streams([3, ENDLESS], completions=1, max_tokens=200)
     await sample_plain(streams)
     assert streams.completions[0].tokens == 200
-    assert streams.completions[0].sampled().finish_reason == "length"
+    assert streams.completions[0].finish_reason == "length"
 
 
 async def test_unnoticed_restart_is_found_before_next_request(bench: Bench) -> None:
@@ -390,7 +390,7 @@ def test_completion_is_its_parts_in_order(answers: list[tuple[list[int], bool]])
             completion.settle(since, spans)
             versions[since + tokens // 2 :] = [10 * version + 1] * (tokens - tokens // 2)
     completion.finish_reason = "stop"
-    sampled = completion.sampled()
+    sampled = completion
     assert sampled.token_ids.tolist() == list(range(len(versions)))
     assert sampled.logprobs.tolist() == [-float(i) for i in range(len(versions))]
     assert sampled.masked.tolist() == [i % 7 == 3 for i in range(len(versions))]

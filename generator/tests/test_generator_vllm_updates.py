@@ -45,7 +45,6 @@ from scalerl_api.wire import MASKED, GroupJoin, Lease, PromptRef, Split
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.rollouts.completion_streams import CompletionStreams, sample_plain
-from scalerl_generator.rollouts.group_packing import version_spans
 from scalerl_generator.rollouts.interruption import Interruption, ThoughtInterrupter
 from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
@@ -261,7 +260,7 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
     # Not more: a busy machine has few, long parts.
     assert metrics.registry.get_sample_value("scalerl_actor_resubmitted_requests_total") == breaks > 1
     for completion in streams.completions:
-        sampled = completion.sampled()
+        sampled = completion
         tokens = sampled.token_ids.tolist()
         assert (tokens[-1] == 1) == (sampled.finish_reason == "stop")
         assert 1 not in tokens[:-1]
@@ -296,12 +295,12 @@ async def test_vllm_interrupted_completions_score_as_whole(server: Server) -> No
         await strategy(streams)
     assert sum(c.has_forced for c in streams.completions) > 2
     for sample, completion in enumerate(streams.completions):
-        sampled, start = completion.sampled(), strategy.position(LEASE, sample)
+        sampled, start = completion, strategy.position(LEASE, sample)
         tokens, policys = sampled.token_ids.tolist(), np.ones(completion.tokens, dtype=bool)
         if completion.has_forced:
             assert tokens[start : start + 4] == phrase
             policys[start : start + 4] = False
-            assert [(s.version, s.start) for s in version_spans(sampled)] == [
+            assert [(s.version, s.start) for s in sampled.version_spans] == [
                 (7, 0),
                 (MASKED, start),
                 (7, start + 4),

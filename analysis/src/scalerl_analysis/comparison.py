@@ -22,7 +22,6 @@ from scalerl_analysis.reward_scale import RewardScale
 from scalerl_analysis.table import Column, Table
 from scalerl_curvefit import Better, CurveError, Estimate, SeedComparison, compare_seeds, draws
 from scalerl_curvefit.compare import A_MARGIN
-from scalerl_curvefit.sampling import interval
 
 SETTLED: Final = 0.9
 """Probability from which on two recipes are distinguished: a one-sided 90 % bound then excludes equality."""
@@ -44,12 +43,8 @@ class Recipe:
 
     def parameter(self, name: str) -> Estimate | None:
         """Median and 90 % interval of a parameter of one run of this recipe, over the draws of all its fits."""
-        if not self.made:
-            return None
-        low, median, high = interval(
-            np.concatenate([getattr(draws(made.fitted), name) for made in self.made])
-        )
-        return Estimate(float(median), float(low), float(high))
+        drawn = [getattr(draws(made.fitted), name) for made in self.made]
+        return Estimate.of(np.concatenate(drawn)) if drawn else None
 
     @property
     def state(self) -> str:
@@ -269,7 +264,6 @@ class Comparison:
 
     @property
     def files(self) -> list[CurveFile]:
-        """The curves of all recipes."""
         return [file for recipe in self.recipes for file in recipe.files]
 
     @cached_property
@@ -297,7 +291,6 @@ class Comparison:
         return Against(base, recipe, ruled, two.minus(one) if one and two else None)
 
     def reward(self, recipe: Recipe) -> EqualCompute | None:
-        """Mean reward of a recipe at the common compute."""
         return None if self.compute is None else recipe.reward_at(self.compute)
 
     def table(self) -> Table:

@@ -72,7 +72,6 @@ class FileTable:
         return None if found is None else self.columns[self.header.index(found)]
 
     def take(self, rows: list[int]) -> FileTable:
-        """The table with these rows only."""
         columns = [[column[i] for i in rows] for column in self.columns]
         lines = [self.lines[i] for i in rows]
         return FileTable(self.path, self.header, columns, lines, self.head_line, self.counted)

@@ -41,7 +41,6 @@ from scalerl_curvefit import (
 from scalerl_curvefit.collapse import CONSECUTIVE, MAX_TRUNCATION
 from scalerl_curvefit.curve import FloatArray
 from scalerl_curvefit.fitting import MAX_A_WIDTH, MIN_POINTS
-from scalerl_curvefit.sampling import interval
 
 ComputeT = TypeVar("ComputeT", Estimate, ComputeToTarget)
 
@@ -195,8 +194,7 @@ class FittedCurve:
     def left_to_asymptote(self) -> Estimate:
         """A − R(now)."""
         drawn = draws(self.fitted)
-        low, median, high = interval(drawn.A - drawn.reward(np.array([self.fitted.now]))[:, 0])
-        return Estimate(float(median), float(low), float(high))
+        return Estimate.of(drawn.A - drawn.reward(np.array([self.fitted.now]))[:, 0])
 
     @property
     def earlier(self) -> tuple[EarlierUse, ...]:

@@ -48,7 +48,6 @@ class MetricSeries:
         return series
 
     def update(self) -> None:
-        """Read the new lines."""
         for anew, lines in self._lines.read():
             if anew:
                 self.columns, self.rows, self.unreadable = {}, 0, 0

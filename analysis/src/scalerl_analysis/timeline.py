@@ -115,7 +115,6 @@ class Timeline:
     # --- the trainer ------------------------------------------------------------------------------------
 
     def phases(self, first: int = 0, end: int | None = None) -> Iterator[Phase]:
-        """Phases of the rows ``first`` to ``end``."""
         names = {*_AFTER.values(), *_BEFORE.values(), "busy_seconds"}
         columns = {name: np.nan_to_num(self._series.column(name)).tolist() for name in names}
         waited, *whole = (

@@ -91,7 +91,6 @@ class LogSummary:
         return action.scale_to if acted else self.last.observation.generators.wanted
 
     def add(self, line: Line) -> None:
-        """Adds the next line."""
         self.last = line
         if line.policy == "autoscale":
             self.last_evaluated = line
@@ -103,7 +102,6 @@ class LogSummary:
 
 
 def decision_status(line: Line) -> DecisionStatus:
-    """The line's decision for the status."""
     decision, action = line.decision, line.decision.action
     moment = datetime.fromisoformat(line.time).astimezone(UTC)
     return DecisionStatus(

@@ -62,7 +62,6 @@ def usable(points: Sequence[Point]) -> list[Point]:
 
 
 def point_set(points: Sequence[Point]) -> PointSet:
-    """The summary of the points for an observation."""
     used = usable(points)
     digest = hashlib.blake2b(msgspec.json.encode(used), digest_size=16).hexdigest()
     return PointSet(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 import msgspec
 
 from scalerl_api.wire import PromptRef, trained_tokens
 from scalerl_coordinator import journal_records as r
+
+Value = TypeVar("Value")
 
 
 class Accepted(msgspec.Struct, array_like=True):
@@ -53,28 +56,9 @@ class Accepted(msgspec.Struct, array_like=True):
     def rollouts(self) -> int:
         return len(self.lengths)
 
-    @property
-    def graded_scores(self) -> list[float]:
-        return [score for i, score in enumerate(self.scores) if i not in self.ungraded]
-
-    @property
-    def graded_lengths(self) -> list[int]:
-        return [length for i, length in enumerate(self.lengths) if i not in self.ungraded]
-
-    @property
-    def graded_parts(self) -> dict[str, list[float]]:
-        return {
-            name: [value for i, value in enumerate(values) if i not in self.ungraded]
-            for name, values in self.parts.items()
-        }
-
-    @property
-    def graded_rewards(self) -> list[float]:
-        return [reward for i, reward in enumerate(self.rewards) if i not in self.ungraded]
-
-    @property
-    def graded_returns(self) -> list[list[float]]:
-        return [returns for i, returns in enumerate(self.returns) if i not in self.ungraded]
+    def graded(self, values: Sequence[Value]) -> list[Value]:
+        """Those of ``values``, one for each completion, whose completion has a verdict."""
+        return [value for i, value in enumerate(values) if i not in self.ungraded]
 
     @property
     def trained_tokens(self) -> list[int]:

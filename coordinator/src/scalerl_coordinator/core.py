@@ -93,7 +93,7 @@ class Core:
     """Unique to this process."""
     labels: Mapping[int, Sequence[dict[str, str]]] = field(default_factory=dict)
     """Labels of the prompts of each evaluation set, by the set's task."""
-    outbox: list[tuple[r.AnyRecord, bytes]] = field(default_factory=list)
+    outbox: list[tuple[r.Record, bytes]] = field(default_factory=list)
     """Records that are applied but not yet journaled, each with its blob."""
     forgotten: set[str] = field(default_factory=set)
     """Ids of the leases whose blobs are no longer needed."""
@@ -176,7 +176,7 @@ class Core:
 
     # --- changes --------------------------------------------------------------------------------
 
-    def commit(self, record: r.AnyRecord, blob: bytes = b"") -> None:
+    def commit(self, record: r.Record, blob: bytes = b"") -> None:
         """Apply one record, and queue it for the journal."""
         state = self.state
         may_delete_groups = isinstance(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from scalerl_coordinator.disk import size_of_whole_lines, sync_directory
+from scalerl_coordinator.disk import size_of_whole_lines, sync
 
 MAX_LINE_BYTES: Final = 2**23
 PAGE_BYTES: Final = 2**20
@@ -73,7 +73,7 @@ class DecisionLog:
                     os.ftruncate(fd, offset)
                 raise
         if not offset:
-            sync_directory(self._path.parent)
+            sync(self._path.parent)
 
     @contextlib.contextmanager
     def _opened(self, flags: int) -> Iterator[int | None]:

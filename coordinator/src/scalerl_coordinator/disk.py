@@ -55,9 +55,9 @@ class Disk:
             os.close(fd)
 
 
-def sync_directory(directory: Path) -> None:
-    """Write the names in ``directory`` to disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
@@ -92,13 +92,8 @@ class LineFile:
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path = path
         self._disk = disk or Disk()
-        self._whole = False
-        """Whether the file ends with a complete line: not known at the start, nor after a failed write."""
-
-    @property
-    def continues(self) -> bool:
-        """Whether the last call of :meth:`append` succeeded."""
-        return self._whole
+        self.continues = False
+        """Whether the last call of :meth:`append` succeeded, so that the file ends with a complete line."""
 
     def append(self, lines: bytes) -> None:
         """Append complete lines, after the removal of one that a crash or a full disk left incomplete.
@@ -106,7 +101,7 @@ class LineFile:
         Raises:
             OSError: the lines, or a part of them, are lost.
         """
-        whole, self._whole = self._whole, False
+        whole, self.continues = self.continues, False
         if not self._disk.leaves_reserve(self.path.parent, len(lines)):
             raise OSError(errno.ENOSPC, "the volume is nearly full")
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -116,4 +111,4 @@ class LineFile:
             self._disk.write_all(fd, lines)
         finally:
             os.close(fd)
-        self._whole = True
+        self.continues = True

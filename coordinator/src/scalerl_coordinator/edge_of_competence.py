@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory
-from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput, chance
 
 _GROUPS = 2
 """Number of newest groups from which a prompt's pass rate is computed: 32 completions with ScaleRL's 16. Of prompts with a
@@ -71,7 +71,7 @@ class EdgeOfCompetence(Sampler):
         edge = self._edge(inputs.history)
         known = len(edge.prompts)
         share = min(1 - self._remeasure_share, known / edge.groups) if known else 0.0
-        if self._chance(inputs.cursor, "edge") < share:
+        if chance(self._seed, inputs.cursor, "edge") < share:
             around = (turn + self._seed) * _GOLDEN % 2**64
             return edge.prompts[around * known >> 64], inputs.cursor + 1
         for position in range(place, place + min(self._prompts, MAX_WALK)):

@@ -51,10 +51,6 @@ class Evaluation(msgspec.Struct, array_like=True):
     split: Split = Split.HELD_OUT
 
     @property
-    def key(self) -> EvaluationKey:
-        return self.version, self.task
-
-    @property
     def complete(self) -> bool:
         return len(self.results) == self.prompts
 

@@ -38,7 +38,6 @@ class EvaluationSchedule:
         return is_due(version, settings.every_steps(task), settings.max_steps, every)
 
     def has_point(self, version: int, task: int) -> bool:
-        """Whether ``version`` has a point of an evaluation set."""
         return any((p.version, p.task) == (version, task) for p in self.core.state.points)
 
     def has_points(self, version: int) -> bool:
@@ -46,7 +45,6 @@ class EvaluationSchedule:
         return all(self.has_point(version, task) for task in self.core.settings.identity.set_tasks)
 
     def start(self, version: int, task: int) -> None:
-        """Start the evaluation of a version on a set."""
         prompts = self.core.settings.identity.evaluation_set(task).prompts
         self.core.commit(r.EvaluationStarted(version, prompts, task))
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from scalerl_api.attempts import Attempt
+from scalerl_coordinator.disk import sync
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +127,8 @@ class Fence:
         for name in (self._next.name, _ENDED):
             with contextlib.suppress(FileNotFoundError):
                 (self._owner / name).rename(self._held)
-        _sync(self._owner)
-        _sync(self._root)
+        sync(self._owner)
+        sync(self._root)
 
     def _take(self) -> None:
         """Take the right from all others, unless one of them is later."""
@@ -145,7 +146,7 @@ class Fence:
         for owner in others:
             if _take_from(owner):
                 self._ended.add(owner.name.removeprefix(f"{_OWNER}{others[owner]}-"))
-            _sync(owner)
+            sync(owner)
 
     def _adopt(self) -> bool:
         """Make the journal this process's own. Returns False if another process has changed it meanwhile."""
@@ -155,7 +156,7 @@ class Fence:
         if source is not None and writer is not None and pod in {*self._ended, self._pod}:
             writer.rename(source / f"{_WRITER}{self._pod}")
             self.folder = source
-            _sync(source)
+            sync(source)
             return True
         staged = self._staged()
         try:
@@ -175,7 +176,7 @@ class Fence:
         except OSError as error:
             log.info("%s: %s", self.folder, error.strerror)
             return False
-        _sync(self._root)
+        sync(self._root)
         return True
 
     def _staged(self) -> Path:
@@ -240,15 +241,6 @@ def _copy(source: Path, target: Path) -> bool:
     before = {name for name in os.listdir(source) if _is_journal_file(name)}
     for name in sorted(before):
         shutil.copyfile(source / name, target / name)
-        _sync(target / name)
-    _sync(target)
+        sync(target / name)
+    sync(target)
     return before == {name for name in os.listdir(source) if _is_journal_file(name)}
-
-
-def _sync(path: Path) -> None:
-    """Sync a file or a folder."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -66,7 +66,6 @@ def encode_frame(header: Buffer, blob: Buffer, synced: int) -> list[Buffer]:
 
 
 def frame_bytes(header: Buffer, blob: Buffer) -> int:
-    """Length of the frame in bytes."""
     return OVERHEAD + len(header) + len(blob)
 
 

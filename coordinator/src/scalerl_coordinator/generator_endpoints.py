@@ -18,7 +18,7 @@ from scalerl_coordinator.http import ErrorResponse, Post
 from scalerl_coordinator.journaled_core import JournaledCore
 from scalerl_coordinator.membership import new_member_id
 from scalerl_coordinator.recording import Recording
-from scalerl_coordinator.response_store import PastGroup, ResponseStore, past_responses
+from scalerl_coordinator.response_store import PastGroup, ResponseStore
 from scalerl_tasks import PromptError, PromptSource, TaskError
 
 PUSH_BODY_BYTES = 2**26
@@ -157,13 +157,13 @@ class GeneratorEndpoints:
             if (lease := self._core.state.leases.get(group.lease_id)) is not None
         }
         answers = await self._journaled.decided(push_all)
-        for group, raw, (result, _) in zip(groups, request.groups, answers, strict=True):
+        for group, (result, _) in zip(groups, answers, strict=True):
             if result is not wire.PushResult.ACCEPTED:
                 continue
             if group.split is wire.Split.TRAIN:
                 self._store_responses(group)
             if self._recording is not None and group.text is not None:
-                self._recording.keep_content(group, raw, versions.get(group.lease_id, -1))
+                self._recording.keep_content(group, versions.get(group.lease_id, -1))
         return wire.PushReply(
             results=[result for result, _ in answers], reasons=[reason for _, reason in answers]
         )
@@ -179,7 +179,10 @@ class GeneratorEndpoints:
         """Store the responses of an accepted training group for drafts."""
         if self._history is None:
             return
-        responses = past_responses(group.completions)
+        responses = [
+            wire.PastResponse(max(span.version for span in one.versions), one.token_ids)
+            for one in group.completions
+        ]
         digest = wire.prompt_digest(group.prompt_token_ids)
         drafted, accepted = group.drafted_tokens, group.accepted_tokens
         drafts = None if drafted is None or accepted is None else (drafted, accepted)

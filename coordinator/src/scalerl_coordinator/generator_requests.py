@@ -39,7 +39,9 @@ class GeneratorRequests:
         self._partials = PartialStore()
         self._attempts, self._evaluators = SlotAttempts(core), Evaluators(core)
         self._training_leases = TrainingLeases(core, self._attempts)
-        self.pushes = PushedGroups(core, self._attempts, self._partials, self._training_leases.observe_group)
+        self.pushes = PushedGroups(
+            core, self._attempts, self._partials, self._training_leases.pace.observe_group
+        )
         self._ticked_at = 0.0
 
     # --- membership -----------------------------------------------------------------------------

@@ -111,11 +111,7 @@ def dropped(state: CoordinatorState, record: r.Dropped) -> None:
 
 
 def evaluation_started(state: CoordinatorState, record: r.EvaluationStarted) -> None:
-    lineage = (
-        state.lineage
-        if record.version == state.version
-        else state.progress_at.get(record.version, state.lineage)
-    )
+    lineage = state.progress_at.get(record.version, state.lineage)
     state.evaluations[record.version, record.task] = Evaluation(
         record.version,
         lineage.work_tokens,
@@ -151,7 +147,7 @@ def evaluation_accepted(state: CoordinatorState, record: r.EvaluationAccepted) -
 
 def _finish_evaluation(state: CoordinatorState, evaluation: Evaluation) -> None:
     if evaluation.complete:
-        del state.evaluations[evaluation.key]
+        del state.evaluations[evaluation.version, evaluation.task]
         identity = state.known_identity
         evaluation_set = identity.evaluation_set(evaluation.task)
         point = summarize(

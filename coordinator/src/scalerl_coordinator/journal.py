@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,14 +115,16 @@ class Journal:
         self._files = SegmentFiles(self._layout, disk or Disk(), fence)
         self._recovery: Recovery | None = None
         self._segment = 1
-        self._written = 0  # bytes appended to the current segment
+        self.segment_size = 0
+        """Bytes in the current segment, including those not written yet."""
         self._acknowledged = 0  # bytes of it that are on disk
         self._position = 0  # number of records appended
         self._durable = 0  # number of records on disk, or rolled back
         self._pending: deque[_Batch] = deque()
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._wake = asyncio.Event()
-        self._error: OSError | None = None
+        self.refusing: OSError | None = None
+        """The disk's error while the journal cannot be written; else None."""
         self._failure: BaseException | None = None
         self._closing = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -170,18 +172,8 @@ class Journal:
     # --- appending ------------------------------------------------------------------------------
 
     @property
-    def refusing(self) -> OSError | None:
-        """The disk's error while the journal cannot be written; else None."""
-        return self._error
-
-    @property
-    def segment_size(self) -> int:
-        """Bytes in the current segment, including those not written yet."""
-        return self._written
-
-    @property
     def wants_rotation(self) -> bool:
-        return self._written >= self._segment_bytes
+        return self.segment_size >= self._segment_bytes
 
     def check(self) -> None:
         """Check that the journal accepts records. Call it before changing any state.
@@ -194,31 +186,27 @@ class Journal:
             raise JournalFailed(
                 f"{self.directory}: the writer has ended: {self._failure!r}"
             ) from self._failure
-        if self._error is not None:
-            raise JournalRefused(f"{self.directory}: {self._error.strerror}") from self._error
+        if self.refusing is not None:
+            raise JournalRefused(f"{self.directory}: {self.refusing.strerror}") from self.refusing
 
     def append(self, header: bytes, key: str | None = None, blob: Buffer = b"") -> None:
         """Queue one record, whose ``blob`` is stored under ``key``. Call :meth:`check` first."""
         batch = self._open_batch()
         length = frames.frame_bytes(header, blob)
         if key is not None:
-            self.blobs.put(key, Location(self._segment, self._written, length))
+            self.blobs.put(key, Location(self._segment, self.segment_size, length))
         batch.parts.extend(frames.encode_frame(header, blob, self._acknowledged))
-        self._written += length
+        self.segment_size += length
         self._position += 1
-        batch.end, batch.position = self._written, self._position
+        batch.end, batch.position = self.segment_size, self._position
         self._wake.set()
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """Drop these blobs from the index. A later rotation deletes segments without indexed blobs."""
-        self.blobs.forget(keys)
 
     def rotate(self, state: bytes) -> None:
         """Start a new segment with ``state``, a snapshot as of the last appended record.
 
         If the snapshot cannot be written, that is logged, and recovery replays older segments instead.
         """
-        if self._error is not None:
+        if self.refusing is not None:
             return
         blobs = self.blobs.copy()
         snapshot = msgspec.msgpack.encode(Snapshot(state, blobs))
@@ -226,7 +214,7 @@ class Journal:
         batch.rotation = (snapshot, frozenset(at.segment for at in blobs.values()))
         batch.position = self._position
         self._segment += 1
-        self._written = self._acknowledged = frames.SEGMENT_HEADER.size
+        self.segment_size = self._acknowledged = frames.SEGMENT_HEADER.size
         self._wake.set()
 
     async def durable(self) -> None:
@@ -255,7 +243,7 @@ class Journal:
 
     async def _commit_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._error is not None:
+        if self.refusing is not None:
             await self._until_writable(self._open_tail)
         while True:
             if not self._pending:
@@ -318,7 +306,7 @@ class Journal:
 
     def _continue_open_segment(self) -> None:
         self._segment = self._files.number
-        self._written = self._acknowledged = self._files.synced
+        self.segment_size = self._acknowledged = self._files.synced
 
     # --- failed writes --------------------------------------------------------------------------
 
@@ -336,7 +324,7 @@ class Journal:
 
     def _start_refusing(self, error: OSError) -> None:
         log.error("the journal cannot be written: %s; refusing requests until it can", error.strerror)
-        self._error = error
+        self.refusing = error
         self.counters.refusals += 1
 
     async def _until_writable(self, open_segment: Callable[[], None]) -> None:
@@ -349,7 +337,7 @@ class Journal:
                 log.debug("the journal cannot be written yet: %s", problem.strerror)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            self._error = None
+            self.refusing = None
             self._continue_open_segment()
             log.info("the journal can be written again, in segment %d", self._segment)
             return

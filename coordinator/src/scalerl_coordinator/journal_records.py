@@ -8,6 +8,8 @@ end of a record, with a default; any other change needs a new record type.
 from __future__ import annotations
 
 import enum
+from functools import reduce
+from operator import or_
 
 import msgspec
 
@@ -289,32 +291,7 @@ class SupervisedTrained(Record, frozen=True, array_like=True, tag="supervised"):
     """The same for devices."""
 
 
-AnyRecord = (
-    Started
-    | LeasesIssued
-    | LeaseClosed
-    | GroupAccepted
-    | GivenUp
-    | EvaluationStarted
-    | EvaluationReleased
-    | EvaluationAccepted
-    | Dropped
-    | TrainerJoined
-    | Restored
-    | WeightsLost
-    | StepTrained
-    | StepSkipped
-    | SupervisedTrained
-    | Published
-    | UnprovenChanged
-    | CheckpointCommitted
-    | StopRequested
-    | FinishSent
-    | UsageAdded
-)
-
-
 encode = msgspec.msgpack.Encoder().encode
 decode_stored = msgspec.msgpack.Decoder(StoredGroup).decode
-decode = msgspec.msgpack.Decoder(AnyRecord).decode
+decode = msgspec.msgpack.Decoder(reduce(or_, Record.__subclasses__())).decode
 """Decodes a record. Raises ``msgspec.DecodeError`` if it is none."""

@@ -76,7 +76,7 @@ class JournaledCore:
                 self._trace.record(record, blob, self.now())
         core.outbox.clear()
         if core.forgotten:
-            journal.forget(core.forgotten)
+            journal.blobs.forget(core.forgotten)
             core.forgotten.clear()
         if journal.wants_rotation or (checkpoint and journal.segment_size > _ROTATE_AT_CHECKPOINT_BYTES):
             journal.rotate(core.state.encode())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
-from scalerl_coordinator.state_loading import load_state, new_nonce
+from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
 from scalerl_tasks import PromptSource, TaskError, open_tasks
@@ -57,12 +58,7 @@ class TrackerMissing(Exception):
     """A tracker's package is not installed, and the run is new."""
 
 
-class BadFork(Exception):
-    """The file of a fork's origin cannot be used."""
-
-
 _INPUT_ERRORS = (
-    BadFork,
     PluginError,
     TrackerMissing,
     EnvironmentProblem,
@@ -143,7 +139,7 @@ async def serve(environment: ProcessEnvironment, host: str, port: int) -> None:
     )
     held_out = [*(task.held_out for task in tasks), *(one.prompts for one in opened.sets)]
     labels = {at: fold_labels(prompts.labels) for at, prompts in enumerate(held_out)}
-    core = Core.begin(settings, samplers, state, new_nonce(), 0.0, labels)
+    core = Core.begin(settings, samplers, state, secrets.token_hex(4), 0.0, labels)
     core.steps_lost = steps_lost
     await journal.start()
     trackers = Trackers(run.spec.trackers)
@@ -179,11 +175,11 @@ def _open_journal(environment: ProcessEnvironment) -> tuple[Journal, Coordinator
 
 
 def _forked_step(paths: RunPaths) -> int:
-    """Step of the checkpoint with which a fork starts; -1 for another run. Raises :class:`BadFork`."""
+    """Step of the checkpoint with which a fork starts; -1 for another run. Raises :class:`EnvironmentProblem`."""
     try:
         origin = Fork.read(paths.fork)
     except ValueError as error:
-        raise BadFork(str(error)) from error
+        raise EnvironmentProblem(str(error)) from error
     return -1 if origin is None else origin.step
 
 

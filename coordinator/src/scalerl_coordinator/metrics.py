@@ -7,7 +7,9 @@ without a coordinator, is in ``scalerl_operator.run_metrics``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,11 +30,14 @@ from scalerl_coordinator.journal_records import GiveUpReason
 from scalerl_coordinator.partials import MAX_BYTES
 from scalerl_coordinator.response_log import DROP_REASONS, LOOKUP_RESULTS, HistoryCounters
 
-_PREFIX = "scalerl_coordinator_"
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
+_NAMESPACE = "scalerl_coordinator"
+_PREFIX = f"{_NAMESPACE}_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class Metrics:
+class Metrics(Collector):
     """The process's registry, and the counters that the server increments.
 
     Args:
@@ -54,81 +59,47 @@ class Metrics:
         partial_bytes: Callable[[], int],
         history: HistoryCounters | None = None,
     ) -> None:
+        self._status, self._journal, self._refusing = status, journal, refusing
+        self._staleness_bound, self._closed_slots = staleness_bound, closed_slots
+        self._partial_bytes, self._history = partial_bytes, history
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(
-            _RunCollector(status, journal, refusing, staleness_bound, closed_slots, partial_bytes)
-        )
-        if history is not None:
-            self._registry.register(_HistoryCollector(history))
-        self.requests = Counter(
-            _PREFIX + "requests",
-            "Requests by endpoint and status code.",
-            ("path", "code"),
-            registry=self._registry,
-        )
+        self._registry.register(self)
+        counter = partial(Counter, namespace=_NAMESPACE, registry=self._registry)
+        self.requests = counter("requests", "Requests by endpoint and status code.", ("path", "code"))
         self.request_seconds = Histogram(
-            _PREFIX + "request_seconds",
+            "request_seconds",
             "Request duration in seconds, by endpoint; long polls wait for work.",
             ("path",),
+            namespace=_NAMESPACE,
             buckets=_SECONDS,
             registry=self._registry,
         )
-        self.received_bytes = Counter(
-            _PREFIX + "received_bytes", "Bytes of request bodies received.", registry=self._registry
-        )
-
-        self.lost_trace_lines = Counter(
-            _PREFIX + "lost_trace_lines",
-            "Lines of trace.jsonl that could not be written.",
-            registry=self._registry,
-        )
-        self.lost_rollouts = Counter(
-            _PREFIX + "lost_rollouts",
+        self.received_bytes = counter("received_bytes", "Bytes of request bodies received.")
+        self.lost_trace_lines = counter("lost_trace_lines", "Lines of trace.jsonl that could not be written.")
+        self.lost_rollouts = counter(
+            "lost_rollouts",
             "Rollouts that the record of rollouts lacks, because they could not be written in time or at all.",
-            registry=self._registry,
         )
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _RunCollector(Collector):
-    def __init__(
-        self,
-        status: Callable[[], Status],
-        journal: JournalCounters,
-        refusing: Callable[[], bool],
-        staleness_bound: int,
-        closed_slots: Mapping[str, int],
-        partial_bytes: Callable[[], int],
-    ) -> None:
-        self._status = status
-        self._journal = journal
-        self._refusing = refusing
-        self._staleness_bound = staleness_bound
-        self._closed_slots = closed_slots
-        self._partial_bytes = partial_bytes
-
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
         counts = status.counts
-        rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by outcome.", labels=("fate",))
-        for fate in ("trained", "filtered", "given_up", "skipped", "queued", "leased"):
-            rollouts.add_metric((fate,), getattr(counts, fate))
-        yield rollouts
-        dropped = CounterMetricFamily(
-            _PREFIX + "dropped_rollouts", "Rollouts dropped, by reason.", labels=("reason",)
+        fates = ("trained", "filtered", "given_up", "skipped", "queued", "leased")
+        of_fate = {fate: getattr(counts, fate) for fate in fates}
+        yield _by(GaugeMetricFamily, "rollouts", "Training rollouts by outcome.", "fate", of_fate)
+        reasons = ("late", "stale", "invalid", "duplicate", "held_out_invalid")
+        of_reason = {reason: getattr(counts, reason) for reason in reasons}
+        yield _by(
+            CounterMetricFamily, "dropped_rollouts", "Rollouts dropped, by reason.", "reason", of_reason
         )
-        for reason in ("late", "stale", "invalid", "duplicate", "held_out_invalid"):
-            dropped.add_metric((reason,), getattr(counts, reason))
-        yield dropped
-        phases = GaugeMetricFamily(_PREFIX + "phase", "1 for the phase the run is in.", labels=("phase",))
-        for phase in Phase:
-            phases.add_metric((phase.value,), float(status.phase is phase))
-        yield phases
+        phases = {phase.value: float(status.phase is phase) for phase in Phase}
+        yield _by(GaugeMetricFamily, "phase", "1 for the phase the run is in.", "phase", phases)
         for name, value, text in (
             (
                 "checkpoint_failing",
@@ -188,25 +159,22 @@ class _RunCollector(Collector):
         ):
             if value is not None:
                 yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
-        pass_at = GaugeMetricFamily(
-            _PREFIX + "evaluation_pass_at",
+        yield _by(
+            GaugeMetricFamily,
+            "evaluation_pass_at",
             "Estimated chance that at least one of k completions passes, of the newest point of the curve.",
-            labels=("k",),
+            "k",
+            {str(at.k): at.mean for point in status.points[-1:] for at in point.pass_at},
         )
-        for at in status.points[-1].pass_at if status.points else ():
-            pass_at.add_metric((str(at.k),), at.mean)
-        yield pass_at
         tasks = by_task(status.last_step_stats) or {MAIN_TASK: status.last_step_stats}
         for figure, text in TASK_FIGURES.items():
-            of_tasks = GaugeMetricFamily(
-                f"{_PREFIX}task_{figure}",
+            yield _by(
+                GaugeMetricFamily,
+                f"task_{figure}",
                 f"{text} in the newest step, by task (`{MAIN_TASK}` without a mix).",
-                labels=("task",),
+                "task",
+                {task: found[figure] for task, found in tasks.items() if figure in found},
             )
-            for task, found in tasks.items():
-                if figure in found:
-                    of_tasks.add_metric((task,), found[figure])
-            yield of_tasks
         for figure, text in STEP_FIGURES.items():
             if figure in status.last_step_stats:
                 yield GaugeMetricFamily(
@@ -215,57 +183,54 @@ class _RunCollector(Collector):
                     value=status.last_step_stats[figure],
                 )
         newest = [points[-1] for points in (status.points, *status.set_points.values()) if points]
-        by_set = GaugeMetricFamily(
-            _PREFIX + "evaluation_set_reward",
+        yield _by(
+            GaugeMetricFamily,
+            "evaluation_set_reward",
             "Reward of the newest point of each evaluation set.",
-            labels=("set",),
+            "set",
+            {point.set_name: point.reward for point in newest},
         )
-        for point in newest:
-            by_set.add_metric((point.set_name,), point.reward)
-        yield by_set
-        by_label = GaugeMetricFamily(
-            _PREFIX + "evaluation_label_reward",
+        yield _family(
+            GaugeMetricFamily,
+            "evaluation_label_reward",
             f"Reward of the newest point of each evaluation set by label of the prompts; of a label, {MAX_LABEL_VALUES} values "
             "and the rest as one.",
-            labels=("set", "label", "value"),
+            ("set", "label", "value"),
+            [((p.set_name, m.label, m.value), m.reward) for p in newest for m in p.by_label],
         )
-        for point in newest:
-            for mean in point.by_label:
-                by_label.add_metric((point.set_name, mean.label, mean.value), mean.reward)
-        yield by_label
-        given_up = CounterMetricFamily(
-            _PREFIX + "given_up_slots",
+        yield _by(
+            CounterMetricFamily,
+            "given_up_slots",
             "Training slots given up since this process began, by cause.",
-            labels=("why",),
+            "why",
+            {why.value: self._closed_slots.get(why.value, 0) for why in GiveUpReason},
         )
-        for why in GiveUpReason:
-            given_up.add_metric((why.value,), self._closed_slots.get(why.value, 0))
-        yield given_up
         yield CounterMetricFamily(
             _PREFIX + "closed_slots",
             "Training slots served or given up since this process began.",
             value=float(sum(self._closed_slots.values())),
         )
-        mismatch = GaugeMetricFamily(
-            _PREFIX + "mismatch_kl",
+        yield _family(
+            GaugeMetricFamily,
+            "mismatch_kl",
             "Recent KL estimate (k3) of trainer against generators, by measurement and token position.",
-            labels=("source", "positions"),
+            ("source", "positions"),
+            [((m.source, m.positions), m.recent_kl) for m in status.mismatch],
         )
-        for measured in status.mismatch:
-            mismatch.add_metric((measured.source, measured.positions), measured.recent_kl)
-        yield mismatch
-        step = GaugeMetricFamily(
-            _PREFIX + "tracker_step", "Latest step delivered to an experiment tracker.", labels=("tracker",)
+        yield _by(
+            GaugeMetricFamily,
+            "tracker_step",
+            "Latest step delivered to an experiment tracker.",
+            "tracker",
+            {tracker.name: tracker.step for tracker in status.trackers},
         )
-        failures = CounterMetricFamily(
-            _PREFIX + "tracker_failures",
+        yield _by(
+            CounterMetricFamily,
+            "tracker_failures",
             "Failed attempts of an experiment tracker since this process began; each is retried.",
-            labels=("tracker",),
+            "tracker",
+            {tracker.name: tracker.failures for tracker in status.trackers},
         )
-        for tracker in status.trackers:
-            step.add_metric((tracker.name,), tracker.step)
-            failures.add_metric((tracker.name,), tracker.failures)
-        yield from (step, failures)
         for name, total, text in (
             (
                 "expired_leases",
@@ -303,41 +268,50 @@ class _RunCollector(Collector):
             ("journal_rotations", journal.rotations, "Completed journal segments."),
         ):
             yield CounterMetricFamily(_PREFIX + name, text, value=float(total))
+        if self._history is not None:
+            yield from _of_history(self._history)
 
 
-class _HistoryCollector(Collector):
-    def __init__(self, counters: HistoryCounters) -> None:
-        self._counters = counters
+def _of_history(counters: HistoryCounters) -> Iterable[Metric]:
+    yield _by(
+        CounterMetricFamily,
+        "history_dropped_responses",
+        "Responses that were not stored, or evicted from the store, by reason.",
+        "reason",
+        {reason: counters.dropped[reason] for reason in DROP_REASONS},
+    )
+    yield _by(
+        CounterMetricFamily,
+        "history_lookups",
+        "Prompts whose past responses were requested, by result; mismatch: the prompt's tokens were others.",
+        "result",
+        {result: counters.lookups[result] for result in LOOKUP_RESULTS},
+    )
+    for name, total, text in (
+        ("history_responses", counters.stored, "Responses stored since this process began."),
+        ("history_damaged_frames", counters.damaged, "Damaged frames and segments of the store, skipped."),
+    ):
+        yield CounterMetricFamily(_PREFIX + name, text, value=float(total))
+    for name, value, text in (
+        ("history_bytes", counters.nbytes, "Bytes of past responses on disk, at most storeSize."),
+        ("history_prompts", counters.prompts, "Prompts with past responses."),
+    ):
+        yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
 
-    def collect(self) -> Iterable[Metric]:
-        counters = self._counters
-        dropped = CounterMetricFamily(
-            _PREFIX + "history_dropped_responses",
-            "Responses that were not stored, or evicted from the store, by reason.",
-            labels=("reason",),
-        )
-        for reason in DROP_REASONS:
-            dropped.add_metric((reason,), counters.dropped[reason])
-        yield dropped
-        lookups = CounterMetricFamily(
-            _PREFIX + "history_lookups",
-            "Prompts whose past responses were requested, by result; mismatch: the prompt's tokens were others.",
-            labels=("result",),
-        )
-        for result in LOOKUP_RESULTS:
-            lookups.add_metric((result,), counters.lookups[result])
-        yield lookups
-        for name, value, text in (
-            ("history_responses", counters.stored, "Responses stored since this process began."),
-            (
-                "history_damaged_frames",
-                counters.damaged,
-                "Damaged frames and segments of the store, skipped.",
-            ),
-        ):
-            yield CounterMetricFamily(_PREFIX + name, text, value=float(value))
-        for name, value, text in (
-            ("history_bytes", counters.nbytes, "Bytes of past responses on disk, at most storeSize."),
-            ("history_prompts", counters.prompts, "Prompts with past responses."),
-        ):
-            yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+
+def _by(kind: type[Family], name: str, text: str, label: str, values: Mapping[str, float]) -> Family:
+    """A family with one label."""
+    return _family(kind, name, text, (label,), [((of,), value) for of, value in values.items()])
+
+
+def _family(
+    kind: type[Family],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Family:
+    family = kind(_PREFIX + name, text, labels=labels)
+    for of, value in samples:
+        family.add_metric(of, value)
+    return family

@@ -6,10 +6,10 @@ They are only in memory: after a restart of the coordinator, actors report all t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from scalerl_api.wire import MASKED, Lease, MessageSpan, Partial, PartialGroup, PromptRef, Split, VersionSpan
+from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, PromptRef, Split, VersionSpan
 from scalerl_coordinator.leases import SlotKey, slot_key
 
 MAX_BYTES = 2**28
@@ -27,33 +27,21 @@ def partial_key(prompt: PromptRef, slot: int, policy_version: int) -> PartialKey
     return slot_key(prompt, slot), policy_version if prompt.split is Split.HELD_OUT else -1
 
 
-@dataclass(slots=True)
-class _Completion:
-    token_ids: bytearray = field(default_factory=bytearray)
-    logprobs: bytearray = field(default_factory=bytearray)
-    versions: list[VersionSpan] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
-    turns: list[MessageSpan] = field(default_factory=list)
-
-    def extend(self, partial: Partial) -> None:
-        """Replace the tokens from ``partial.start`` on."""
-        offset = 4 * partial.start
-        self.token_ids[offset:], self.logprobs[offset:] = partial.token_ids, partial.logprobs
-        self.versions = [span for span in self.versions if span.start < partial.start]
-        for span in partial.versions:
-            if not self.versions or self.versions[-1].version != span.version:
-                self.versions.append(VersionSpan(span.version, partial.start + span.start))
-        self.finish_reason, self.turns = partial.finish_reason, partial.turns
-
-    def whole(self) -> Partial:
-        return Partial(
-            start=0,
-            token_ids=bytes(self.token_ids),
-            logprobs=bytes(self.logprobs),
-            versions=self.versions,
-            finish_reason=self.finish_reason,
-            turns=self.turns,
-        )
+def _extended(completion: Partial, report: Partial) -> Partial:
+    """``completion`` with its tokens from ``report.start`` on replaced by those of ``report``."""
+    offset = 4 * report.start
+    versions = [span for span in completion.versions if span.start < report.start]
+    for span in report.versions:
+        if not versions or versions[-1].version != span.version:
+            versions.append(VersionSpan(span.version, report.start + span.start))
+    return Partial(
+        start=0,
+        token_ids=completion.token_ids[:offset] + report.token_ids,
+        logprobs=completion.logprobs[:offset] + report.logprobs,
+        versions=versions,
+        finish_reason=report.finish_reason,
+        turns=report.turns,
+    )
 
 
 @dataclass(slots=True)
@@ -61,7 +49,7 @@ class _Group:
     lease_id: str
     temperature: float
     prompt_token_ids: bytes
-    completions: list[_Completion]
+    completions: list[Partial]
     leased_bytes: int = -1
     """``nbytes`` when the slot was last leased."""
     idle: int = 0
@@ -94,7 +82,8 @@ class PartialStore:
         """
         group = self._groups.get(key)
         if group is None or group.lease_id != report.lease_id:
-            group = _Group(report.lease_id, 0.0, b"", [_Completion() for _ in report.completions])
+            nothing = Partial(start=0, token_ids=b"", logprobs=b"", versions=[])
+            group = _Group(report.lease_id, 0.0, b"", [nothing] * len(report.completions))
         if any(
             4 * p.start > len(c.token_ids) for p, c in zip(report.completions, group.completions, strict=True)
         ):
@@ -105,8 +94,9 @@ class PartialStore:
             return "full"
         self.drop(key)
         group.temperature, group.prompt_token_ids = report.temperature, report.prompt_token_ids
-        for partial, completion in zip(report.completions, group.completions, strict=True):
-            completion.extend(partial)
+        group.completions = [
+            _extended(*pair) for pair in zip(group.completions, report.completions, strict=True)
+        ]
         self._add(key, group)
         return "stored"
 
@@ -139,7 +129,7 @@ class PartialStore:
             slot=lease.slot,
             temperature=group.temperature,
             prompt_token_ids=group.prompt_token_ids,
-            completions=[completion.whole() for completion in group.completions],
+            completions=group.completions,
         )
 
     def drop(self, key: PartialKey) -> None:

@@ -52,8 +52,7 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
 
 
 def tried(prompt: int, slot: int, group: Accepted) -> Tried:
-    """The result of a group for its prompt."""
-    scores = group.graded_scores
+    scores = group.graded(group.scores)
     lengths = group.lengths
     tokens = sum(lengths) * len(scores) // max(len(lengths), 1)
     return Tried(

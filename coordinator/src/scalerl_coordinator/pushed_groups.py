@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from scalerl_api import wire
 from scalerl_api.wire import PromptRef, PushResult, Split
@@ -18,6 +17,7 @@ from scalerl_coordinator.partials import PartialStore, partial_key
 from scalerl_coordinator.rewards import rewards, turn_returns, zero_variance
 from scalerl_coordinator.slot_attempts import SlotAttempts
 from scalerl_coordinator.slots import staleness
+from scalerl_coordinator.state import OpenLease
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +28,6 @@ rises."""
 
 Answer = tuple[PushResult, str | None]
 """Result for one pushed group, with the reason of a rejection."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What a pushed group must match: its lease, open or expired."""
-
-    prompt: PromptRef
-    slot: int
-    policy_version: int
-    expired: bool
-    """Whether the lease expired; the slot is not issued again yet."""
-
-    @property
-    def split(self) -> Split:
-        return self.prompt.split
 
 
 class PushedGroups:
@@ -95,13 +80,13 @@ class PushedGroups:
         self._accept_training(group, expected, summary, payload)
         return self._accepted(group, expected)
 
-    def _accepted(self, group: wire.Group, expected: _Expected) -> Answer:
+    def _accepted(self, group: wire.Group, expected: OpenLease) -> Answer:
         self._core.book.remove(group.lease_id)
         self._core.book.retries.pop(slot_key(expected.prompt, expected.slot), None)
         return PushResult.ACCEPTED, None
 
     def _accept_training(
-        self, group: wire.Group, expected: _Expected, summary: GroupSummary, payload: bytes
+        self, group: wire.Group, expected: OpenLease, summary: GroupSummary, payload: bytes
     ) -> None:
         settings, identity = self._core.settings, self._core.settings.identity
         verdicts = group.verdicts
@@ -163,12 +148,13 @@ class PushedGroups:
         history = core.state.histories[task].as_of(core.state.step_of(slot) - identity.max_staleness_steps)
         return PromptRef(task, Split.TRAIN, core.samplers[task].refill(slot, tries, history))
 
-    def _expected(self, group: wire.Group) -> _Expected | Answer:
-        """What the group must match, or the answer if it is no longer needed (a duplicate, or late)."""
+    def _expected(self, group: wire.Group) -> OpenLease | Answer:
+        """The lease that the group must match, also if it has expired and its slot is not issued again yet; or the answer if the group is
+        no longer needed (a duplicate, or late)."""
         state = self._core.state
         lease = state.leases.get(group.lease_id)
         if lease is not None:
-            return _Expected(lease.prompt, lease.slot, lease.policy_version, False)
+            return lease
         if group.split is Split.HELD_OUT:
             for evaluation in state.evaluations.values():
                 result = evaluation.results.get(group.slot)
@@ -182,11 +168,11 @@ class PushedGroups:
             self._core.commit(r.Dropped(late=0, duplicate=len(group.completions)))
             return PushResult.DUPLICATE, None
         if state.expired_lease_of.get(group.slot) == group.lease_id:
-            return _Expected(state.prompts[group.slot], group.slot, -1, True)
+            return OpenLease(state.prompts[group.slot], group.slot, -1, "")
         self._core.commit(r.Dropped(late=len(group.completions), duplicate=0))
         return PushResult.LATE, "the lease had expired and the slot was reassigned"
 
-    def _check(self, group: wire.Group, expected: _Expected) -> GroupSummary:
+    def _check(self, group: wire.Group, expected: OpenLease) -> GroupSummary:
         """Check a group against its lease and summarize it. Raises InvalidGroup."""
         core, identity = self._core, self._core.settings.identity
         for name in ("prompt", "slot"):
@@ -205,7 +191,7 @@ class PushedGroups:
         )
 
     def _reject(
-        self, group: wire.Group, expected: _Expected, result: PushResult, reason: str, now: float
+        self, group: wire.Group, expected: OpenLease, result: PushResult, reason: str, now: float
     ) -> Answer:
         core = self._core
         rollouts = len(group.completions)
@@ -221,13 +207,12 @@ class PushedGroups:
                 reason,
             ),
         )
-        if expected.expired:
+        if group.lease_id not in core.state.leases:
             core.commit(r.Dropped(late=rollouts, duplicate=0))
             return PushResult.LATE, reason
-        lease = core.state.leases[group.lease_id]
-        self._partials.drop(partial_key(lease.prompt, lease.slot, lease.policy_version))
+        self._partials.drop(partial_key(expected.prompt, expected.slot, expected.policy_version))
         core.close_lease(group.lease_id, r.CloseReason(result.value), rollouts)
-        self._attempts.retry_slot(lease, reason, now, failed=result is PushResult.INVALID)
+        self._attempts.retry_slot(expected, reason, now, failed=result is PushResult.INVALID)
         return result, reason
 
     def _log_grading_error(self, member: Member, group: wire.Group, summary: GroupSummary) -> None:
@@ -243,7 +228,7 @@ class PushedGroups:
             )
 
     def _accept_evaluation(
-        self, group: wire.Group, expected: _Expected, summary: GroupSummary, now: float
+        self, group: wire.Group, expected: OpenLease, summary: GroupSummary, now: float
     ) -> None:
         core = self._core
         evaluation = core.state.evaluations[expected.policy_version, expected.prompt.task]

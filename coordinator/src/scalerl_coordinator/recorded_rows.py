@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from scalerl_api.wire import MASKED, PromptRef, Split, TrainedSequence
+from scalerl_api.wire import MASKED, Completion, Group, PromptRef, Split, TrainedSequence
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.journal_records import StoredCompletion, StoredGroup
 
@@ -22,7 +22,7 @@ class RecordedGroup:
     """Its step; of an evaluation the version."""
     slot: int
     prompt: PromptRef
-    group: StoredGroup | None
+    group: StoredGroup | Group | None
     """None of a slot that was given up."""
     lengths: Sequence[int]
     scores: Sequence[float]
@@ -41,7 +41,7 @@ class RecordedGroup:
         slot: int,
         prompt: PromptRef,
         accepted: Accepted,
-        group: StoredGroup | None,
+        group: StoredGroup | Group | None,
         skipped: bool,
     ) -> RecordedGroup:
         """A group of a closed step, which was ``skipped`` or trained."""
@@ -82,7 +82,8 @@ class RecordedGroup:
         if text is None:
             return
         held_out = prompt.split is Split.HELD_OUT
-        for at, completion in enumerate(self.group.completions):
+        completions: Sequence[StoredCompletion | Completion] = self.group.completions
+        for at, completion in enumerate(completions):
             versions = [span.version for span in completion.versions if span.version != MASKED]
             oldest, newest = min(versions, default=None), max(versions, default=None)
             excluded = self.excluded or ("ungraded" if at in self.ungraded else "")
@@ -113,7 +114,7 @@ class RecordedGroup:
 
 
 def _by_token(
-    completion: StoredCompletion, characters: Sequence[bytes], figure: TrainedSequence | None
+    completion: StoredCompletion | Completion, characters: Sequence[bytes], figure: TrainedSequence | None
 ) -> dict[str, Any]:
     """The columns with an item for each token of a completion; without those that are not known."""
     import numpy as np
@@ -174,7 +175,6 @@ def schema() -> pa.Schema:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows by column as a table."""
     import pyarrow as pa
 
     columns = schema()

@@ -7,10 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from scalerl_api import wire
-from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Core
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.recorded_rows import RecordedGroup
@@ -26,15 +23,14 @@ class Recording:
     def __init__(self, core: Core, record: RolloutRecord, groups: StepGroups) -> None:
         self._core, self._record, self._groups = core, record, groups
 
-    def keep_content(self, group: wire.Group, raw: msgspec.Raw, version: int) -> None:
+    def keep_content(self, group: wire.Group, version: int) -> None:
         """Record a group whose content is not journaled: of an evaluation, or one whose slot gets another prompt."""
         state, verdicts = self._core.state, group.verdicts
         lengths = [completion.tokens for completion in group.completions]
         if group.split is wire.Split.HELD_OUT:
-            stored = r.decode_stored(raw)
             self._record.keep(
                 RecordedGroup(
-                    *(version, group.slot, group.prompt, stored, lengths),
+                    *(version, group.slot, group.prompt, group, lengths),
                     *(verdicts.scores, verdicts.parts, verdicts.ungraded),
                 )
             )
@@ -42,9 +38,7 @@ class Recording:
         tries = [one.group for one in state.tries.get(group.slot, ()) if one.group.lease_id == group.lease_id]
         if tries:
             step = state.step_of(group.slot)
-            one = RecordedGroup.of_training(
-                step, group.slot, group.prompt, tries[0], r.decode_stored(raw), skipped=False
-            )
+            one = RecordedGroup.of_training(step, group.slot, group.prompt, tries[0], group, skipped=False)
             self._record.keep(replace(one, excluded="refilled"))
 
     def truncate(self) -> None:

@@ -31,15 +31,6 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """One record read at recovery."""
-
-    header: memoryview
-    location: Location
-    has_blob: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """File names in one journal's directory."""
 
@@ -66,6 +57,7 @@ class BlobIndex:
             self._at[key] = location
 
     def forget(self, keys: Iterable[str]) -> None:
+        """Drop these blobs. A later rotation deletes segments without indexed blobs."""
         with self._lock:
             for key in keys:
                 self._at.pop(key, None)
@@ -114,8 +106,8 @@ class BlobIndex:
 class Recovery:
     """Reads the newest snapshot, and iterates over the records after it, in order.
 
-    The caller sets the key of each blob with :meth:`index` while it iterates, and finally calls :meth:`retain`, which passes
-    the positions of the blobs to the journal.
+    The iteration yields the header of each record and its position. The caller sets the key of each blob in :attr:`blobs` while it
+    iterates, and finally calls :meth:`retain`, which passes the positions of the blobs to the journal.
 
     Args:
         until: for a running journal, its last segment and the number of its synced bytes; later bytes, which a failed write
@@ -156,7 +148,7 @@ class Recovery:
         self.tail = (self._live[-1] if self._live else first, 0)
         """The last segment and, after the iteration, the number of its valid bytes."""
 
-    def __iter__(self) -> Iterator[Replayed]:
+    def __iter__(self) -> Iterator[tuple[memoryview, Location]]:
         for number in self._live:
             path = self._layout.path("segment", number)
             data = memoryview(path.read_bytes())
@@ -165,14 +157,8 @@ class Recovery:
             end = frames.SEGMENT_HEADER.size if len(data) >= frames.SEGMENT_HEADER.size else 0
             for frame in frames.read_segment(data, str(path), number, last=number == self._live[-1]):
                 end = frame.end
-                yield Replayed(
-                    frame.header, Location(number, frame.offset, end - frame.offset), len(frame.blob) > 0
-                )
+                yield frame.header, Location(number, frame.offset, end - frame.offset)
             self.tail = (number, end)
-
-    def index(self, key: str, location: Location) -> None:
-        """Set the key of the blob of the record just replayed."""
-        self.blobs[key] = location
 
     def retain(self, keys: Iterable[str]) -> None:
         """Keep only the blobs of ``keys``. Raises CorruptJournal if one is missing."""

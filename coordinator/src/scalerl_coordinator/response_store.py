@@ -12,13 +12,13 @@ import logging
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from scalerl_api.wire import MAX_RESPONSES_BYTES, Completion, PastResponse, PromptRef
+from scalerl_api.wire import MAX_RESPONSES_BYTES, PastResponse, PromptRef
 from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.response_index import MAX_GROUPS, ResponseIndex
 from scalerl_coordinator.response_log import HistoryCounters, ResponseLog
@@ -58,14 +58,6 @@ class PastGroup(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """Its size in memory."""
         return sum(len(response.token_ids) + _RESPONSE_BYTES for response in self.responses)
-
-
-def past_responses(completions: Sequence[Completion]) -> list[PastResponse]:
-    """The completions of a group in the form in which the store keeps them."""
-    return [
-        PastResponse(max(span.version for span in completion.versions), completion.token_ids)
-        for completion in completions
-    ]
 
 
 def history_identity(train_digest: str, base_model: Path) -> bytes:

@@ -91,7 +91,6 @@ class RunFileWriter:
             raise ErrorResponse(500, "disk-failed", message) from problem
 
     async def read_exports(self) -> None:
-        """Read the exported models."""
         self.exports = await asyncio.get_running_loop().run_in_executor(self.thread, self._files.exports)
 
     async def keep_exports(self, exports: Exports) -> None:

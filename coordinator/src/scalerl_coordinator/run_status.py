@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import structs
 
 from scalerl_api import wire
@@ -11,6 +13,9 @@ from scalerl_coordinator.core import Core
 from scalerl_coordinator.learning import learning_problem, logprob_problem
 from scalerl_coordinator.leases import REPORTED_ATTEMPTS
 from scalerl_coordinator.state import CoordinatorState
+
+_COUNTS: Final = tuple(name for name in wire.Counts.__struct_fields__ if name != "leased")
+"""Counts of the status that the state has under the same names."""
 
 
 def build_status(core: Core) -> wire.Status:
@@ -25,25 +30,8 @@ def build_status(core: Core) -> wire.Status:
         published_version=state.published,
         stop_reason=state.finish_reason or core.end_reason,
         counts=wire.Counts(
-            acknowledged=counts.acknowledged,
-            trained=counts.trained,
-            filtered=counts.filtered,
-            queued=counts.queued,
             leased=_leased_rollouts(core),
-            late=counts.late,
-            stale=counts.stale,
-            invalid=counts.invalid,
-            duplicate=counts.duplicate,
-            expired_leases=counts.expired_leases,
-            held_out_invalid=counts.held_out_invalid,
-            given_up=counts.given_up,
-            too_long=counts.too_long,
-            skipped=counts.skipped,
-            ungraded=counts.ungraded,
-            masked_tokens=counts.masked_tokens,
-            held_out_given_up=counts.held_out_given_up,
-            timed_out_leases=counts.timed_out_leases,
-            refilled=counts.refilled,
+            **{name: getattr(counts, name) for name in _COUNTS},
         ),
         members=[
             wire.Member(
@@ -77,9 +65,9 @@ def build_status(core: Core) -> wire.Status:
         uploads=core.uploads,
         unsaved_version=_unsaved_version(core),
         trainer_registered=not state.awaits_trainer,
-        teacher_problem=_teacher_problem(core),
-        reward_problem=_reward_problem(core),
-        environment_problem=_environment_problem(core),
+        teacher_problem=_problem(core, "teacher"),
+        reward_problem=_problem(core, "reward"),
+        environment_problem=_problem(core, "environment"),
         supervised_steps=state.supervised_steps,
         supervised_tokens=state.supervised_tokens,
         compute_tokens=float(core.compute_tokens),
@@ -149,15 +137,15 @@ def _waiting_for(core: Core, phase: Phase) -> str:
     for slot_key, retries in sorted(core.book.retries.items()):
         if retries.attempts >= REPORTED_ATTEMPTS:
             return f"{core.describe(slot_key)}, which failed {retries.attempts} times, last reason: {retries.reason}"
-    if problem := _reward_problem(core):
+    if problem := _problem(core, "reward"):
         return f"the reward service: {problem}"
-    if problem := _environment_problem(core):
+    if problem := _problem(core, "environment"):
         return f"the environment: {problem}"
     for (version, task), evaluation in sorted(state.evaluations.items()):
         what = f"{len(evaluation.results)} of {evaluation.prompts} {core.settings.identity.evaluation_set(task).name} prompts"
         if core.settings.follows(task) or core.end_reason:
             return f"the evaluation of version {version}: {what}"
-    if problem := _teacher_problem(core):
+    if problem := _problem(core, "teacher"):
         return f"the teacher: {problem}"
     missing = state.missing(state.version)
     return f"{missing} groups of step {state.version}{failed}" if missing else ""
@@ -168,16 +156,7 @@ def _unsaved_version(core: Core) -> int:
     return failed.step if failed is not None and failed.holding and not core.finished else -1
 
 
-def _reward_problem(core: Core) -> str:
+def _problem(core: Core, of: str) -> str:
+    """The first member with a problem of the teacher, the reward service or an environment, and that problem; empty without one."""
     members = sorted(core.membership.members.values(), key=lambda m: m.name)
-    return next((f"{m.name}: {m.reward_problem}" for m in members if m.reward_problem), "")
-
-
-def _environment_problem(core: Core) -> str:
-    members = sorted(core.membership.members.values(), key=lambda m: m.name)
-    return next((f"{m.name}: {m.environment_problem}" for m in members if m.environment_problem), "")
-
-
-def _teacher_problem(core: Core) -> str:
-    members = sorted(core.membership.members.values(), key=lambda m: m.name)
-    return next((f"{m.name}: {m.teacher_problem}" for m in members if m.teacher_problem), "")
+    return next((f"{m.name}: {problem}" for m in members if (problem := getattr(m, f"{of}_problem"))), "")

@@ -43,7 +43,8 @@ class Sampler(ABC):
         drawn = hashlib.blake2b(f"{self._seed}/{slot}/{tries}/refill".encode(), digest_size=6).digest()
         return self.choose(SamplerInput(int.from_bytes(drawn, "little"), history))[0]
 
-    def _chance(self, cursor: int, purpose: str) -> float:
-        """A uniform random number in [0, 1) for the choice at ``cursor``, determined by the seed."""
-        drawn = hashlib.blake2b(f"{self._seed}/{cursor}/{purpose}".encode(), digest_size=8).digest()
-        return int.from_bytes(drawn, "little") / 2**64
+
+def chance(seed: int, cursor: int, purpose: str) -> float:
+    """A uniform random number in [0, 1) for the choice at ``cursor``, determined by the seed."""
+    drawn = hashlib.blake2b(f"{seed}/{cursor}/{purpose}".encode(), digest_size=8).digest()
+    return int.from_bytes(drawn, "little") / 2**64

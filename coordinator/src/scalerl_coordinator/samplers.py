@@ -7,7 +7,7 @@ return to a checkpoint does not choose again. The choice depends on the seed, th
 does not depend on timing (:mod:`.prompt_history`), so a resumed run has the same prompts as an uninterrupted one.
 
 The samplers in this module iterate over one sequence, :class:`~.prompt_sequence.SeededEpochs`, and differ in the prompts that
-they pass over. To add one, write a class with ``passes_over``, a model in ``CurriculumSpec`` and a case in
+they pass over. To add one, write a :data:`Rule`, a model in ``CurriculumSpec`` and a case in
 :func:`make_sampler`. A sampler that needs more is a :class:`~.sampler_interface.Sampler` in a separate file.
 """
 
@@ -17,20 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
-from typing import Protocol
 
 from scalerl_api.recipe import CurriculumSpec
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import KnownHistory
-from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput, chance
 from scalerl_coordinator.self_evolving_curriculum import LEARNING_RATE, SelfEvolvingCurriculum
 from scalerl_tasks import Mixture, PromptSource
 
-
-class Rule(Protocol):
-    """Decides which prompts a sampler passes over."""
-
-    def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool: ...
+Rule = Callable[[int, int, KnownHistory], bool]
+"""Whether a sampler passes over a prompt, at a cursor."""
 
 
 class RuleSampler(Sampler):
@@ -47,17 +43,9 @@ class RuleSampler(Sampler):
     def choose(self, inputs: SamplerInput) -> tuple[int, int]:
         for cursor in range(inputs.cursor, inputs.cursor + min(self._prompts, MAX_WALK)):
             prompt = self._epochs.choose(cursor)
-            if not self._rule.passes_over(prompt, cursor, inputs.history):
+            if not self._rule(prompt, cursor, inputs.history):
                 return prompt, cursor + 1
         return self._epochs.choose(inputs.cursor), inputs.cursor + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Every prompt once per epoch."""
-
-    def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +54,7 @@ class NoPositiveResampling:
 
     pass_rate: float
 
-    def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
+    def __call__(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
         rate = history.pass_rate(prompt)
         return rate is not None and rate >= self.pass_rate
 
@@ -78,7 +66,7 @@ class PassRateBand:
     low: float
     high: float
 
-    def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
+    def __call__(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
         rate = history.pass_rate(prompt)
         return rate is not None and not self.low <= rate <= self.high
 
@@ -95,11 +83,10 @@ class DifficultyPools:
     weights: tuple[float, ...]
     seed: int
 
-    def passes_over(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
+    def __call__(self, prompt: int, cursor: int, history: KnownHistory) -> bool:
         rate = history.pass_rate(prompt)
         pool = len(self.weights) // 2 if rate is None else sum(rate >= edge for edge in self.edges)
-        drawn = blake2b(f"{self.seed}/{cursor}/pool".encode(), digest_size=8).digest()
-        return int.from_bytes(drawn, "little") / 2**64 >= self.weights[pool] / max(self.weights)
+        return chance(self.seed, cursor, "pool") >= self.weights[pool] / max(self.weights)
 
 
 def make_sampler(
@@ -118,7 +105,7 @@ def make_sampler(
     if spec.sec is not None:
         edges, temperature = list(map(float, spec.sec.edges)), float(spec.sec.temperature)
         return SelfEvolvingCurriculum(prompts, seed, difficulty, edges, LEARNING_RATE, temperature)
-    rule: Rule = Uniform()
+    rule: Rule = PassRateBand(0.0, 1.0)  # every prompt once per epoch
     if spec.no_positive_resampling is not None:
         rule = NoPositiveResampling(float(spec.no_positive_resampling.pass_rate))
     elif spec.pass_rate_band is not None:
@@ -139,7 +126,6 @@ class TaskSamplers:
         self._samplers, self._mixture = list(samplers), mixture
 
     def task(self, slot: int) -> int:
-        """The task of a slot."""
         return 0 if self._mixture is None else self._mixture.task(slot)
 
     def __getitem__(self, task: int) -> Sampler:

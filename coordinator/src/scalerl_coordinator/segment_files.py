@@ -7,7 +7,7 @@ import logging
 import os
 
 from scalerl_coordinator import frames
-from scalerl_coordinator.disk import Disk, sync_directory
+from scalerl_coordinator.disk import Disk, sync
 from scalerl_coordinator.fence import Fence
 from scalerl_coordinator.frames import Buffer
 from scalerl_coordinator.recovery import Layout
@@ -108,7 +108,7 @@ class SegmentFiles:
         try:
             self._disk.write_synced(staging, frames.encode_snapshot(payload), 0o600)
             staging.rename(path)
-            sync_directory(self._layout.directory)
+            sync(self._layout.directory)
         except OSError:
             staging.unlink(missing_ok=True)
             raise
@@ -122,7 +122,7 @@ class SegmentFiles:
             if self._disk.write(fd, header) != len(header):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._disk.sync(fd)
-            sync_directory(self._layout.directory)
+            sync(self._layout.directory)
         except OSError:
             os.close(fd)
             path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Final
 
 from scalerl_coordinator.prompt_history import KnownHistory, PromptHistory, Tried
-from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import MAX_WALK, Sampler, SamplerInput, chance
 from scalerl_tasks import SourceError
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class SelfEvolvingCurriculum(Sampler):
         highest = max(values[category] for category in categories)
         weights = (math.exp((values[category] - highest) / self._temperature) for category in categories)
         cumulated = list(accumulate(weights))
-        drawn = bisect_right(cumulated, self._chance(cursor, purpose) * cumulated[-1])
+        drawn = bisect_right(cumulated, chance(self._seed, cursor, purpose) * cumulated[-1])
         return categories[min(drawn, len(categories) - 1)]
 
     def _category(self, prompt: int) -> int:

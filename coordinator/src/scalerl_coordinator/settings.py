@@ -241,28 +241,16 @@ class Settings:
         tasks = spec.task.tasks
         all_sets = spec.evaluation_sets
         set_of_task = {one.held_out_of or MAIN_TASK: one for one in all_sets if one.task is None}
-        # By PromptRef.task; None for held-out prompts that are not evaluated.
-        set_specs = [set_of_task.get(task.name) for task in tasks]
+        # By PromptRef.task; held-out prompts that are not evaluated have a set without a name.
+        unnamed = EvaluationSetSpec.model_construct(name="")
+        set_specs = [set_of_task.get(task.name, unnamed) for task in tasks]
         set_specs += [one for one in all_sets if one.task is not None]
-
-        def samples(set_spec: EvaluationSetSpec | None) -> int:
-            return (
-                set_spec.samples_per_prompt if set_spec is not None else None
-            ) or evaluation.samples_per_prompt
-
-        every_steps = [
-            (set_spec.every_steps if set_spec is not None else None) or evaluation.every_steps
-            for set_spec in set_specs
-        ]
+        every_steps = [one.every_steps or evaluation.every_steps for one in set_specs]
         first, *others = [
             EvaluationSet(
-                set_spec.name if set_spec is not None else "",
-                digest,
-                prompts,
-                samples(set_spec),
-                (set_spec.k if set_spec is not None else None) or 0,
+                one.name, digest, prompts, one.samples_per_prompt or evaluation.samples_per_prompt, one.k or 0
             )
-            for set_spec, (digest, prompts) in zip(set_specs, [*held_out, *sets], strict=True)
+            for one, (digest, prompts) in zip(set_specs, [*held_out, *sets], strict=True)
         ]
         names = [first.name, *(other.name for other in others)]
         return cls(

@@ -20,8 +20,8 @@ For which steps a version may generate, and which versions are published, is the
 ======================  ==============================================  ==================================================
 scheme                  weights of version v generate for               the trainer publishes
 ======================  ==============================================  ==================================================
-:class:`PipelineRL`     steps up to v + k, continued by newer ones      after every update
-:class:`PpoOffPolicy`   the k steps from the last multiple of k on      after k updates: versions 0, k, 2k, …
+PipelineRL-k            steps up to v + k, continued by newer ones      after every update
+PPO-off-policy-k        the k steps from the last multiple of k on      after k updates: versions 0, k, 2k, …
 ======================  ==============================================  ==================================================
 
 The staleness bound is k for PipelineRL and k − 1 for PPO-off-policy. With PipelineRL, generators and trainer are busy at the
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -47,69 +47,40 @@ _MIN_ON_POLICY = 4
 """At least this many slots, because filtered groups (equal scores) measure nothing."""
 
 
-class OffPolicy(Protocol):
-    """An off-policy scheme."""
+@dataclass(frozen=True, slots=True)
+class OffPolicy:
+    """The scheme: batches of one step, and ``steps_ahead`` steps beyond them, are PipelineRL; batches alone are PPO-off-policy.
+
+    A generator that joins within a batch gets the trainer's current weights, the only ones that it has.
+
+    >>> pipeline, ppo = OffPolicy(8), OffPolicy(steps_per_batch=8)
+    >>> pipeline.may_lease(5), pipeline.publishes(5), pipeline.oldest(5)
+    (14, True, 5)
+    >>> [ppo.may_lease(v) for v in (0, 7, 8)], [ppo.publishes(v) for v in (0, 7, 8)], ppo.oldest(13)
+    ([8, 8, 16], [True, False, True], 8)
+    """
+
+    steps_ahead: int = 0
+    steps_per_batch: int = 1
 
     def may_lease(self, version: int) -> int:
         """The first step for which a generator with weights of ``version`` may not generate."""
-        ...
+        return self.oldest(version) + self.steps_per_batch + self.steps_ahead
 
     def publishes(self, version: int) -> bool:
         """Whether the trainer publishes ``version`` right after the step that produced it."""
-        ...
+        return self.oldest(version) == version
 
     def oldest(self, version: int) -> int:
         """The oldest version that may generate while the trainer has ``version``; generators with older weights are updated."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRL:
-    """PipelineRL-k.
-
-    >>> PipelineRL(8).may_lease(5), PipelineRL(8).publishes(5), PipelineRL(8).oldest(5)
-    (14, True, 5)
-    """
-
-    max_staleness_steps: int
-
-    def may_lease(self, version: int) -> int:
-        return version + self.max_staleness_steps + 1
-
-    def publishes(self, version: int) -> bool:
-        return True
-
-    def oldest(self, version: int) -> int:
-        return version
-
-
-@dataclass(frozen=True, slots=True)
-class PpoOffPolicy:
-    """PPO-off-policy-k. A generator that joins within a batch gets the trainer's current weights, the only ones that it has.
-
-    >>> [PpoOffPolicy(8).may_lease(v) for v in (0, 7, 8)], [PpoOffPolicy(8).publishes(v) for v in (0, 7, 8)]
-    ([8, 8, 16], [True, False, True])
-    >>> PpoOffPolicy(8).oldest(13)
-    8
-    """
-
-    steps_per_batch: int
-
-    def may_lease(self, version: int) -> int:
-        return (version // self.steps_per_batch + 1) * self.steps_per_batch
-
-    def publishes(self, version: int) -> bool:
-        return version % self.steps_per_batch == 0
-
-    def oldest(self, version: int) -> int:
         return version - version % self.steps_per_batch
 
 
 def scheme(identity: Identity) -> OffPolicy:
     """The scheme of ``recipe.offPolicy``."""
     if identity.steps_per_batch:
-        return PpoOffPolicy(identity.steps_per_batch)
-    return PipelineRL(identity.max_staleness_steps)
+        return OffPolicy(steps_per_batch=identity.steps_per_batch)
+    return OffPolicy(identity.max_staleness_steps)
 
 
 class BatchSize(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +107,6 @@ def first_slot(step: int, sizes: Sequence[BatchSize]) -> int:
 
 
 def slots_of(step: int, sizes: Sequence[BatchSize]) -> range:
-    """The slots that ``step`` consumes."""
     return range(first_slot(step, sizes), first_slot(step, sizes) + size_of(step, sizes).prompts_per_step)
 
 
@@ -156,7 +126,7 @@ def lease_limit(
     """First slot that may not be issued to a member with ``version``; 0 for a member without weights.
 
     >>> eight = [BatchSize(0, 0, 8)]
-    >>> [lease_limit(v, eight, PipelineRL(k), end) for v, k, end in ((0, 2, None), (5, 0, None), (5, 2, 6), (-1, 2, 6))]
+    >>> [lease_limit(v, eight, OffPolicy(k), end) for v, k, end in ((0, 2, None), (5, 0, None), (5, 2, 6), (-1, 2, 6))]
     [24, 48, 48, 0]
     """
     if version < 0:

@@ -204,7 +204,9 @@ class CoordinatorState(msgspec.Struct):
             for group in self.step_groups(step):
                 if not group.filtered and (
                     group.equal_turns
-                    or zero_variance(group.graded_rewards, group.graded_returns, self.known_identity.credit)
+                    or zero_variance(
+                        group.graded(group.rewards), group.graded(group.returns), self.known_identity.credit
+                    )
                 ):
                     group.filtered = True
                     self.counts.queued -= group.rollouts

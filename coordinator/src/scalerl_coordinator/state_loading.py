@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import msgspec
 
 from scalerl_coordinator import journal_records as r
@@ -29,11 +27,10 @@ def load_state(journal: Journal) -> CoordinatorState:
         raise CorruptJournal(
             str(journal.directory), 0, f"the snapshot's state cannot be decoded: {error}"
         ) from error
-    for item in recovery:
+    for header, at in recovery:
         try:
-            record = r.decode(item.header)
+            record = r.decode(header)
         except msgspec.DecodeError as error:
-            at = item.location
             raise CorruptJournal(
                 f"{journal.directory}, segment {at.segment}",
                 at.offset,
@@ -41,11 +38,6 @@ def load_state(journal: Journal) -> CoordinatorState:
             ) from error
         apply(state, record)
         if isinstance(record, r.GroupAccepted):
-            recovery.index(record.lease_id, item.location)
+            recovery.blobs[record.lease_id] = at
     recovery.retain(group.lease_id for group in state.groups.values() if not group.given_up)
     return state
-
-
-def new_nonce() -> str:
-    """A nonce for a coordinator process, which prefixes its lease ids."""
-    return secrets.token_hex(4)

@@ -125,12 +125,12 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.work_tokens += tokens
         sums.truncated += group.truncated
         sums.lengths += group.lengths
-        scores = group.graded_scores
+        scores = group.graded(group.scores)
         sums.score_sum += sum(scores)
         sums.graded += len(scores)
         sums.low = min([sums.low, *scores])
         sums.high = max([sums.high, *scores])
-        for length, score in zip(group.graded_lengths, scores, strict=True):
+        for length, score in zip(group.graded(group.lengths), scores, strict=True):
             sums.graded_tokens += length
             sums.right_tokens += length * (score >= 0.5)
             sums.right += score >= 0.5
@@ -141,9 +141,9 @@ def sum_step(step: int, groups: list[Accepted]) -> StepSums:
         sums.looped = _added(sums.looped, group.looped, group.rollouts, group.looped >= 0)
         sums.unanswered = _added(sums.unanswered, group.unanswered, len(scores), group.unanswered >= 0)
         sums.distinct = _added(sums.distinct, group.distinct / max(1, group.rollouts), 1, group.distinct > 0)
-        for name, values in group.graded_parts.items():
+        for name, values in group.parts.items():
             total, count = sums.parts.get(name, (0.0, 0))
-            sums.parts[name] = total + sum(values), count + len(values)
+            sums.parts[name] = total + sum(group.graded(values)), count + len(scores)
         if group.episode_seconds is not None:
             _add_episodes(sums, group, group.episode_seconds)
         sums.grading_errors += group.grading_errors

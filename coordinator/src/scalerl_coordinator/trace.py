@@ -96,14 +96,14 @@ class Trace:
         )
         return trace.encode(line) + b"\n"
 
-    def record(self, record: r.AnyRecord, blob: bytes, now: float) -> None:
+    def record(self, record: r.Record, blob: bytes, now: float) -> None:
         """Add the line of a record that was applied to the state. Never raises: the run continues without the line."""
         try:
             self._record(record, blob, self._core.run_seconds(now))
         except Exception as error:
             self._lose(1, f"cannot trace a {type(record).__name__}", error)
 
-    def _record(self, record: r.AnyRecord, blob: bytes, t: float) -> None:
+    def _record(self, record: r.Record, blob: bytes, t: float) -> None:
         state = self._core.state
         match record:
             case r.LeasesIssued():
@@ -128,8 +128,6 @@ class Trace:
                 )
             case r.Published():
                 self._add(trace.PublishLine(t=t, version=record.version))
-            case _:
-                pass
 
     def _group(self, record: r.GroupAccepted, blob: bytes, t: float) -> trace.GroupLine:
         leased, generator, version = self._leases.pop(record.lease_id, (None, "", -1))

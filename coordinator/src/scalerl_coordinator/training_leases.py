@@ -83,7 +83,8 @@ class TrainingLeases:
         self._uses_lengths = not isinstance(self._policy, LeastLoaded)
         self._requests: dict[str, _Request] = {}
         self._assignment: _Assignment | None = None
-        self._pace = Pace()
+        self.pace = Pace()
+        """Of groups, which :class:`~.pushed_groups.PushedGroups` measures, and of steps."""
         self._ticked_at = 0.0
 
     # --- inputs of the policy --------------------------------------------------------------------
@@ -102,13 +103,9 @@ class TrainingLeases:
         if any(request.passed_over_at is not None for request in self._requests.values()):
             self._core.wake.add(WORK)
 
-    def observe_group(self, seconds: float, lengths: Sequence[int]) -> None:
-        """Record the duration of a group's generation and the lengths of its completions, in tokens."""
-        self._pace.observe_group(seconds, lengths)
-
     def tick(self, now: float) -> None:
         """Measure the pace of steps, and wake the members that have waited for ``PATIENCE_SECONDS`` since the last tick."""
-        self._pace.observe_step(self._core.state.version, now)
+        self.pace.observe_step(self._core.state.version, now)
         self._assignment = None
         before, self._ticked_at = self._ticked_at, now
         if any(
@@ -172,7 +169,7 @@ class TrainingLeases:
         generators = [
             self._generator(other, groups, expected, now) for other, groups in requesting if open_slots
         ]
-        assigned = self._policy.assign(SchedulerInput(open_slots, generators, self._pace.tokens_per_step))
+        assigned = self._policy.assign(SchedulerInput(open_slots, generators, self.pace.tokens_per_step))
         slots = {member_id: [open_slot.slot for open_slot in given] for member_id, given in assigned.items()}
         return _Assignment(member.version, core.changes, slots)
 
@@ -224,10 +221,20 @@ class TrainingLeases:
 
     def _select_prompts(self, member: Member, limit: int) -> None:
         """Give every new slot of the window its prompt."""
-        new = _NewPrompts(self._core)
-        selected = [(slot, new.choose(slot)) for slot in range(self._core.state.next_slot, limit)]
+        core, state = self._core, self._core.state
+        selected: list[tuple[int, PromptRef]] = []
+        cursors = dict(enumerate(state.cursors))
+        known: dict[tuple[int, int], KnownHistory] = {}  # by step and task
+        for slot in range(state.next_slot, limit):
+            step, task = state.step_of(slot), core.samplers.task(slot)
+            if (step, task) not in known:
+                until = step - core.settings.identity.max_staleness_steps
+                known[step, task] = state.histories[task].as_of(until)
+            inputs = SamplerInput(cursors[task], known[step, task])
+            index, cursors[task] = core.samplers[task].choose(inputs)
+            selected.append((slot, PromptRef(task, Split.TRAIN, index)))
         if selected:
-            self._core.commit(r.LeasesIssued(member.name, [], selected, cursors=new.cursors))
+            core.commit(r.LeasesIssued(member.name, [], selected, cursors=cursors))
             self._assignment = None
 
     # --- expectations ---------------------------------------------------------------------------
@@ -252,7 +259,7 @@ class TrainingLeases:
                 if (lease := core.state.leases[lease_id]).split is Split.TRAIN
             ]
             tokens = expected_load(
-                (expected(prompt), self._pace.tokens(core.book.open_seconds(lease_id, now)))
+                (expected(prompt), self.pace.tokens(core.book.open_seconds(lease_id, now)))
                 for lease_id, prompt in training
             )
         return Generator(member.member_id, groups, len(leases), tokens)
@@ -269,25 +276,3 @@ def policy_of(spec: ScheduleSpec) -> SchedulingPolicy:
 def _has(ascending: Sequence[int], value: int) -> bool:
     i = bisect.bisect_left(ascending, value)
     return i < len(ascending) and ascending[i] == value
-
-
-class _NewPrompts:
-    """Chooses the prompts of new slots. Call :meth:`choose` in slot order."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self.cursors = dict(enumerate(core.state.cursors))
-        self._step = -1
-        self._known: dict[int, KnownHistory] = {}
-
-    def choose(self, slot: int) -> PromptRef:
-        core = self._core
-        state, k = core.state, core.settings.identity.max_staleness_steps
-        if (step := state.step_of(slot)) != self._step:
-            self._known, self._step = {}, step
-        task = core.samplers.task(slot)
-        if task not in self._known:
-            self._known[task] = state.histories[task].as_of(step - k)
-        inputs = SamplerInput(self.cursors[task], self._known[task])
-        index, self.cursors[task] = core.samplers[task].choose(inputs)
-        return PromptRef(task, Split.TRAIN, index)

@@ -16,7 +16,7 @@ from scalerl_coordinator import trainer_transitions as of_trainer
 from scalerl_coordinator.state import CoordinatorState
 
 
-def apply(state: CoordinatorState, record: r.AnyRecord) -> None:
+def apply(state: CoordinatorState, record: r.Record) -> None:
     """Change ``state`` by one record. :mod:`.core` has checked the record, so one that does not fit the state is a bug."""
     _APPLY[type(record)](state, record)
 

@@ -43,7 +43,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -162,11 +162,13 @@ async def run_actor(
             metrics,
             name=environment.name,
             control_url=arguments.advertise,
-            teacher_problem=lambda: "" if teacher is None else teacher.problem,
-            reward_problem=lambda: next(filter(None, (one.grader.problem for one in runtimes.values())), ""),
-            environment_problem=lambda: next(
-                filter(None, (one.episodes.grader.problem for one in runtimes.values() if one.episodes)), ""
-            ),
+            problems=lambda: {
+                "teacher_problem": "" if teacher is None else teacher.problem,
+                "reward_problem": _first(one.grader.problem for one in runtimes.values()),
+                "environment_problem": _first(
+                    one.episodes.grader.problem for one in runtimes.values() if one.episodes
+                ),
+            },
         )
         control = WeightControl(server, state, busy, metrics)
         await _serve(stack, actor_app(control, metrics, environment.token, registration.not_ready), arguments)
@@ -257,6 +259,10 @@ async def run_actor(
         heartbeats.cancel()
         await registration.unregister(_UNREGISTER_SECONDS)
         _raise_failure(watching, heartbeats, pushing, leases, reporting, *optional)
+
+
+def _first(problems: Iterable[str]) -> str:
+    return next(filter(None, problems), "")
 
 
 async def _run_leasing(leasing: Leasing, teacher: Teacher | None, codec: PromptCodec, spec: RunSpec) -> None:

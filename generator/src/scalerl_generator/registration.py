@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Heartbeat, Register
@@ -129,9 +130,7 @@ class Registration:
     Args:
         name: of the actor, the same after a restart.
         control_url: where the trainer reaches the actor.
-        teacher_problem: returns why the teacher does not answer; empty if it does.
-        reward_problem: the same of the reward service.
-        environment_problem: the same of an environment that fails.
+        problems: returns the fields of a heartbeat that say why groups wait.
     """
 
     def __init__(
@@ -143,14 +142,10 @@ class Registration:
         *,
         name: str,
         control_url: str,
-        teacher_problem: Callable[[], str] = str,
-        reward_problem: Callable[[], str] = str,
-        environment_problem: Callable[[], str] = str,
+        problems: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._coordinator, self._state, self._busy, self._metrics = coordinator, state, busy, metrics
-        self._name, self._control_url, self._teacher_problem = name, control_url, teacher_problem
-        self._reward_problem = reward_problem
-        self._environment_problem = environment_problem
+        self._name, self._control_url, self._problems = name, control_url, problems
         self._wake = state.subscribe()
         self._registered = asyncio.Event()
         self._registered_start = 0
@@ -267,10 +262,8 @@ class Registration:
             generated_tokens=self.generated_tokens - self._tokens_before,
             held_leases=sorted(self.held_leases),
             generated_leases=sorted(self.generated_leases),
-            teacher_problem=self._teacher_problem(),
-            reward_problem=self._reward_problem(),
-            environment_problem=self._environment_problem(),
             progress=self._progress,
+            **self._problems(),
         )
 
     def _clear_member(self) -> None:

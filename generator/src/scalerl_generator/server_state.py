@@ -125,21 +125,20 @@ class BusyClock:
 
     >>> now = 0.0
     >>> clock = BusyClock(lambda: now)
-    >>> clock.request_started(); now = 2.0; clock.pause(); now = 5.0; clock.unpause(); now = 6.0; clock.request_ended(); now = 9.0
+    >>> with clock.request():
+    ...     now = 2.0; clock.pause(); now = 5.0; clock.unpause(); now = 6.0
+    >>> now = 9.0
     >>> clock.seconds
     3.0
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._in_flight = 0
+        self.in_flight = 0
+        """Number of requests in flight."""
         self._paused = False
         self._since: float | None = None
         self._total = 0.0
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight
 
     @property
     def seconds(self) -> float:
@@ -149,19 +148,13 @@ class BusyClock:
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """While a request is in flight."""
-        self.request_started()
+        self.in_flight += 1
+        self._settle()
         try:
             yield
         finally:
-            self.request_ended()
-
-    def request_started(self) -> None:
-        self._in_flight += 1
-        self._settle()
-
-    def request_ended(self) -> None:
-        self._in_flight -= 1
-        self._settle()
+            self.in_flight -= 1
+            self._settle()
 
     def pause(self) -> None:
         self._paused = True
@@ -172,7 +165,7 @@ class BusyClock:
         self._settle()
 
     def _settle(self) -> None:
-        busy = self._in_flight > 0 and not self._paused
+        busy = self.in_flight > 0 and not self._paused
         if busy and self._since is None:
             self._since = self._clock()
         elif not busy and self._since is not None:

@@ -93,17 +93,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Part):
-    """A whole completion, or the last part of one."""
+    """A response's completion, or the last part of one."""
 
     weight_versions: tuple[Span, ...]
     """Spans over all tokens of the completion in this response, those of earlier parts included."""
     finish_reason: Literal["stop", "length"]
     """``stop``: the last token is a stop token. ``length``: the completion was truncated at ``max_tokens``."""
     experts: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    """Of a response: the experts of its positions from ``routed_from`` of the request on, ``[positions, layers, chosen]``; None if the
+    """The experts of its positions from ``routed_from`` of the request on, ``[positions, layers, chosen]``; None if the
     server does not report any."""
-    routed: tuple[RoutedRows, ...] = ()
-    """Of a completion: what all its responses reported."""
 
 
 class _SpanReply(msgspec.Struct):
@@ -275,20 +273,12 @@ def read_weight_version(content: bytes) -> int:
     return _version(decode_reply(_WEIGHT_INFO, content).weight_version)
 
 
-def read_error(content: bytes) -> str:
-    """The error message of a response with a status other than 200."""
+def read_error(content: bytes, otherwise: str | None = None) -> str:
+    """The error message of a response with a status other than 200; ``otherwise``, or its text, where it is not vLLM's."""
     try:
         return _ERROR.decode(content).error.message[:_MAX_MESSAGE]
     except (ValueError, RecursionError):
-        return content[:_MAX_MESSAGE].decode(errors="replace")
-
-
-def read_message(content: bytes) -> str:
-    """As :func:`read_error`, without the text of a server that is no vLLM."""
-    try:
-        return _ERROR.decode(content).error.message[:_MAX_MESSAGE]
-    except (ValueError, RecursionError):
-        return "without an error message of vLLM"
+        return content[:_MAX_MESSAGE].decode(errors="replace") if otherwise is None else otherwise
 
 
 def decode_reply(decoder: msgspec.json.Decoder[Reply], content: bytes) -> Reply:

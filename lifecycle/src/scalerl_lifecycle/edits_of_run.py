@@ -69,7 +69,6 @@ def as_accepted(spec: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def restarts_a_role(field: str) -> bool:
-    """Whether an edit of the field restarts a role."""
     try:
         return edit_of(field).effect is not Effect.AT_ONCE
     except KeyError:  # of a spec that another release accepted
@@ -136,21 +135,13 @@ def _differences(before: str, after: str) -> tuple[str, ...]:
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
     """The edit from ``before`` to ``after`` of a run with that status."""
-    raised = raises_limit(before, after) and not limits_reached(after.budget, status)
-    return SpecEdit(changed_fields(before, after), raised)
-
-
-def raises_limit(before: RunSpec, after: RunSpec) -> bool:
-    """Whether a limit of the budget is raised or removed, the deadline is later, or the autoscaler may no longer stop the run."""
-    return _raised(before.budget, after.budget) or _released(before, after)
-
-
-def limits_reached(budget: BudgetSpec, status: RunStatus) -> bool:
-    """Whether the run has reached a limit of ``budget``."""
-    return any(share >= 1.0 for share in used_fractions(budget, status).values())
+    raised = _raised(before.budget, after.budget) or _released(before, after)
+    reached = any(share >= 1.0 for share in used_fractions(after.budget, status).values())
+    return SpecEdit(changed_fields(before, after), raised and not reached)
 
 
 def _raised(before: BudgetSpec, after: BudgetSpec) -> bool:
+    """Whether a limit of the budget is raised or removed."""
     pairs = ((getattr(before, name), getattr(after, name)) for name in _LIMITS)
     return any(old is not None and (new is None or float(new) > float(old)) for old, new in pairs)
 

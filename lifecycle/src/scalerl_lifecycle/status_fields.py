@@ -7,6 +7,7 @@ conditions are those of a cluster: ``scalerl_operator.controller.conditions``.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -53,18 +54,11 @@ DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
 
 def persisted_state(status: RunStatus) -> PersistedState:
     """The lifecycle's persisted state, from the last status."""
-    trainer = status.trainer
+    trainer, holding = status.trainer, status.holding
     return PersistedState(
         attempt=trainer.attempt,
         last_recorded_attempt=trainer.last_recorded_attempt,
-        record=restarts.Record(
-            consecutive_failures=trainer.consecutive_failures,
-            failed_starts=trainer.failed_starts,
-            diverged=trainer.diverged,
-            publish_refused=trainer.publish_refused,
-            has_been_ready=trainer.has_been_ready,
-            disruptions=trainer.disruptions,
-        ),
+        record=restarts.Record(**{one.name: getattr(trainer, one.name) for one in fields(restarts.Record)}),
         restarts=trainer.restarts,
         ready_since=seconds(trainer.ready_time) or None,
         next_at=seconds(trainer.next_attempt_time),
@@ -76,7 +70,9 @@ def persisted_state(status: RunStatus) -> PersistedState:
         resumed=status.resumed,
         has_trained=status.has_trained,
         unproven_since=status.unproven_since,
-        suspending_for=_suspending_for(status.holding),
+        suspending_for=None
+        if holding is None
+        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(holding.reason, holding.message)),
         awaited_since=seconds(trainer.awaited_time) or None,
         outcome=_outcome(status),
     )
@@ -89,6 +85,7 @@ def is_over(persisted: PersistedState) -> bool:
 
 def persisted_fields(persisted: PersistedState) -> dict[str, Any]:
     """The fields from which :func:`persisted_state` reads the state, but for its outcome, which the conditions have."""
+    failure = persisted.suspending_for
     return {
         "drain_start_time": _time(persisted.drain_since),
         "coordinator_unreachable_time": _time(persisted.unreachable_since),
@@ -97,7 +94,7 @@ def persisted_fields(persisted: PersistedState) -> dict[str, Any]:
         "resumed": persisted.resumed,
         "has_trained": persisted.has_trained,
         "unproven_since": persisted.unproven_since,
-        "holding": _holding_status(persisted.suspending_for),
+        "holding": failure and HoldingStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE]),
         "trainer": _trainer(persisted),
     }
 
@@ -179,22 +176,6 @@ def _outcome(status: RunStatus) -> RunOutcome | None:
     return None
 
 
-def _holding_status(failure: RunOutcome | None) -> HoldingStatus | None:
-    return (
-        None
-        if failure is None
-        else HoldingStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE])
-    )
-
-
-def _suspending_for(holding: HoldingStatus | None) -> RunOutcome | None:
-    return (
-        None
-        if holding is None
-        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(holding.reason, holding.message))
-    )
-
-
 def _time(unix_seconds: float | None) -> str | None:
     return None if not unix_seconds else rfc3339(unix_seconds)
 
@@ -205,12 +186,7 @@ def _trainer(persisted: PersistedState) -> TrainerStatus:
         attempt=persisted.attempt,
         last_recorded_attempt=persisted.last_recorded_attempt,
         restarts=persisted.restarts,
-        consecutive_failures=persisted.record.consecutive_failures,
-        failed_starts=persisted.record.failed_starts,
-        disruptions=persisted.record.disruptions,
-        diverged=persisted.record.diverged,
-        publish_refused=persisted.record.publish_refused,
-        has_been_ready=persisted.record.has_been_ready,
+        **asdict(persisted.record),
         ready_time=_time(persisted.ready_since),
         held_time=_time(persisted.gated_since),
         awaited_time=_time(persisted.awaited_since),
@@ -221,7 +197,6 @@ def _trainer(persisted: PersistedState) -> TrainerStatus:
 
 
 def progress_fields(coordinator: Status, before: RunStatus, now: str) -> dict[str, Any]:
-    """Fields from the coordinator's status."""
     return {
         "step": coordinator.step,
         "last_step_time": now if coordinator.step > (before.step or 0) else before.last_step_time,

@@ -134,10 +134,6 @@ class Plan:
         return sum(w.replicas * c.resources.devices for w in self.workloads for c in w.containers)
 
 
-class UnknownVariable(Exception):
-    """A container refers to a variable that the runtime does not set."""
-
-
 def port_variable(port: str) -> str:
     """Environment variable with the number of a named port.
 
@@ -148,24 +144,12 @@ def port_variable(port: str) -> str:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replaces each ``$(NAME)`` by its value, and ``$$`` by ``$``.
+    """Replaces each ``$(NAME)`` by its value, and ``$$`` by ``$``. Raises KeyError for a name that is not among ``variables``.
 
     >>> expand("--listen=$(SCALERL_BIND):$(SCALERL_PORT_HTTP)", {"SCALERL_BIND": "::", "SCALERL_PORT_HTTP": "80"})
     '--listen=:::80'
-
-    Raises:
-        UnknownVariable: a name is not among ``variables``.
     """
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1]
-        if name is None:
-            return "$"
-        if name not in variables:
-            raise UnknownVariable(f"$({name}) in {text!r}; known: {', '.join(sorted(variables))}")
-        return variables[name]
-
-    return _REFERENCE.sub(value, text)
+    return _REFERENCE.sub(lambda match: "$" if match[1] is None else variables[match[1]], text)
 
 
 def literal(text: str) -> str:

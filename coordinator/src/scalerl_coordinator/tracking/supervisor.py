@@ -58,7 +58,6 @@ class Trackers:
         ]
 
     def status(self) -> list[Tracker]:
-        """The status of each tracker."""
         return [supervisor.tracker for supervisor in self._supervisors]
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from scalerl_api.registry import Kind, PluginError, make
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import echo
 from scalerl_coordinator.scheduling import ByLength, LeastLoaded, SchedulingPolicy
-from scalerl_coordinator.slots import OffPolicy, PipelineRL, PpoOffPolicy
+from scalerl_coordinator.slots import OffPolicy
 from scalerl_extras.simulation.baselines import HistoPipe, RoundRobin, SlotOrder, april, tail_batching
 from scalerl_extras.simulation.simulator import simulate
 from scalerl_extras.simulation.speeds import fit_decode, fit_trainer, publish_seconds
@@ -136,10 +136,10 @@ def _with_drafts(work: Workload, drafts: str | tuple[float, float]) -> Workload:
 
 def _scheme(run: RunTrace, max_staleness_steps: int | None) -> OffPolicy:
     if max_staleness_steps is not None:
-        return PipelineRL(max(0, max_staleness_steps))
+        return OffPolicy(max(0, max_staleness_steps))
     if run.settings.steps_per_batch:
-        return PpoOffPolicy(run.settings.steps_per_batch)
-    return PipelineRL(run.settings.max_staleness_steps)
+        return OffPolicy(steps_per_batch=run.settings.steps_per_batch)
+    return OffPolicy(run.settings.max_staleness_steps)
 
 
 def _simulated(name: str, work: Workload, cluster: Cluster, scheme: OffPolicy) -> Outcome:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from scalerl_generator.vllm_replies import BadReply, decode_reply
+from scalerl_generator.vllm_replies import decode_reply
+
+Result = TypeVar("Result")
 
 MEMORY_TOKENS = "scalerl_memory_tokens"
 """Key in vLLM's ``--additional-config``: tokens that the proposer remembers."""
@@ -73,37 +76,21 @@ class DraftReport:
     """Steps without drafts because drafts did not pay."""
 
 
-class _Tallies(msgspec.Struct):
-    results: list[DraftTally]
+class _OfWorkers(msgspec.Struct, Generic[Result]):
+    """The answer to a call of all workers, of which one drafts."""
+
+    results: Annotated[list[Result], msgspec.Meta(min_length=1)]
 
 
-class _Reports(msgspec.Struct):
-    results: list[DraftReport]
-
-
-_TALLIES = msgspec.json.Decoder(_Tallies)
-_REPORTS = msgspec.json.Decoder(_Reports)
+_TALLIES = msgspec.json.Decoder(_OfWorkers[DraftTally])
+_REPORTS = msgspec.json.Decoder(_OfWorkers[DraftReport])
 
 
 def read_draft_tally(content: bytes) -> DraftTally:
-    """The tally of the worker that drafts.
-
-    Raises:
-        BadReply
-    """
-    tallies = decode_reply(_TALLIES, content).results
-    if not tallies:
-        raise BadReply("the answer has no worker's tally")
-    return max(tallies)
+    """The tally of the worker that drafts. Raises BadReply."""
+    return max(decode_reply(_TALLIES, content).results)
 
 
 def read_draft_report(content: bytes) -> DraftReport:
-    """The report of the worker that drafts.
-
-    Raises:
-        BadReply
-    """
-    reports = decode_reply(_REPORTS, content).results
-    if not reports:
-        raise BadReply("the answer has no worker's report")
-    return max(reports, key=lambda report: report.steps)
+    """The report of the worker that drafts. Raises BadReply."""
+    return max(decode_reply(_REPORTS, content).results, key=lambda report: report.steps)

@@ -18,10 +18,11 @@ from scalerl_api.wire import Lease, PastResponse, Split, prompt_digest
 from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorError
 from scalerl_generator.drafts.draft_protocol import DraftReport, DraftTally, PastResponses
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import Sampled, VllmError
+from scalerl_generator.vllm_replies import VllmError
 
 logger = logging.getLogger("scalerl.actor.drafts")
 
@@ -91,7 +92,9 @@ class PastResponseFeed:
                 self._add(prompt, one.token_ids)
             self._metrics.past_responses.inc(len(batch))
 
-    async def sampled(self, prompt: EncodedPrompt, completions: Iterable[Sampled]) -> DraftTally | None:
+    async def sampled(
+        self, prompt: EncodedPrompt, completions: Iterable[PartialCompletion]
+    ) -> DraftTally | None:
         """Record that the server sampled these completions, and so remembers them.
 
         Returns:

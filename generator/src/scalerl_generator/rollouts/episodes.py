@@ -71,16 +71,18 @@ class EpisodeSampler:
         """
         await gather_all(self._sample(streams, batch, prompt, grading) for batch in streams.batches())
         # Also what another generator, or an earlier lease, has sampled of them: that was not counted, since it has not ended.
-        self._count(*_totals(streams.completions))
+        self._count(streams.completions)
         if self.codec.tools is not None:
             self._count_calls(streams.completions)
 
-    def _count(self, turns: float, messages: float, tokens: float, environment: float, model: float) -> None:
-        self.metrics.episode_turns.inc(turns)
-        self.metrics.episode_tokens.labels("environment").inc(messages)
-        self.metrics.episode_tokens.labels("model").inc(tokens - messages)
-        self.metrics.episode_seconds.labels("environment").inc(environment)
-        self.metrics.episode_seconds.labels("model").inc(model)
+    def _count(self, completions: Sequence[PartialCompletion]) -> None:
+        messages = sum(turn.end - turn.start for one in completions for turn in one.turns)
+        tokens, seconds = self.metrics.episode_tokens, self.metrics.episode_seconds
+        self.metrics.episode_turns.inc(sum(len(one.turns) + bool(one.tokens) for one in completions))
+        tokens.labels("environment").inc(messages)
+        tokens.labels("model").inc(sum(one.tokens for one in completions) - messages)
+        seconds.labels("environment").inc(sum(one.environment_seconds for one in completions))
+        seconds.labels("model").inc(sum(one.sampling_seconds for one in completions))
 
     def _count_calls(self, completions: Sequence[PartialCompletion]) -> None:
         verdicts = [c.outcome.verdict for c in completions if c.outcome is not None]
@@ -175,17 +177,6 @@ class EpisodeSampler:
             counts.append(len(starts))
         texts = iter(self.codec.texts(chunks))
         return [[next(texts) for _ in range(count)] for count in counts]
-
-
-def _totals(completions: Sequence[PartialCompletion]) -> tuple[int, int, int, float, float]:
-    """Replies, tokens of messages, all tokens, and seconds in the environment and in the model."""
-    return (
-        sum(len(one.turns) + bool(one.tokens) for one in completions),
-        sum(turn.end - turn.start for one in completions for turn in one.turns),
-        sum(one.tokens for one in completions),
-        sum(one.environment_seconds for one in completions),
-        sum(one.sampling_seconds for one in completions),
-    )
 
 
 def episode_sampler(

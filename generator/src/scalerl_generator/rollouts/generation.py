@@ -44,7 +44,6 @@ from scalerl_generator.rollouts.task_runtimes import TaskRuntime
 from scalerl_generator.rollouts.teacher import Teacher
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.vllm_replies import Sampled
 from scalerl_processes.waiting import cancel
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt
@@ -75,11 +74,10 @@ class Generated:
     task: TaskRuntime
     prompt: Prompt
     encoded: EncodedPrompt
-    completions: list[Sampled]
+    completions: list[PartialCompletion]
+    """With their turns and outcomes, if the task has an environment."""
     seconds: float
     """Duration of the sampling."""
-    episodes: Sequence[PartialCompletion] | None = None
-    """The completions with their turns and outcomes, if the task has an environment."""
 
 
 class RolloutGenerator:
@@ -135,7 +133,7 @@ class RolloutGenerator:
             PromptTooLong: no server of this run can serve this prompt.
             PromptMismatch, SourceError: the run's configuration or data are wrong.
         """
-        task, prompt, encoded = await self._in_thread(self._encoded, lease)
+        task, prompt, encoded = await self._in_thread(self._prompt, lease)
         await self._state.serving()
         if self._past_responses is not None:
             await self._past_responses.prepare(lease, encoded)
@@ -173,11 +171,9 @@ class RolloutGenerator:
             if version_known and not self._state.is_serving and streams.tokens > resumed:
                 self._kept.put(lease, streams.completions)
             raise
-        completions = [completion.sampled() for completion in streams.completions]
         seconds = time.monotonic() - started
-        self._record(lease, completions, seconds)
-        episodes = None if task.episodes is None else streams.completions
-        return Generated(lease, task, prompt, encoded, completions, seconds, episodes)
+        self._record(lease, streams.completions, seconds)
+        return Generated(lease, task, prompt, encoded, streams.completions, seconds)
 
     async def grade(
         self,
@@ -218,10 +214,7 @@ class RolloutGenerator:
             prompt_id=lease.prompt_id,
             prompt_token_ids=generated.encoded.wire,
             completions=packed_completions(
-                generated.completions,
-                teacher_logprobs,
-                [one.turns for one in generated.episodes or ()],
-                prompt_tokens=len(generated.encoded.token_ids),
+                generated.completions, teacher_logprobs, len(generated.encoded.token_ids)
             ),
             verdicts=verdicts,
             generation_seconds=generated.seconds,
@@ -231,10 +224,10 @@ class RolloutGenerator:
             sample=sample,
             text=text,
             episode_seconds=None
-            if generated.episodes is None
+            if generated.task.episodes is None
             else (
-                sum(one.sampling_seconds for one in generated.episodes),
-                sum(one.environment_seconds for one in generated.episodes),
+                sum(one.sampling_seconds for one in generated.completions),
+                sum(one.environment_seconds for one in generated.completions),
             ),
             looped=await self._in_thread(count_loops, generated.completions)
             if lease.split is Split.TRAIN
@@ -260,18 +253,16 @@ class RolloutGenerator:
     ) -> tuple[Verdicts, Sample | None, GroupText | None]:
         started = time.monotonic()
         task = generated.task
-        texts = [episode.text for episode in generated.episodes or () if episode.text is not None]
+        texts = [one.text for one in generated.completions if one.text is not None]
         if len(texts) < len(generated.completions):
             texts = await self._in_thread(task.codec.texts, [c.token_ids for c in generated.completions])
-        if generated.episodes is None:
+        if task.episodes is None:
             graded = await task.grader.score_group(
                 generated.prompt, texts, in_thought=generated.encoded.in_thought, on_graded=on_graded
             )
         else:
-            graded = [
-                episode.outcome or Graded(None, "the episode has no outcome")
-                for episode in generated.episodes
-            ]
+            nothing = Graded(None, "the episode has no outcome")
+            graded = [one.outcome or nothing for one in generated.completions]
         self._metrics.grading_seconds.observe(time.monotonic() - started)
         verdicts = group_verdicts(graded, task.grader.part_names)
         errors = [error for error in verdicts.errors.values() if error != NOT_APPLICABLE]
@@ -293,11 +284,7 @@ class RolloutGenerator:
     async def _in_thread(self, work: Callable[[Argument], Result], argument: Argument) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
 
-    def _encoded(self, lease: Lease) -> tuple[TaskRuntime, Prompt, EncodedPrompt]:
-        task, prompt = self._prompt(lease)
-        return task, prompt, task.codec.encode(prompt, lease.max_tokens)
-
-    def _prompt(self, lease: Lease) -> tuple[TaskRuntime, Prompt]:
+    def _prompt(self, lease: Lease) -> tuple[TaskRuntime, Prompt, EncodedPrompt]:
         task, index = self._tasks.get((lease.prompt.task, lease.split)), lease.prompt.index
         where = f"{lease.split.value} prompt {index} of task {lease.prompt.task}"
         if task is None or not 0 <= index < len(task.source):
@@ -305,14 +292,13 @@ class RolloutGenerator:
             raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is not among this actor's prompts: it {known}"
             )
-        source = task.source
-        prompt = source[index]
+        prompt = task.source[index]
         if prompt.id != lease.prompt_id:
             raise PromptMismatch(
                 f"lease {lease.lease_id}: {where} is {prompt.id!r}, but {lease.prompt_id!r} at the coordinator: "
                 "coordinator and actor must read the same data with the same versions of the task libraries"
             )
-        return task, prompt
+        return task, prompt, task.codec.encode(prompt, lease.max_tokens)
 
     def _log_grading_errors(self, prompt: Prompt, errors: Sequence[str]) -> None:
         """Count all errors, and log each kind (the error without its numbers and quotations) once."""
@@ -331,11 +317,11 @@ class RolloutGenerator:
                     error,
                 )
 
-    def _record(self, lease: Lease, completions: Sequence[Sampled], seconds: float) -> None:
+    def _record(self, lease: Lease, completions: Sequence[PartialCompletion], seconds: float) -> None:
         metrics = self._metrics
         metrics.generation_seconds.observe(seconds)
         metrics.rollouts.labels(lease.split.value).inc(len(completions))
-        metrics.tokens.labels(lease.split.value).inc(sum(len(c.token_ids) for c in completions))
+        metrics.tokens.labels(lease.split.value).inc(sum(c.tokens for c in completions))
         unusable = sum(int(c.masked.sum()) for c in completions)
         metrics.masked_tokens.inc(unusable)
         if unusable and not self._logged_unusable:
@@ -343,7 +329,7 @@ class RolloutGenerator:
             logger.warning(
                 "%s: vLLM gave no finite log-probability for %d of %d tokens, which are not trained on: the model's weights may "
                 "have values that are not numbers (later ones are only counted)",
-                *(lease.lease_id, unusable, sum(len(c.token_ids) for c in completions)),
+                *(lease.lease_id, unusable, sum(c.tokens for c in completions)),
             )
         metrics.truncated.inc(sum(c.finish_reason == "length" for c in completions))
         sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}

@@ -7,18 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalerl_api.wire import (
-    MASKED,
     MAX_TEXT_BYTES,
     Completion,
     GroupText,
-    MessageSpan,
     RoutedExperts,
     Sample,
     Verdicts,
-    VersionSpan,
 )
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.repetition import ends_in_loop
-from scalerl_generator.vllm_replies import Sampled
 from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.grading.grading_pool import Graded
 from scalerl_tasks.prompts import Prompt
@@ -28,57 +25,44 @@ _MAX_REPLY_CHARACTERS, _MAX_ANSWER_CHARACTERS = 400, 200
 
 
 def packed_completions(
-    completions: Sequence[Sampled],
-    teacher_logprobs: Sequence[bytes],
-    turns: Sequence[list[MessageSpan]],
-    *,
-    prompt_tokens: int,
+    completions: Sequence[PartialCompletion], teacher_logprobs: Sequence[bytes], prompt_tokens: int
 ) -> list[Completion]:
-    """The completions with the teacher's log-probabilities.
+    """The finished completions with the teacher's log-probabilities.
 
     Args:
         teacher_logprobs: of each completion, little-endian float32; empty without a teacher.
-        turns: of each episode; empty without an environment.
     """
-    return [
-        Completion(
-            token_ids=sampled.token_ids.tobytes(),
-            logprobs=sampled.logprobs.tobytes(),
-            teacher_logprobs=of_teacher,
-            versions=version_spans(sampled),
-            finish_reason=sampled.finish_reason,
-            turns=turns[at] if turns else [],
-            routed=routed_experts(sampled, prompt_tokens),
+    packed = []
+    for one, of_teacher in zip(completions, teacher_logprobs, strict=True):
+        assert one.finish_reason is not None, "the completion is not complete"
+        packed.append(
+            Completion(
+                token_ids=one.token_ids.tobytes(),
+                logprobs=one.logprobs.tobytes(),
+                teacher_logprobs=of_teacher,
+                versions=one.version_spans,
+                finish_reason=one.finish_reason,
+                turns=one.turns,
+                routed=routed_experts(one, prompt_tokens),
+            )
         )
-        for at, (sampled, of_teacher) in enumerate(zip(completions, teacher_logprobs, strict=True))
-    ]
+    return packed
 
 
-def version_spans(sampled: Sampled) -> list[VersionSpan]:
-    """The weight version of each token, as spans in the wire's form; masked tokens have separate spans."""
-    if not sampled.masked.any():
-        return [VersionSpan(span.version, span.start) for span in sampled.weight_versions]
-    spans = sampled.weight_versions
-    versions = np.repeat([span.version for span in spans], [span.end - span.start for span in spans])
-    versions[sampled.masked] = MASKED
-    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1)]
-    return [VersionSpan(int(versions[start]), int(start)) for start in starts]
-
-
-def routed_experts(sampled: Sampled, prompt_tokens: int) -> RoutedExperts | None:
+def routed_experts(completion: PartialCompletion, prompt_tokens: int) -> RoutedExperts | None:
     """The recorded experts in the wire's form; None without any."""
-    if not sampled.routed:
+    routed = completion.routed
+    if not routed:
         return None
-    kind = np.result_type(*(rows.experts.dtype for rows in sampled.routed)).newbyteorder("<")
-    _, layers, chosen = sampled.routed[0].experts.shape
+    kind = np.result_type(*(rows.experts.dtype for rows in routed)).newbyteorder("<")
+    _, layers, chosen = routed[0].experts.shape
     return RoutedExperts(
         layers=layers,
         chosen=chosen,
         spans=[
-            (prompt_tokens + rows.start, prompt_tokens + rows.start + len(rows.experts))
-            for rows in sampled.routed
+            (prompt_tokens + rows.start, prompt_tokens + rows.start + len(rows.experts)) for rows in routed
         ],
-        experts=b"".join(rows.experts.astype(kind).tobytes() for rows in sampled.routed),
+        experts=b"".join(rows.experts.astype(kind).tobytes() for rows in routed),
     )
 
 
@@ -139,7 +123,7 @@ def _recorded(text: str, tokens: int) -> str:
     return encoded[: MAX_TEXT_BYTES * tokens].decode("utf-8", "ignore")
 
 
-def count_loops(completions: Sequence[Sampled]) -> int:
+def count_loops(completions: Sequence[PartialCompletion]) -> int:
     """Number of completions that end in a loop, before their end token."""
     return sum(
         ends_in_loop(c.token_ids[:-1] if c.finish_reason == "stop" else c.token_ids) for c in completions
@@ -151,7 +135,7 @@ def group_text(
     prompt: Prompt,
     prompt_token_ids: list[int],
     texts: Sequence[str],
-    completions: Sequence[Sampled],
+    completions: Sequence[PartialCompletion],
 ) -> GroupText:
     """The texts of a group for the record of rollouts; ``texts`` are those of the completions."""
     (rendered,) = tokenizer.texts([prompt_token_ids])

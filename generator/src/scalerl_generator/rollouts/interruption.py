@@ -89,24 +89,21 @@ def choose_strategy(spec: RunSpec, codec: PromptCodec, thread: Executor, metrics
     section = spec.recipe.length.interruption
     if section is None:
         return sample_plain
-    interruptions: dict[int, Interruption] = {}
+
+    async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
+        return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
+
+    by_limit: dict[int, ThoughtInterrupter] = {}
     for max_tokens in spec.completion_limits:
         if (phrase := check_interruption(section, codec.tokenizer, max_tokens)) is not None:
-            interruptions[max_tokens] = Interruption(*section.range(max_tokens), phrase)
-    if not interruptions:
+            interruption = Interruption(*section.range(max_tokens), phrase)
+            by_limit[max_tokens] = ThoughtInterrupter(interruption, spec.seed, texts, metrics)
+    if not by_limit:
         logger.info(
             "recipe.length.interruption has no effect: the tokenizer cannot encode the end of a thought, or "
             "recipe.maxCompletionTokens is too small"
         )
         return sample_plain
-
-    async def texts(completions: list[NDArray[np.int32]]) -> list[str]:
-        return await asyncio.get_running_loop().run_in_executor(thread, codec.texts, completions)
-
-    by_limit = {
-        max_tokens: ThoughtInterrupter(interruption, spec.seed, texts, metrics)
-        for max_tokens, interruption in interruptions.items()
-    }
 
     async def interrupt(streams: CompletionStreams) -> None:
         await by_limit.get(streams.lease.max_tokens, sample_plain)(streams)

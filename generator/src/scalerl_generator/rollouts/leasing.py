@@ -310,12 +310,12 @@ class Leasing:
     def _on_generated(self, held: _HeldLease, generated: Generated) -> None:
         self._on_tokens(held, 1)  # restart the lease's time for grading and delivery
         held.generating = False
-        lengths = [len(c.token_ids) for c in generated.completions]
-        messages = [turn for one in generated.episodes or () for turn in one.turns]
+        lengths = [one.tokens for one in generated.completions]
+        messages = [turn for one in generated.completions for turn in one.turns]
         self._registration.generated_tokens += sum(lengths) - sum(turn.end - turn.start for turn in messages)
         self._registration.generated_leases.add(held.lease.lease_id)
-        if generated.episodes:
-            self._occupancy.observe_episodes(generated.episodes, generated.seconds)
+        if generated.completions and generated.task.episodes is not None:
+            self._occupancy.observe_episodes(generated.completions, generated.seconds)
         else:
             self._occupancy.observe(lengths)
         self._metrics.occupancy.set(self._occupancy.fraction)

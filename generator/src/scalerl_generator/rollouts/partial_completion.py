@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scalerl_api.wire import MASKED, MessageSpan, Partial, VersionSpan
-from scalerl_generator.vllm_replies import GenerationFailed, Part, RoutedRows, Sampled, Span
+from scalerl_generator.vllm_replies import GenerationFailed, Part, RoutedRows, Span
 from scalerl_tasks.grading.grading_pool import Graded
 
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Arrays of equal length, with one entry per token."""
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    masked: NDArray[np.bool_]
-    versions: NDArray[np.int32]
-
-
-_NO_TOKENS = _Tokens(*(np.empty(0, dtype) for dtype in ("i4", "f4", "?", "i4")))
+_TOKEN: Final = np.dtype(
+    [("token_ids", "i4"), ("logprobs", "f4"), ("masked", "?"), ("versions", "i4")], align=True
+)
+_Tokens = NDArray[np.void]
+"""Array ``[tokens]`` of :data:`_TOKEN`."""
 
 
 def _concatenated(parts: Sequence[_Tokens]) -> _Tokens:
-    if len(parts) == 1:
-        return parts[0]
-    parts = parts or [_NO_TOKENS]
-    return _Tokens(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.masked for part in parts]),
-        np.concatenate([part.versions for part in parts]),
-    )
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, _TOKEN), *parts])
 
 
 def _spans(versions: NDArray[np.int32]) -> tuple[Span, ...]:
@@ -47,8 +31,13 @@ def _spans(versions: NDArray[np.int32]) -> tuple[Span, ...]:
     return tuple(Span(int(versions[s]), s, e) for s, e in zip(starts, ends, strict=False))
 
 
+def _version_spans(tokens: _Tokens) -> list[VersionSpan]:
+    spans = _spans(np.where(tokens["masked"], MASKED, tokens["versions"]))
+    return [VersionSpan(span.version, span.start) for span in spans]
+
+
 class PartialCompletion:
-    """Tokens, log-probabilities and weight versions so far.
+    """Tokens, log-probabilities and weight versions, so far or, with a finish reason, of the whole completion.
 
     The server reports the versions of a response's tokens only at its end (:meth:`settle`). Until then, and permanently if
     the response breaks off, a token has the oldest version that can have sampled it.
@@ -84,9 +73,11 @@ class PartialCompletion:
 
     def append(self, part: Part, version: int) -> None:
         """Add tokens that were sampled by ``version`` or by later weights."""
-        versions = np.full(len(part.token_ids), version, dtype=np.int32)
-        self._parts.append(_Tokens(part.token_ids, part.logprobs, part.masked, versions))
-        self.tokens += len(part.token_ids)
+        tokens = np.empty(len(part.token_ids), _TOKEN)
+        tokens["token_ids"], tokens["logprobs"], tokens["masked"] = part.token_ids, part.logprobs, part.masked
+        tokens["versions"] = version
+        self._parts.append(tokens)
+        self.tokens += len(tokens)
         if version != MASKED:
             self.sampled_end = self.tokens
 
@@ -120,11 +111,7 @@ class PartialCompletion:
         lengths = [span.end - span.start for span in spans]
         if sum(lengths) != self.tokens - since:
             raise GenerationFailed("the answer lacks the weight versions of its tokens")
-        whole = _concatenated(self._parts)
-        versions = np.repeat(np.array([span.version for span in spans], np.int32), lengths)
-        if since:
-            versions = np.concatenate([whole.versions[:since], versions])
-        self._parts = [_Tokens(whole.token_ids, whole.logprobs, whole.masked, versions)]
+        self._whole()["versions"][since:] = np.repeat([span.version for span in spans], lengths)
 
     def forget_reports(self) -> None:
         """Mark all tokens as not reported, including those of a report in progress."""
@@ -133,53 +120,59 @@ class PartialCompletion:
 
     def truncate(self, tokens: int) -> None:
         """Keep only the first ``tokens`` tokens, and reset the finish reason."""
-        whole, self.tokens, self.finish_reason = _concatenated(self._parts), min(tokens, self.tokens), None
+        self._parts = [self._whole()[:tokens]]
+        self.tokens, self.finish_reason = min(tokens, self.tokens), None
         self.reported = min(self.reported, self.tokens)
         self.sampled_end = min(self.sampled_end, self.tokens)
         self._routed = [rows.before(self.tokens - 1) for rows in self._routed]
         self.turns = [turn for turn in self.turns if turn.end <= self.tokens]
         self.truncations += 1
-        self._parts = [
-            _Tokens(
-                whole.token_ids[:tokens],
-                whole.logprobs[:tokens],
-                whole.masked[:tokens],
-                whole.versions[:tokens],
-            )
-        ]
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """Shape ``[tokens]``."""
-        return _concatenated(self._parts).token_ids
+        """Shape ``[tokens]``, as :attr:`logprobs` and :attr:`masked`."""
+        return self._whole()["token_ids"]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        return self._whole()["logprobs"]
+
+    @property
+    def masked(self) -> NDArray[np.bool_]:
+        return self._whole()["masked"]
 
     @property
     def weight_versions(self) -> tuple[Span, ...]:
         """Spans of equal versions that cover all tokens, each as long as possible."""
-        return _spans(_concatenated(self._parts).versions)
+        return _spans(self._whole()["versions"])
+
+    @property
+    def version_spans(self) -> list[VersionSpan]:
+        """The same in the wire's form; masked tokens have separate spans."""
+        return _version_spans(self._whole())
+
+    @property
+    def routed(self) -> list[RoutedRows]:
+        """What its responses reported of experts."""
+        return [rows for rows in self._routed if len(rows.experts)]
 
     def unreported(self) -> Partial:
         """The tokens after the :attr:`reported` ones, for a report to the coordinator."""
         missing, parts = self.tokens - self.reported, list[_Tokens]()
-        while sum(len(part.token_ids) for part in parts) < missing:
+        while sum(map(len, parts)) < missing:
             parts.insert(0, self._parts[-1 - len(parts)])
-        tail = _concatenated(parts)
-        since = len(tail.token_ids) - missing
-        versions = np.where(tail.masked, MASKED, tail.versions)[since:]
+        whole = _concatenated(parts)
+        tail = whole[len(whole) - missing :]
         return Partial(
             start=self.reported,
-            token_ids=tail.token_ids[since:].astype("<i4").tobytes(),
-            logprobs=tail.logprobs[since:].astype("<f4").tobytes(),
-            versions=[VersionSpan(span.version, span.start) for span in _spans(versions)],
+            token_ids=tail["token_ids"].astype("<i4").tobytes(),
+            logprobs=tail["logprobs"].astype("<f4").tobytes(),
+            versions=_version_spans(tail),
             finish_reason=self.finish_reason,
             turns=self.turns.copy(),
         )
 
-    def sampled(self) -> Sampled:
-        """The completion as a whole. It must have a finish reason."""
-        assert self.finish_reason is not None, "the completion is not complete"
-        whole = _concatenated(self._parts)
-        return Sampled(
-            *(whole.token_ids, whole.logprobs, whole.masked, _spans(whole.versions), self.finish_reason),
-            routed=tuple(rows for rows in self._routed if len(rows.experts)),
-        )
+    def _whole(self) -> _Tokens:
+        """All tokens as one array ``[tokens]`` of :data:`_TOKEN`, which replaces the parts."""
+        self._parts = [_concatenated(self._parts)]
+        return self._parts[0]

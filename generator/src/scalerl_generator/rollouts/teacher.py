@@ -38,15 +38,15 @@ from scalerl_api.http_answers import IDENTITY, BadAnswer, decode_json
 from scalerl_api.http_client import Backoff, Unanswered, exchange
 from scalerl_api.recipe import TeacherSpec
 from scalerl_generator.metrics import ActorMetrics
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.vllm_client import gather_all
 from scalerl_generator.vllm_replies import (
     BadReply,
-    Sampled,
     ServerDown,
     ServerRefused,
     VllmError,
     read_completion_prompt_logprobs,
-    read_message,
+    read_error,
 )
 from scalerl_processes.waiting import calling
 from scalerl_tasks.tokenizer import ModelTokenizer
@@ -191,7 +191,7 @@ class Teacher:
         logger.info("the teacher is %s at %s", self._model, self._url)
 
     async def score(
-        self, prompt: Sequence[int], completions: Sequence[Sampled], on_waiting: Callable[[], None]
+        self, prompt: Sequence[int], completions: Sequence[PartialCompletion], on_waiting: Callable[[], None]
     ) -> list[NDArray[np.float32]]:
         """Log-probabilities of each completion's tokens, float32 ``[tokens]``, 0 at masked tokens.
 
@@ -206,7 +206,7 @@ class Teacher:
         async with calling(on_waiting, self._timings.progress_seconds):
             return await gather_all(self._score(prompt, completion) for completion in completions)
 
-    async def _score(self, prompt: Sequence[int], completion: Sampled) -> NDArray[np.float32]:
+    async def _score(self, prompt: Sequence[int], completion: PartialCompletion) -> NDArray[np.float32]:
         token_ids = [*prompt, *completion.token_ids.tolist()]
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         content = await self._scored(body)
@@ -265,7 +265,7 @@ class Teacher:
     # --- checks ----------------------------------------------------------------------------------
 
     async def _check_model(self) -> None:
-        served = [model.id for model in (await self._get("/v1/models", _Models)).data]
+        served = [model.id for model in (await self._read("/v1/models", None, _Models)).data]
         if self._model is None and served:
             # Later requests name the model, so a server that has since loaded another model refuses them.
             self._model = served[0]
@@ -320,10 +320,10 @@ class Teacher:
         )
 
     async def _tokenize(self, text: str) -> _Tokenized:
-        return await self._post("/tokenize", {"prompt": text, "add_special_tokens": False}, _Tokenized)
+        return await self._read("/tokenize", {"prompt": text, "add_special_tokens": False}, _Tokenized)
 
     async def _detokenize(self, ids: list[int]) -> str:
-        return (await self._post("/detokenize", {"tokens": ids}, _Detokenized)).prompt
+        return (await self._read("/detokenize", {"tokens": ids}, _Detokenized)).prompt
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -344,11 +344,11 @@ class Teacher:
             logger.warning("groups wait for log-probabilities: %s", problem)
         self._failing[request] = problem
 
-    async def _get(self, path: str, reply: type[Reply]) -> Reply:
-        return _decoded(await self._call(path, None, _CHECK_SECONDS), reply)
-
-    async def _post(self, path: str, body: dict[str, Any], reply: type[Reply]) -> Reply:
-        return _decoded(await self._call(path, body, _CHECK_SECONDS), reply)
+    async def _read(self, path: str, body: dict[str, Any] | None, reply: type[Reply]) -> Reply:
+        try:
+            return decode_json(await self._call(path, body, _CHECK_SECONDS), reply)
+        except BadAnswer as error:
+            raise BadReply(str(error)) from error
 
     async def _call(self, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> bytes:
         """The response body of a GET (without ``body``) or a POST (with it)."""
@@ -364,15 +364,8 @@ class Teacher:
             raise (_NoAnswer if error.is_slow else ServerDown)(f"{url}: {error}") from error
         if status != 200:
             # Reported in the run's status: only vLLM's own message, and nothing of another server's answer.
-            raise ServerRefused(path, status, read_message(content))
+            raise ServerRefused(path, status, read_error(content, "without an error message of vLLM"))
         return content
-
-
-def _decoded(content: bytes, reply: type[Reply]) -> Reply:
-    try:
-        return decode_json(content, reply)
-    except BadAnswer as error:
-        raise BadReply(str(error)) from error
 
 
 def _short(ids: list[int]) -> str:

@@ -14,7 +14,6 @@ the volume can run programs in every server that reads it. The containers that g
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import platform
 import secrets
@@ -28,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 MAX_BYTES: Final = 8 << 30
 """A larger folder is not stored."""
@@ -136,12 +135,13 @@ def store(archive: Path, local: Path) -> bool:
                 other.unlink(missing_ok=True)
         with staged.open("wb+") as file:
             file.write(b"0" * _DIGEST_BYTES)
-            digest = _Digest(file)
-            with tarfile.open(fileobj=digest, mode="w|") as packed:
+            with tarfile.open(fileobj=file, mode="w|") as packed:
                 for name in files:
                     packed.add(local / name, name, recursive=False)
+            file.seek(_DIGEST_BYTES)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
-            file.write(digest.hexdigest().encode())
+            file.write(digest.encode())
             file.flush()
             os.fsync(file.fileno())
         staged.replace(archive)
@@ -165,20 +165,6 @@ def discard(local: Path) -> None:
     """Empty ``local``, so that the next start of the container compiles, and then replaces the archive."""
     shutil.rmtree(local, ignore_errors=True)
     local.mkdir(parents=True, exist_ok=True)
-
-
-class _Digest(io.RawIOBase):
-    """Writes to a file, and hashes what it writes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash = file, hashlib.sha256()
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        self._hash.update(data)
-        return self._file.write(data)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _files(folder: Path) -> dict[str, int]:

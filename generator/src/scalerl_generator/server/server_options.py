@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from scalerl_api.lora import reserved_rank
@@ -78,30 +78,15 @@ def parse(argv: Sequence[str]) -> ServerOptions:
     p = argparse.ArgumentParser(
         prog="python -m scalerl_generator.vllm_server", description="vLLM for one run"
     )
-    d = ServerOptions(model="", port=0)
     p.add_argument("--model", required=True, help="directory with config, tokenizer and weights")
     p.add_argument("--port", type=int, required=True)
-    p.add_argument("--host", default=d.host)
-    p.add_argument("--dtype", default=d.dtype)
-    p.add_argument("--fp32-head", action=argparse.BooleanOptionalAction, default=d.fp32_head)
-    p.add_argument("--max-model-len", type=int, default=d.max_model_len)
-    p.add_argument("--max-num-seqs", type=int, default=d.max_num_seqs)
-    p.add_argument("--kv-cache-bytes", type=int, default=d.kv_cache_bytes)
-    p.add_argument("--watermark", type=float, default=d.watermark)
-    p.add_argument("--memory-fraction", type=float, default=d.memory_fraction)
-    p.add_argument("--threads", type=int, default=d.threads)
-    p.add_argument("--tensor-parallel", type=int, default=d.tensor_parallel)
-    p.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=d.prefix_caching)
-    p.add_argument("--routed-experts", action=argparse.BooleanOptionalAction, default=d.routed_experts)
-    p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--max-draft-tokens", type=int, default=d.max_draft_tokens)
-    p.add_argument("--draft-memory-tokens", type=int, default=d.draft_memory_tokens)
-    p.add_argument("--lora-versions", type=int, default=d.lora_versions)
-    p.add_argument("--lora-rank", type=int, default=d.lora_rank)
-    p.add_argument("--lora-targets", default=d.lora_targets)
-    p.add_argument("--drafter", default=d.drafter)
-    p.add_argument("--stats", action=argparse.BooleanOptionalAction, default=d.stats)
-    p.add_argument("--log-level", default=d.log_level)
+    for one in fields(ServerOptions):
+        if one.name in ("model", "port", "extra"):
+            continue
+        kind: dict[str, Any] = {"type": int if one.default is None else type(one.default)}
+        if isinstance(one.default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        p.add_argument(f"--{one.name.replace('_', '-')}", default=one.default, **kind)
     p.add_argument("extra", nargs="*", help="after --: arguments for vLLM itself")
     values = vars(p.parse_args(argv))
     try:

@@ -45,7 +45,6 @@ class Cause(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Cause:
-        """The cause in ``error``."""
         message = str(error)
         errors = getattr(error, "errors", None)
         if callable(errors):  # pydantic: without the input, which may be the whole configuration
