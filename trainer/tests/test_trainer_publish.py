@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from checksum_vectors import CHECKSUM_VECTORS, vector_payload
 from free_port import full_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,12 +25,10 @@ from scalerl_api import wire
 from scalerl_api.spec import RunSpec
 from scalerl_api.weight_backends import WEIGHT_BACKENDS
 from scalerl_api.weight_layout import (
-    CHECKSUM_VECTORS,
     check_trailer,
     checksum,
     lay_out,
     tensor_bytes,
-    vector_payload,
 )
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
