@@ -204,7 +204,7 @@ class Slow:
     def samples(self):
         return []
 
-v._OPENERS["exact"] = lambda config: Slow()
+v._OPENERS["exact"] = Slow
 """
 
 
