@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from scalerl_api.spec import RunSpec
-from scalerl_tasks import GradingPool, GymTask, Prompt, VerifierConfig, open_reasoning_gym
+from scalerl_tasks import GradingPool, GymTask, Prompt, ReasoningGymSource, VerifierConfig
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.python_function import PythonFunction
 from scalerl_tasks.task_checks import task_problems
@@ -47,7 +47,7 @@ TIMEOUT_SECONDS = 0.2
 
 async def rate(verifier: VerifierConfig | HttpGrader, seconds: float) -> dict[str, float]:
     """Start-up time, and completions per second with eight groups waiting at any time."""
-    source = open_reasoning_gym(TASK.name, TASK.parameters, seed=TASK.seed, size=TASK.size)
+    source = ReasoningGymSource(TASK)
     prompts = [source[i] for i in range(len(source))]
     begin = time.perf_counter()
     async with verifier if isinstance(verifier, HttpGrader) else GradingPool(verifier) as pool:

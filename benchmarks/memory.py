@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl_api.memory.model_size import ModelSize
-from scalerl_api.memory.trainer_rank import rank_memory
+from scalerl_api.memory.trainer_rank import peak, rank_moments
 
 WORKER = Path(__file__).parent / "support" / "memory_worker.py"
 LIMIT_SECONDS = 600.0
@@ -124,18 +124,20 @@ def measure(settings: dict[str, Any]) -> dict[str, int]:
 def estimate(settings: dict[str, Any], parameters: int) -> int:
     size = ModelSize.of_config(settings["model"], parameters)
     assert size is not None
-    return rank_memory(
-        size,
-        trained=None if settings["lora"] is None else size.adapter_parameters(settings["lora"]),
-        dtype=settings["dtype"],
-        zero_stage=settings["stage"],
-        engine=settings["engine"],
-        world=settings["world"],
-        micro_batch_tokens=settings["tokens"],
-        activation_checkpointing=settings["checkpointing"],
-        frozen=int(settings["reference"]),
-        fp32_head=settings["fp32_head"],
-        bucket_elements=settings["bucket"],
+    return peak(
+        rank_moments(
+            size,
+            trained=None if settings["lora"] is None else size.adapter_parameters(settings["lora"]),
+            dtype=settings["dtype"],
+            zero_stage=settings["stage"],
+            engine=settings["engine"],
+            world=settings["world"],
+            micro_batch_tokens=settings["tokens"],
+            activation_checkpointing=settings["checkpointing"],
+            frozen=int(settings["reference"]),
+            fp32_head=settings["fp32_head"],
+            bucket_elements=settings["bucket"],
+        )
     ).total
 
 

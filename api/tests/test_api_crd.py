@@ -290,7 +290,7 @@ def test_field_without_a_docstring_has_no_description() -> None:
 
         bare: int = 0
 
-    with pytest.raises(crd.NotExpressible, match=r"Undescribed\.bare: no docstring"):
+    with pytest.raises(ValueError, match=r"Undescribed\.bare: no docstring"):
         crd.schema_of(Undescribed)
 
 
@@ -301,7 +301,7 @@ def test_add_check_refuses_a_check_without_a_rule() -> None:
         even: Annotated[int, AfterValidator(abs)] = 0
         """A number."""
 
-    with pytest.raises(crd.NotExpressible, match=r"no rule in .*abs"):
+    with pytest.raises(ValueError, match=r"no rule in .*abs"):
         crd.schema_of(Checked)
 
 

@@ -18,7 +18,7 @@ from scalerl_api.memory.roles import (
 )
 from scalerl_api.memory.trainer_rank import (
     RankMemory,
-    rank_memory,
+    peak,
     rank_moments,
     stage_plan,
     trained_parameters,
@@ -42,7 +42,7 @@ def spec(**sections: dict[str, Any]) -> RunSpec:
 
 
 def shares(stage: int, world: int, dtype: Any = "bfloat16") -> tuple[int, int, int]:
-    got = rank_memory(SIZE, dtype=dtype, zero_stage=stage, world=world, micro_batch_tokens=64)
+    got = peak(rank_moments(SIZE, dtype=dtype, zero_stage=stage, world=world, micro_batch_tokens=64))
     return got.parameters, got.gradients, got.optimizer
 
 
@@ -54,20 +54,22 @@ def test_stages_divide_what_they_partition() -> None:
     assert shares(1, 4) == (2 * count, 4 * count, 3 * count)
     assert shares(2, 4) == (2 * count, count, 3 * count)
     assert shares(3, 4) == (count // 2, count, 3 * count)
-    third = rank_memory(SIZE, dtype="bfloat16", zero_stage=3, world=4, micro_batch_tokens=64)
+    third = peak(rank_moments(SIZE, dtype="bfloat16", zero_stage=3, world=4, micro_batch_tokens=64))
     assert third.gathered == 2 * count, "all of a small model is kept"
 
 
 def test_recomputed_activations_cost_less_with_many_layers() -> None:
     deep = ModelSize(parameters=1, hidden_size=8, layers=40, intermediate_size=16, vocabulary_size=64)
     kept, again = (
-        rank_memory(
-            deep,
-            dtype="float32",
-            zero_stage=1,
-            world=1,
-            micro_batch_tokens=10,
-            activation_checkpointing=flag,
+        peak(
+            rank_moments(
+                deep,
+                dtype="float32",
+                zero_stage=1,
+                world=1,
+                micro_batch_tokens=10,
+                activation_checkpointing=flag,
+            )
         ).activations
         for flag in (False, True)
     )
@@ -79,7 +81,7 @@ def test_recomputed_activations_cost_less_with_many_layers() -> None:
 @pytest.mark.parametrize(("stage", "world"), [(4, 1), (-1, 1), (1, 0)])
 def test_unknown_names_are_refused(stage: int, world: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        rank_memory(SIZE, dtype="float32", zero_stage=stage, world=world, micro_batch_tokens=1)
+        peak(rank_moments(SIZE, dtype="float32", zero_stage=stage, world=world, micro_batch_tokens=1))
 
 
 def test_host_memory_of_all_roles() -> None:
@@ -153,14 +155,16 @@ def test_buffers_of_a_publish_are_beside_activations(tokens: int) -> None:
     """They are kept, and a publish is beside the next step's forward and backward passes."""
 
     def buckets(publish_bytes: int) -> int:
-        return rank_memory(
-            QWEN3_8B,
-            dtype="bfloat16",
-            zero_stage=2,
-            world=8,
-            micro_batch_tokens=tokens,
-            publish_bytes=publish_bytes,
-            accelerator=True,
+        return peak(
+            rank_moments(
+                QWEN3_8B,
+                dtype="bfloat16",
+                zero_stage=2,
+                world=8,
+                micro_batch_tokens=tokens,
+                publish_bytes=publish_bytes,
+                accelerator=True,
+            )
         ).buckets
 
     # A bucket has at least the embedding.
@@ -204,7 +208,7 @@ def test_sizes_are_read_from_a_config() -> None:
 
 
 def test_breakdown_names_every_part() -> None:
-    got = rank_memory(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20)
+    got = peak(rank_moments(SIZE, dtype="float32", zero_stage=1, world=1, micro_batch_tokens=2**20))
     assert (
         str(got)
         == f"{got.total / 2**30:.1f} GiB (parameters 0.0, gradients 0.0, optimizer 0.0, activations 1.3, head 0.2, buckets 0.0, allowance 0.0)"
@@ -326,13 +330,15 @@ def test_unknown_device_memory_is_no_problem() -> None:
     ],
 )
 def test_estimates_of_large_models(size: ModelSize, stage: int, world: int, expected: int) -> None:
-    got = rank_memory(
-        size,
-        dtype="bfloat16",
-        zero_stage=stage,
-        world=world,
-        micro_batch_tokens=8192,
-        activation_checkpointing=True,
+    got = peak(
+        rank_moments(
+            size,
+            dtype="bfloat16",
+            zero_stage=stage,
+            world=world,
+            micro_batch_tokens=8192,
+            activation_checkpointing=True,
+        )
     )
     assert got.total / 2**30 == pytest.approx(expected, abs=0.1 * expected + 0.5)
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from scalerl_api.load import SpecError, parse_run, to_yaml
-from scalerl_api.recipe import ONE_OF, PRESETS, RecipeSpec, resolve
+from scalerl_api.recipe import ONE_OF, PRESETS, RecipeSpec
 from scalerl_api.recipe.presets import DEFAULTS, cel, completed
+from scalerl_api.recipe.resolve import resolve
 from scalerl_api.recipe.spec import Preset
 from scalerl_api.spec_warnings import warnings_of
 

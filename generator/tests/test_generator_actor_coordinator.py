@@ -170,7 +170,7 @@ class ExactWithParts(verifiers.ExactVerifier):
         score = super().score(prompt, completion)
         return Verdict(score, {"double": 2 * score, "constant": -1})
 
-verifiers._OPENERS["exact"] = lambda config: ExactWithParts()
+verifiers._OPENERS["exact"] = ExactWithParts
 """
 """Read at the start of every Python process of the run."""
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from checksum_vectors import CHECKSUM_VECTORS, vector_payload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalerl_api.weight_layout import CHECKSUM_VECTORS, checksum, vector_payload
+from scalerl_api.weight_layout import checksum
 from scalerl_generator.weights.checksum import checksum_u8
 
 

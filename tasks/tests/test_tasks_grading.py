@@ -21,10 +21,10 @@ from scalerl_tasks import (
     GradingPool,
     GymTask,
     Prompt,
+    ReasoningGymSource,
     Verdict,
     VerifierConfig,
     VerifierError,
-    open_reasoning_gym,
 )
 from scalerl_tasks.grading.fork_client import ForkServer, Grader
 from scalerl_tasks.grading.protocol import Limits, Setup
@@ -119,7 +119,7 @@ async def test_score_group_runs_task_scorers():
     """Among them one that evaluates its own problem text."""
     for name in ("gsm_symbolic", "bitwise_arithmetic", "calendar_arithmetic"):
         task = GymTask(name, {}, seed=1, size=5)
-        source = open_reasoning_gym(name, seed=1, size=5)
+        source = ReasoningGymSource(task)
         async with GradingPool(VerifierConfig("reasoning-gym", task=task)) as pool:
             for i in range(5):
                 good, bad = await pool.score_group(source[i], [source[i].answer, "certainly not"])
@@ -211,7 +211,7 @@ async def test_pool_refuses_scorer_that_evaluates_code():
 async def test_audit_guard_refuses_evaluation_fallback(tmp_path):
     """string_insertion's scorer compares, and evaluates what does not compare equal."""
     task = GymTask("string_insertion", {}, seed=1, size=5)
-    prompt = open_reasoning_gym("string_insertion", seed=1, size=5)[0]
+    prompt = ReasoningGymSource(task)[0]
     target = tmp_path / "pwned"
     attack = f"[c for c in __import__('pathlib').Path({str(target)!r}).write_text('x') and 'a']"
     async with GradingPool(VerifierConfig("reasoning-gym", task=task)) as pool:
@@ -625,7 +625,7 @@ eval_result = {
     "huge": 10**400,
     "none": None,
 }
-v._OPENERS["parts"] = lambda config: Parts()
+v._OPENERS["parts"] = Parts
 v.VERIFIERS = tuple(v._OPENERS)
 """
 
@@ -667,7 +667,7 @@ class Counts:
         return [(v.Prompt("sample", "", ""), "any")]
 
 sys.addaudithook(hook)
-v._OPENERS["counts"] = lambda config: Counts()
+v._OPENERS["counts"] = Counts
 v.VERIFIERS = tuple(v._OPENERS)
 """
 

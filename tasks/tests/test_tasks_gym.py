@@ -9,9 +9,9 @@ from scalerl_api.load import parse_run
 from scalerl_tasks import (
     GymTask,
     ParameterError,
+    ReasoningGymSource,
     SourceError,
     UnknownTaskError,
-    open_reasoning_gym,
     open_task,
     verifier_config,
 )
@@ -36,7 +36,7 @@ GOLDEN = [
 
 def test_golden_prompts():
     """What seed 0 gives; when a release of reasoning-gym changes it, runs and curves change with it."""
-    source = open_reasoning_gym("basic_arithmetic", ADDITION, seed=0, size=100)
+    source = ReasoningGymSource(GymTask("basic_arithmetic", ADDITION, seed=0, size=100))
     assert [(source[i].text, source[i].answer) for i in range(3)] == GOLDEN
     assert source[0].difficulty == 1.0
     assert source[0].id == f"basic_arithmetic/{source.digest[:12]}/0"
@@ -45,7 +45,7 @@ def test_golden_prompts():
 
 def test_gym_digest_differs_between_sets():
     def digest(parameters=ADDITION, **rest):
-        return open_reasoning_gym("basic_arithmetic", parameters, **rest).digest
+        return ReasoningGymSource(GymTask("basic_arithmetic", parameters, **rest)).digest
 
     same = digest(seed=1, size=50)
     assert digest(seed=1, size=50) == same
@@ -60,7 +60,7 @@ def test_gym_digest_differs_between_sets():
 
 
 def test_gym_source_is_deterministic_by_index():
-    source = open_reasoning_gym("gsm_symbolic", seed=3, size=40)
+    source = ReasoningGymSource(GymTask("gsm_symbolic", seed=3, size=40))
     wanted = [source[i] for i in range(40)]
     seen = {}
 
@@ -81,13 +81,13 @@ def test_gym_source_is_deterministic_by_index():
 @pytest.mark.parametrize("index", [-1, 5, 10**9])
 def test_an_index_out_of_range(index):
     with pytest.raises(IndexError, match=r"outside 0\.\.4"):
-        _ = open_reasoning_gym("chain_sum", size=5)[index]
+        _ = ReasoningGymSource(GymTask("chain_sum", size=5))[index]
 
 
 def test_gym_source_memory_is_constant():
     tracemalloc.start()
     try:
-        source = open_reasoning_gym("chain_sum", seed=1, size=100_000_000)
+        source = ReasoningGymSource(GymTask("chain_sum", seed=1, size=100_000_000))
         before, _ = tracemalloc.get_traced_memory()
         for i in range(0, 100_000_000, 50_000):
             _ = source[i]
@@ -113,7 +113,7 @@ def test_gym_source_memory_is_constant():
 )
 def test_gym_task_names_bad_parameter(parameters, named, says):
     with pytest.raises(ParameterError) as caught:
-        open_reasoning_gym("chain_sum", parameters)
+        ReasoningGymSource(GymTask("chain_sum", parameters))
     assert caught.value.parameter == named
     for text in ["'chain_sum'", *says]:
         assert text in str(caught.value)
@@ -121,12 +121,12 @@ def test_gym_task_names_bad_parameter(parameters, named, says):
 
 def test_gym_task_reports_own_validation():
     with pytest.raises(ParameterError, match=r"unsupported operator: \? \(parameters given: operators="):
-        open_reasoning_gym("basic_arithmetic", {"operators": ["?"]})
+        ReasoningGymSource(GymTask("basic_arithmetic", {"operators": ["?"]}))
 
 
 def test_gym_task_refuses_size_0():
     with pytest.raises(ParameterError, match="size is 0"):
-        open_reasoning_gym("chain_sum", size=0)
+        ReasoningGymSource(GymTask("chain_sum", size=0))
 
 
 def test_gym_task_converts_text_parameters():
@@ -165,17 +165,17 @@ def test_gym_task_gets_fraction_of_run_file():
 )
 def test_gym_task_refuses_unknown_name(name, says):
     with pytest.raises(UnknownTaskError, match=says):
-        open_reasoning_gym(name)
+        ReasoningGymSource(GymTask(name))
 
 
 @pytest.mark.slow
 def test_gym_source_refuses_task_that_ignores_seed():
     with pytest.raises(SourceError, match="different prompt at each read"):
-        open_reasoning_gym("list_functions")
+        ReasoningGymSource(GymTask("list_functions"))
 
 
 def test_gym_task_reports_missing_pycosat():
     """The locks leave pycosat out; all the other tasks of its category work without it."""
-    assert open_reasoning_gym("propositional_logic", {}, seed=0, size=10)[0].text
+    assert ReasoningGymSource(GymTask("propositional_logic", {}, seed=0, size=10))[0].text
     with pytest.raises(SourceError, match=r"zebra_puzzles.*pycosat.*pip install"):
-        open_reasoning_gym("zebra_puzzles", {}, seed=0, size=10)[0]
+        ReasoningGymSource(GymTask("zebra_puzzles", {}, seed=0, size=10))[0]

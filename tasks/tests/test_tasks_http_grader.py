@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from scalerl_tasks import Graded, Prompt, Verdict
-from scalerl_tasks.grading.http_grader import HttpGrader, RewardService, Timings
+from scalerl_tasks.environments.timings import Timings
+from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 
 PROMPT = Prompt("row-7", "2 + 2?", "4", metadata={"level": 3})
 Handler = Callable[[list[dict[str, Any]]], Awaitable[web.Response] | web.Response]

@@ -26,7 +26,7 @@ def test_import_is_light():
 
 
 def test_gym_loader_imports_one_category():
-    loaded = modules_after("import scalerl_tasks as t; t.open_reasoning_gym('chain_sum')[0]")
+    loaded = modules_after("import scalerl_tasks as t; t.ReasoningGymSource(t.GymTask('chain_sum'))[0]")
     assert "reasoning_gym.arithmetic.chain_sum" in loaded
     assert loaded.isdisjoint({"torch", "sympy", "matplotlib", "reasoning_gym.algebra", "reasoning_gym.games"})
 
@@ -35,7 +35,7 @@ def test_gym_loader_works_without_matplotlib():
     """As in the operator's image: cellpylib imports it for plots, and a category of tasks imports cellpylib."""
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "import scalerl_tasks as t; print(t.open_reasoning_gym('game_of_life')[0])\n"
+        "import scalerl_tasks as t; print(t.ReasoningGymSource(t.GymTask('game_of_life'))[0])\n"
         "import cellpylib\n"
         "try: cellpylib.plot([[0]])\n"
         "except t.SourceError as error: assert 'pip install' in str(error), error\n"
@@ -63,7 +63,7 @@ def test_gym_loader_stub_is_removed_after_import():
 def test_gym_loader_loads_full_library_on_demand():
     code = (
         "import warnings; warnings.simplefilter('ignore')\n"
-        "import scalerl_tasks as t; t.open_reasoning_gym('chain_sum')[0]\n"
+        "import scalerl_tasks as t; t.ReasoningGymSource(t.GymTask('chain_sum'))[0]\n"
         "import reasoning_gym\n"
         "assert reasoning_gym.create_dataset('countdown', seed=1, size=1)[0]['question']\n"
         "from reasoning_gym.factory import DATASETS\n"

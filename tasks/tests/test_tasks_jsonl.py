@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_tasks import MAX_LINE_BYTES, JsonlError, SourceError, open_jsonl
+from scalerl_tasks import JsonlError, JsonlSource, SourceError
+from scalerl_tasks.jsonl import MAX_LINE_BYTES
 
 GOOD = b'{"prompt": "2 + 2 =", "answer": "4"}\n'
 
@@ -28,7 +29,7 @@ def test_jsonl_reads_full_and_minimal_lines(tmp_path):
         "solution": "s",
         "metadata": {"k": [1, None]},
     }
-    source = open_jsonl(
+    source = JsonlSource(
         write(tmp_path / "d.jsonl", json.dumps(full).encode() + b"\r\n\n  \n" + GOOD.rstrip())
     )
     assert len(source) == 2
@@ -45,9 +46,9 @@ def test_jsonl_reads_full_and_minimal_lines(tmp_path):
 
 
 def test_jsonl_digest_is_of_file(tmp_path):
-    one = open_jsonl(write(tmp_path / "a.jsonl", GOOD))
-    same = open_jsonl(write(tmp_path / "b.jsonl", GOOD))
-    other = open_jsonl(write(tmp_path / "c.jsonl", GOOD + b"\n"))
+    one = JsonlSource(write(tmp_path / "a.jsonl", GOOD))
+    same = JsonlSource(write(tmp_path / "b.jsonl", GOOD))
+    other = JsonlSource(write(tmp_path / "c.jsonl", GOOD + b"\n"))
     assert one.digest == same.digest != other.digest
     assert one[0].id == other[0].id
 
@@ -113,13 +114,12 @@ BAD = [
 def test_jsonl_reports_position_of_error(tmp_path, content, line, column, field, says):
     path = write(tmp_path / "bad.jsonl", content)
     with pytest.raises(JsonlError) as caught:
-        open_jsonl(path)
+        JsonlSource(path)
     error = caught.value
     assert says in str(error)
-    assert (error.path, error.line, error.field) == (path, line, field)
-    if column is not None:
-        assert error.column == column
-    for part in [str(path), *([f"line {line}"] if line else []), *([f"field {field!r}"] if field else [])]:
+    assert (error.line, error.field) == (line, field)
+    places = {"line": line, "column": column, "field": repr(field) if field else None}
+    for part in [str(path), *(f"{word} {place}" for word, place in places.items() if place)]:
         assert part in str(error)
 
 
@@ -127,24 +127,24 @@ def test_jsonl_reports_first_repeated_id(tmp_path):
     rows = [{"prompt": f"p{i}", "answer": "a", "id": f"i{i % 700}"} for i in range(1000)]
     path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
     with pytest.raises(JsonlError, match=r"line 701, field 'id': 'i0' is already the id of line 1"):
-        open_jsonl(path)
+        JsonlSource(path)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
 def test_jsonl_refuses_missing_file(tmp_path, name):
     with pytest.raises(SourceError, match=r"cannot be read: No such file|is not a regular file"):
-        open_jsonl(tmp_path / name)
+        JsonlSource(tmp_path / name)
 
 
 def test_jsonl_refuses_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="not a regular file"):
-        open_jsonl(tmp_path / "pipe")
+        JsonlSource(tmp_path / "pipe")
 
 
 def test_jsonl_detects_changed_file(tmp_path):
     path = write(tmp_path / "d.jsonl", GOOD)
-    source = open_jsonl(path)
+    source = JsonlSource(path)
     assert source[0].answer == "4"
     write(path, GOOD.replace(b"4", b"5") + GOOD)
     with pytest.raises(SourceError, match="changed since it was opened"):
@@ -152,7 +152,7 @@ def test_jsonl_detects_changed_file(tmp_path):
 
 
 def test_jsonl_refuses_read_after_close(tmp_path):
-    source = open_jsonl(write(tmp_path / "d.jsonl", GOOD))
+    source = JsonlSource(write(tmp_path / "d.jsonl", GOOD))
     source.close()
     source.close()
     with pytest.raises(SourceError, match="closed"):
@@ -163,9 +163,9 @@ def test_jsonl_closes_descriptor(tmp_path):
     good, bad = write(tmp_path / "g.jsonl", GOOD), write(tmp_path / "b.jsonl", b"{")
     before = os.listdir("/proc/self/fd")
     for _ in range(20):
-        open_jsonl(good)
+        JsonlSource(good)
         with pytest.raises(JsonlError):
-            open_jsonl(bad)
+            JsonlSource(bad)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -173,7 +173,7 @@ def test_jsonl_closes_descriptor(tmp_path):
 def test_jsonl_round_trip(tmp_path_factory, rows):
     rows = [(p, a) for p, a in rows if p.strip() and a.strip()] or [("p", "a")]
     content = "\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows).encode()
-    source = open_jsonl(write(tmp_path_factory.mktemp("h") / "d.jsonl", content))
+    source = JsonlSource(write(tmp_path_factory.mktemp("h") / "d.jsonl", content))
     assert [(source[i].text, source[i].answer) for i in range(len(source))] == rows
     assert len({source[i].id for i in range(len(source))}) == len(rows)
 
@@ -189,10 +189,10 @@ def test_jsonl_memory_is_bounded(tmp_path):
                 )
             )
     code = (
-        "import resource, sys; import scalerl_tasks as t\n"
+        "import pathlib, resource, sys; import scalerl_tasks as t\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20),) * 2)\n"
-        "s = t.open_jsonl(sys.argv[1]); print(len(s), s[1023].text[:4])"
+        "s = t.JsonlSource(pathlib.Path(sys.argv[1])); print(len(s), s[1023].text[:4])"
     )
     result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=200)
     assert result.stdout.split() == ["1024", "1023"], result.stderr

@@ -10,13 +10,13 @@ import yaml
 from scalerl_api.spec import EvaluationSpec, RunSpec, RunTaskSpec, TaskSpec, VerifierSpec
 from scalerl_tasks import (
     EvaluationSetError,
+    JsonlSource,
     SourceError,
     TemplateError,
     VerifierConfig,
     VerifierError,
     check_template,
     open_grading_pool,
-    open_jsonl,
     open_source,
     open_task,
     open_tasks,
@@ -91,7 +91,7 @@ def test_tasks_guide_sections_are_valid(tmp_path):
                 assert open_task(spec).train[0].text
     (sample,) = re.findall(r"^```json\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "sample.jsonl").write_text(sample)
-    assert open_jsonl(tmp_path / "sample.jsonl")[1].solution
+    assert JsonlSource(tmp_path / "sample.jsonl")[1].solution
 
 
 def two_sets(directory: Path, hard: list[str], train: list[str], **task: object) -> RunSpec:

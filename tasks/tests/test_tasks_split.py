@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl_tasks import Prompt, SplitError, open_reasoning_gym, split_held_out
+from scalerl_tasks import GymTask, Prompt, ReasoningGymSource, SplitError, split_held_out
 
 
 @dataclass
@@ -60,7 +60,7 @@ def test_split_of_repeating_prompts():
     """One-digit additions: 100 texts at most, thousands of times each."""
     parameters = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     train, held_out = split_held_out(
-        open_reasoning_gym("chain_sum", parameters, seed=5, size=5000), 50, seed=1
+        ReasoningGymSource(GymTask("chain_sum", parameters, seed=5, size=5000)), 50, seed=1
     )
     evaluated = {p.text for p in all_of(held_out)}
     assert len(evaluated) == 50
@@ -70,7 +70,9 @@ def test_split_of_repeating_prompts():
 
 
 def test_split_reads_little_of_large_source():
-    source = open_reasoning_gym("chain_sum", {"min_digits": 6, "max_digits": 6}, seed=1, size=100_000_000)
+    source = ReasoningGymSource(
+        GymTask("chain_sum", {"min_digits": 6, "max_digits": 6}, seed=1, size=100_000_000)
+    )
     train, held_out = split_held_out(source, 1000, seed=0)
     assert (len(train), len(held_out)) == (99_999_000, 1000)
     assert train[99_998_999].text

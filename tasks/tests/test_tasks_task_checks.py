@@ -15,7 +15,6 @@ from scalerl_tasks import (
     JsonlSource,
     SourceError,
     check_answers,
-    open_jsonl,
     task_problems,
 )
 from scalerl_tasks.answer_checks import Timings
@@ -102,7 +101,7 @@ def test_scan_finds_every_invalid_line(tmp_path_factory, names):
         assert f"{len(bad)} of {len([n for n in names if n != 'blank'])} rows cannot be used" in texts[-1]
     if len(bad) > 1:
         with pytest.raises(JsonlRowsError) as caught:
-            open_jsonl(path)
+            JsonlSource(path)
         assert (caught.value.line, caught.value.texts) == (bad[0], texts)
     source.close()
 
@@ -120,7 +119,7 @@ def test_check_answers_reads_every_row(tmp_path):
     """Not only the first ones, nor only until the first problem."""
     path = write(tmp_path / "d.jsonl", rows(3000, {7: "seven", 1501: "none", 2999: "none", 3000: "ten"}))
     with pytest.raises(AnswersError) as caught:
-        check_answers(open_jsonl(path), section(path))
+        check_answers(JsonlSource(path), section(path))
     *listed, summary = caught.value.texts
     assert [text.split(":")[0] for text in listed] == [
         f"{path}, line {line}, field 'answer'" for line in (7, 1501, 2999, 3000)
@@ -128,8 +127,8 @@ def test_check_answers_reads_every_row(tmp_path):
     # Answers are checked once each, so no row has the id of another with the same answer.
     assert all("i1501" not in text for text in listed)
     assert "4 of 3,000 rows cannot be used (4 answers that number cannot use)" in summary
-    check_answers(open_jsonl(path), section(path, "exact"))
-    check_answers(open_jsonl(path), section(path), limit=3)
+    check_answers(JsonlSource(path), section(path, "exact"))
+    check_answers(JsonlSource(path), section(path), limit=3)
 
 
 def test_task_problems_of_every_file(tmp_path):
@@ -205,7 +204,7 @@ class Slow:
     def samples(self):
         return []
 
-v._OPENERS["exact"] = lambda config: Slow()
+v._OPENERS["exact"] = Slow
 """
 
 
@@ -220,7 +219,7 @@ def test_check_that_never_ends_is_a_bad_row(tmp_path, slow):
     answers = {3: "slow", 100: "large", 180: "crash", 200: "bad"}
     path = write(tmp_path / "d.jsonl", rows(200, answers))
     with pytest.raises(AnswersError) as caught:
-        check_answers(open_jsonl(path), section(path, "exact", timeoutSeconds=1))
+        check_answers(JsonlSource(path), section(path, "exact", timeoutSeconds=1))
     texts = caught.value.texts
     assert [t.split(":")[0].split(", ")[1] for t in texts[:4]] == [f"line {line}" for line in answers]
     for text, says in zip(
@@ -234,7 +233,7 @@ def test_checks_stop_after_many_that_never_end(tmp_path, slow):
     told: list[str] = []
     with pytest.raises(AnswersError, match=r"stopped after \d+ of 400 answers: the checks of 4 took longer"):
         check_answers(
-            open_jsonl(path),
+            JsonlSource(path),
             section(path, "exact", timeoutSeconds=1),
             progress=told.append,
             timings=Timings(max_timeouts=4, progress_seconds=0.5),

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from scalerl_tasks import (
     GymTask,
     Prompt,
+    ReasoningGymSource,
     SourceError,
     VerifierConfig,
     VerifierError,
     extract_answer,
-    open_reasoning_gym,
     open_verifier,
 )
 from scalerl_tasks.answers.number import equal, last_number
@@ -217,7 +217,7 @@ def test_math_verify(math_verify, answer, completion, score):
 def test_reasoning_gym_verifier_uses_task_scorer():
     task = GymTask("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=1, size=10)
     verifier = open_verifier(VerifierConfig("reasoning-gym", task=task))
-    prompt = open_reasoning_gym(task.name, task.parameters, seed=1, size=10)[3]
+    prompt = ReasoningGymSource(task)[3]
     assert verifier.score(prompt, f"<think>hm</think><answer>{prompt.answer}</answer>") == 1.0
     assert verifier.score(prompt, "no idea") == 0.0
     assert verifier.score(prompt, "") == 0.0
@@ -226,7 +226,7 @@ def test_reasoning_gym_verifier_uses_task_scorer():
 
 def test_reasoning_gym_verifier_scores_by_metadata():
     task = GymTask("graph_color", {}, seed=1, size=5)
-    source = open_reasoning_gym("graph_color", seed=1, size=5)
+    source = ReasoningGymSource(task)
     verifier = open_verifier(VerifierConfig("reasoning-gym", task=task))
     prompt = source[0]
     assert prompt.answer == ""

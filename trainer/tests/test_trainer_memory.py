@@ -13,7 +13,7 @@ import torch
 from free_port import free_port
 
 from scalerl_api.memory.model_size import BYTES, ModelSize
-from scalerl_api.memory.trainer_rank import rank_memory
+from scalerl_api.memory.trainer_rank import peak, rank_moments
 from scalerl_api.model_source import ScratchExperts
 from scalerl_api.spec import ScratchModel
 from scalerl_trainer.models.scratch import write_scratch
@@ -120,7 +120,7 @@ def test_layers_of_experts_are_estimated_as_on_the_meta_device(name: str) -> Non
     assert largest <= size.largest_parameter < 1.05 * largest
     # Gathered at stage 3: two layers, and the embeddings.
     outside = 2 * config.vocab_size * config.hidden_size
-    plan = rank_memory(size, dtype="bfloat16", zero_stage=3, world=16, micro_batch_tokens=64)
+    plan = peak(rank_moments(size, dtype="bfloat16", zero_stage=3, world=16, micro_batch_tokens=64))
     assert plan.gathered == pytest.approx(2 * (2 * layer + outside), rel=1e-3)
 
 
@@ -227,8 +227,10 @@ def test_plan_is_within_a_tenth_of_the_engines_tensors(
     parameters = sum(parameter.numel() for parameter in meta.parameters())
     size = ModelSize.of_config(json.loads((folder / "config.json").read_text()), parameters)
     assert size is not None
-    plan = rank_memory(
-        size, dtype=dtype, zero_stage=stage, world=2, micro_batch_tokens=64, bucket_elements=bucket
+    plan = peak(
+        rank_moments(
+            size, dtype=dtype, zero_stage=stage, world=2, micro_batch_tokens=64, bucket_elements=bucket
+        )
     )
     held = plan.parameters + plan.gradients + plan.optimizer
     for pipe in pipes:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from checksum_vectors import CHECKSUM_VECTORS, vector_payload
 from free_port import full_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,12 +26,10 @@ from scalerl_api import wire
 from scalerl_api.spec import RunSpec
 from scalerl_api.weight_backends import WEIGHT_BACKENDS
 from scalerl_api.weight_layout import (
-    CHECKSUM_VECTORS,
     check_trailer,
     checksum,
     lay_out,
     tensor_bytes,
-    vector_payload,
 )
 from scalerl_trainer.publish import sender_group
 from scalerl_trainer.publish.actor_control import ActorControl

@@ -26,7 +26,6 @@ class Effect(StrEnum):
     text: str
     """The effect as a sentence, for the table of the documentation."""
     roles: frozenset[str]
-    """Processes that restart."""
 
     def __new__(cls, value: str, text: str, *roles: str) -> Effect:
         member = str.__new__(cls, value)
@@ -69,7 +68,6 @@ class Edit:
     """The entry of a field."""
 
     effect: Effect
-    """Effect of an edit during the run."""
     note: str = ""
     """When the edit applies, or why it is rejected."""
     fork: bool = False
@@ -336,7 +334,6 @@ class Leaf:
     names: tuple[str, ...]
     """The same path as attribute names in Python."""
     field: FieldInfo
-    """The pydantic field."""
 
 
 def leaves(model: type[BaseModel] = RunSpec) -> Iterator[Leaf]:

@@ -7,7 +7,7 @@ Another one is a subclass of :class:`Engine` here with its name in :data:`Engine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -212,20 +212,19 @@ def _stage_rule(name: EngineName) -> Rule:
     )
 
 
-def _not_offloaded() -> Iterator[tuple[EngineName, Offload]]:
-    for name, engine in ENGINES.items():
-        for offload in get_args(Offload):
-            if offload not in ("None", *engine.offloads):
-                yield name, offload
-
-
+_NOT_OFFLOADED: Final = [
+    (name, offload)
+    for name, engine in ENGINES.items()
+    for offload in get_args(Offload)
+    if offload not in ("None", *engine.offloads)
+]
 _TAKES_OFFLOAD: Final = " && ".join(
     f"(self.trainer.engine != '{name}' || self.trainer.offload != '{offload}')"
-    for name, offload in _not_offloaded()
+    for name, offload in _NOT_OFFLOADED
 )
 _OFFLOAD_ONLY: Final = "; ".join(
     f"{name} offloads only {' or '.join(ENGINES[name].offloads)}"
-    for name in dict.fromkeys(name for name, _ in _not_offloaded())
+    for name in dict.fromkeys(name for name, _ in _NOT_OFFLOADED)
 )
 ENGINE_RULES: Final = (
     *(_stage_rule(name) for name, engine in ENGINES.items() if engine.partitions_all),

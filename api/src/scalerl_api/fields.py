@@ -3,7 +3,7 @@
 Kubernetes API conventions forbid floats in a spec, because they can change in a JSON round trip. A decimal is a string
 here (``"3e-4"``); the code that computes with it converts it to a float.
 
-Checks that a regular expression cannot express are small callable objects (:class:`InRange`, :class:`AtLeast`), so that the
+Checks that a regular expression cannot express are small callable objects (:class:`InRange`, :class:`SizeInRange`), so that the
 custom resource definition, which is generated from these types, can express them in CEL.
 """
 
@@ -123,22 +123,20 @@ class Model(BaseModel):
 
 def exactly_one(*names: str) -> Rule:
     """Rule: exactly one of the fields is given."""
-    given = ", ".join(f"has(self.{name})" for name in names)
-    return Rule(
-        f"[{given}].exists_one(given, given)",
-        f"give exactly one of {', '.join(names)}",
-        holds=lambda model: sum(_at(model, name) is not None for name in names) == 1,
-        one_of=names,
-    )
+    return _one_of(names, 1, "exists_one(given, given)", "exactly one")
 
 
 def at_most_one(*names: str) -> Rule:
     """Rule: at most one of the fields is given."""
+    return _one_of(names, 0, "filter(given, given).size() <= 1", "no more than one")
+
+
+def _one_of(names: tuple[str, ...], least: int, cel: str, number: str) -> Rule:
     given = ", ".join(f"has(self.{name})" for name in names)
     return Rule(
-        f"[{given}].filter(given, given).size() <= 1",
-        f"give no more than one of {', '.join(names)}",
-        holds=lambda model: sum(_at(model, name) is not None for name in names) <= 1,
+        f"[{given}].{cel}",
+        f"give {number} of {', '.join(names)}",
+        holds=lambda model: least <= sum(_at(model, name) is not None for name in names) <= 1,
         one_of=names,
     )
 
@@ -161,7 +159,6 @@ class Matches:
     pattern: str
     """The expression, in the common syntax of Python and RE2."""
     message: str
-    """Error message."""
 
     def __call__(self, value: str) -> str:
         if re.fullmatch(self.pattern, value) is None:
@@ -212,13 +209,11 @@ LearningRateDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0,
 """A learning rate. A step of AdamW changes each weight by about the learning rate, so one step above 1 destroys the model."""
 TemperatureDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=100.0))]
 """A sampling temperature. Above 100, all tokens are practically equally likely."""
-SmallDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, most=1.0))]
 WeightDecayDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=100.0))]
 NonNegativeDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0))]
 UnitDecimal = Annotated[DecimalString, AfterValidator(InRange(least=0.0, most=1.0))]
 AtLeastOneDecimal = Annotated[DecimalString, AfterValidator(InRange(least=1.0))]
 DualClipDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0))]
-"""The ratio of a dual clip."""
 OpenUnitDecimal = Annotated[DecimalString, AfterValidator(InRange(above=0.0, below=1.0))]
 HorizonDecimal = Annotated[DecimalString, AfterValidator(InRange(above=1.0, most=16.0))]
 """A multiple of the compute so far; the bound is four doublings, because forecasts further ahead are not credible."""
@@ -267,35 +262,26 @@ def quantity_bytes(quantity: str) -> int:
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """Minimum of a quantity; ``least`` is a quantity too."""
+class SizeInRange:
+    """Bounds of a quantity, which are quantities too."""
 
     least: str
+    most: str | None = None
 
     def __call__(self, value: str) -> str:
         if quantity_bytes(value) < quantity_bytes(self.least):
             raise ValueError(f"must be at least {self.least}, got {value}")
-        return value
-
-
-@dataclass(frozen=True)
-class AtMost:
-    """Maximum of a quantity; ``most`` is a quantity too."""
-
-    most: str
-
-    def __call__(self, value: str) -> str:
-        if quantity_bytes(value) > quantity_bytes(self.most):
+        if self.most is not None and quantity_bytes(value) > quantity_bytes(self.most):
             raise ValueError(f"must be at most {self.most}, got {value}")
         return value
 
 
-PositiveQuantity = Annotated[Quantity, AfterValidator(AtLeast("1"))]
-ClaimQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("1024Ti"))]
+PositiveQuantity = Annotated[Quantity, AfterValidator(SizeInRange("1"))]
+ClaimQuantity = Annotated[Quantity, AfterValidator(SizeInRange("64Mi", "1024Ti"))]
 """Size of a run's volume: the minimum for a small model and a journal, up to more than any disk has."""
-MemoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("1Mi")), AfterValidator(AtMost("64Ti"))]
+MemoryQuantity = Annotated[Quantity, AfterValidator(SizeInRange("1Mi", "64Ti"))]
 """Part of a machine's memory."""
-GraderQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi"))]
+GraderQuantity = Annotated[Quantity, AfterValidator(SizeInRange("64Mi"))]
 """Memory of a grading process; with less, its imports fail."""
 
 

@@ -57,13 +57,10 @@ class Points(Message, frozen=True, kw_only=True):
     compute: list[float]
     """Compute spent before each evaluation."""
     reward: list[float]
-    """Mean reward of each evaluation."""
     samples: list[float] | float | None = None
     """Number of evaluation samples of each point."""
     eval_version: list[str] | str | None = None
-    """Version of the evaluation set."""
     recipe: list[str] | str | None = None
-    """Recipe in effect."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest possible reward."""
 
@@ -109,7 +106,6 @@ class ForecastRequest(Message, frozen=True, kw_only=True):
     """Compute at which a broken run was last resumed. The collapse check ignores evaluations up to it: they set no best and
     raise no alarm."""
     draws: int = 2000
-    """Number of posterior draws."""
     late_rises: Literal["language_models", "games"] = "language_models"
     """Public curves from which the probability of late rises is taken."""
     earlier: list[EarlierRun] = []
@@ -141,11 +137,9 @@ class PriorEdge(Message, frozen=True, kw_only=True):
     """A bound of the prior with posterior mass next to it: the bound, not the data, determines the interval."""
 
     parameter: str
-    """Name of the parameter."""
     side: str
     """``low`` or ``high``."""
     bound: float
-    """Value of the bound."""
     mass: float
     """Posterior probability next to the bound."""
 
@@ -183,7 +177,6 @@ class ForecastPoint(Message, frozen=True, kw_only=True):
     compute: float
     """Total compute, as in the request."""
     median: float
-    """Median of the reward."""
     low: float
     """Lower end of the interval of an evaluation's result, noise included."""
     high: float
@@ -209,7 +202,6 @@ class BestBlock(Message, frozen=True, kw_only=True):
     compute: float
     """Further compute."""
     gain: float
-    """Expected gain of reward."""
     net: float
     """Value of the gain minus the price of the compute."""
 
@@ -264,7 +256,6 @@ class CollapseAnswer(Message, frozen=True, kw_only=True, rename={"collapse": "fa
     checked: bool
     """Whether there were enough evaluations to check for a collapse."""
     reasons: list[str]
-    """Why the run is broken."""
     seen: list[float]
     """The last three evaluations, oldest first."""
     floor: list[float]
@@ -307,9 +298,7 @@ class ForecastAnswer(Message, frozen=True, kw_only=True, rename={"collapse_check
     the fitted curve."""
 
     fit: FitAnswer
-    """Fit of the last segment."""
     collapse_check: CollapseAnswer
-    """Result of the collapse check."""
     forecasts: list[ForecastPoint]
     """Forecasts at ``ForecastRequest.at``; empty for a broken run."""
     outlook: Outlook | None
@@ -328,4 +317,3 @@ class ErrorAnswer(Message, frozen=True, kw_only=True):
     code: str
     """Stable, machine-readable code, e.g. ``too_few_points``."""
     message: str
-    """Human-readable message."""

@@ -15,9 +15,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``fork.json``: what the run continues."""
 
     run: str
-    """Name of the source."""
     step: int
-    """Step of its checkpoint."""
 
     @classmethod
     def read(cls, path: Path) -> Fork | None:
@@ -37,7 +35,6 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{path}: not the origin of a fork: {error}") from error
 
     def encode(self) -> bytes:
-        """The file's content."""
         return msgspec.json.encode(self) + b"\n"
 
 

@@ -204,7 +204,6 @@ class HealthMonitor:
     problem: str
     """Empty if nothing is known to be wrong."""
     rule: str
-    """Name of its rule."""
 
     def __init__(self) -> None:
         self.load([])
@@ -220,7 +219,6 @@ class HealthMonitor:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Add the row of the next step."""
         if len(self._first) < LAST and row["step"] == len(self._first):
             self._first.append(row)
         self._last.append(row)

@@ -19,13 +19,9 @@ class HistoryLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     previous_version: int
     """Newest weight version that sampled a token of the stored responses."""
     responses: int
-    """Number of responses in the group."""
     tokens: int
-    """Tokens of all responses."""
     previous_responses: int
-    """Number of stored responses."""
     previous_tokens: int
-    """Tokens of the stored responses."""
     compared_tokens: int = 0
     """Tokens of the compared responses: of all responses, or of the first ones; 0 if the comparison would have taken too
     much of the coordinator's time."""

@@ -98,10 +98,8 @@ def decode_msgpack(content: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T
     """
     try:
         return msgspec.msgpack.decode(content, type=kind)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # its message may have text of the answer: an unknown field, an enum's value
+    except (ValueError, RecursionError) as error:
+        # Its message may have text of the answer: an unknown field, an enum's value.
         raise BadAnswer(f"the answer is not {_a(kind)}") from error
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from scalerl_api.edits import flat
 from scalerl_api.environment import USE_VERIFIER
 from scalerl_api.recipe import RecipeSpec
 from scalerl_api.recipe.presets import completed
@@ -26,7 +27,6 @@ class SpecProblem:
     where: str
     """Path of the field, or ``line n``."""
     message: str
-    """The problem."""
     hint: str = ""
     """What to do, or the given value."""
 
@@ -245,8 +245,10 @@ def lost_data_fields(spec: Mapping[str, Any]) -> list[SpecProblem]:
             f"is {value!r}, and this release has only {_LOST[lost[0]]!r}, with which the run would have other prompts",
             "finish it with the release that began it, or start a new run",
         )
-        for path, value in _values(spec, "spec")
-        if (lost := _LOST_FIELD.search(path)) and value != _LOST[lost[0]]
+        for path, value in flat(spec, "spec")
+        if (lost := _LOST_FIELD.search(path))
+        and value not in (None, _LOST[lost[0]])
+        and ".parameters." not in path
     ]
 
 
@@ -256,19 +258,6 @@ _LOST: Mapping[str, object] = {
     ".dataset.filter.duplicates": "Drop",
 }
 _LOST_FIELD = re.compile("|".join(f"{re.escape(path)}$" for path in _LOST))
-
-
-def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Path and value of each field, but for the free ones of ``parameters``."""
-    if isinstance(value, Mapping):
-        for name, one in value.items():
-            if name != "parameters":
-                yield from _values(one, f"{path}.{name}")
-    elif isinstance(value, list):
-        for at, one in enumerate(value):
-            yield from _values(one, f"{path}.{at}")
-    elif value is not None:
-        yield path, value
 
 
 def _as_it_is(model: type[BaseModel], given: Mapping[str, Any]) -> Any:

@@ -60,7 +60,6 @@ class LoraSpec(Model):
 
     @property
     def exports_adapters(self) -> bool:
-        """Whether exports have adapters, and not models."""
         return self.export == "Adapter"
 
     @property

@@ -19,7 +19,6 @@ class RunPaths:
     """
 
     root: Path
-    """The run's directory."""
     given_run_file: Path | None = None
     """File with the run's spec, if the runtime keeps it outside ``root`` (a mounted ConfigMap)."""
 
@@ -72,7 +71,6 @@ class RunPaths:
 
     @property
     def journal(self) -> Path:
-        """Directory of the coordinator's journal."""
         return self.root / "coordinator"
 
     @property

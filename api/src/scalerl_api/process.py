@@ -75,19 +75,16 @@ class ProcessEnvironment:
     """The parsed environment of a role."""
 
     paths: RunPaths
-    """Layout of the run's directory."""
     name: str
     """Stable name of the replica (``generator-0``, ``trainer-1``, ``coordinator-0``)."""
     coordinator_url: str
     """Base URL of the coordinator, without a slash at the end."""
     token: str = field(repr=False)
-    """The run's bearer token."""
     trainer_host: str = "127.0.0.1"
     """Address of this rank's weight store."""
     attempt: Attempt | None = None
     """Of the trainer, or of the coordinator; None on one machine, where a lock excludes two at once."""
     pod: str = ""
-    """Uid of the coordinator's pod."""
     own_directory: bool = False
     """Whether the run's directory is this pod's alone (:data:`OWN_DIRECTORY`)."""
 

@@ -57,9 +57,7 @@ class Named:
     what: str
     """Kind of entry, for error messages."""
     reserved: str
-    """Reserved prefix of names."""
     taken: tuple[str, ...] = ()
-    """Reserved names."""
 
     def __call__(self, value: Raw) -> Raw:
         name = value.get("name")

@@ -15,7 +15,6 @@ from scalerl_api.source_kind import SourceKind
 from scalerl_api.verifier import VerifierList, VerifierSpec, parameter_value
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-"""Any 64-bit integer."""
 
 
 class ReasoningGymSource(SourceKind):
@@ -214,7 +213,6 @@ class ProblemSpec(ScoringSpec):
 
     @property
     def source_field(self) -> str:
-        """Name of the given source field."""
         fields = zip(SOURCES, SourcesSpec.model_fields, strict=True)
         return next((alias for alias, name in fields if getattr(self, name) is not None), "plugin")
 

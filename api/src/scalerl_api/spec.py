@@ -31,7 +31,7 @@ from scalerl_api.fields import (
     quantity_bytes,
 )
 from scalerl_api.generator_spec import GeneratorSpec
-from scalerl_api.mix import MixedTaskSpec, RunTaskSpec, TrainingTask
+from scalerl_api.mix import RunTaskSpec, TrainingTask
 from scalerl_api.model_source import HubModel, ModelSpec, ScratchModel
 from scalerl_api.pods import ObjectName, PodTemplate
 from scalerl_api.recipe import RecipeSpec
@@ -39,8 +39,6 @@ from scalerl_api.rollouts import RolloutsSpec
 from scalerl_api.run_rules import RUN_RULES
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import (
-    EvaluationTaskSpec,
-    HeldOutSpec,
     JsonlSource,
     ProblemSpec,
     PromptSpec,
@@ -48,9 +46,8 @@ from scalerl_api.source import (
     TaskSpec,
 )
 from scalerl_api.source_kind import SourceKind
-from scalerl_api.speculation import SpeculationSpec
 from scalerl_api.trackers import TrackersSpec
-from scalerl_api.trainer_spec import DEFAULT_MICRO_BATCH_TOKENS, ExportSpec, TrainerSpec
+from scalerl_api.trainer_spec import DEFAULT_MICRO_BATCH_TOKENS, TrainerSpec
 from scalerl_api.verifier import VerifierSpec
 from scalerl_api.weight_backends import WeightBackend, weight_backend
 from scalerl_api.weight_sync import DEFAULT_PROBE_LIMITS, WeightSyncSpec
@@ -62,46 +59,19 @@ API_VERSION: Final = "scalerl.dev/v1alpha1"
 KIND: Final = "ScaleRLRun"
 PLURAL = "scalerlruns"
 
-__all__ = [
-    "API_VERSION",
-    "DEFAULT_MICRO_BATCH_TOKENS",
-    "GROUP",
-    "KIND",
-    "PLURAL",
-    "VERSION",
-    "BudgetSpec",
-    "BudgetSplit",
-    "CheckpointSpec",
-    "CoordinatorSpec",
-    "EnvironmentServerSpec",
+__all__ = [  # of other modules
     "EvaluationSetSpec",
     "EvaluationSpec",
-    "EvaluationTaskSpec",
-    "ExportSpec",
-    "ForkSpec",
-    "GeneratorSpec",
-    "HeldOutSpec",
     "HubModel",
-    "JsonlSource",
-    "MixedTaskSpec",
     "ModelSpec",
-    "ObjectMeta",
     "ProblemSpec",
     "PromptSpec",
     "ReasoningGymSource",
-    "RecipeSpec",
-    "RunSpec",
     "RunTaskSpec",
-    "ScaleRLRun",
-    "ScheduleSpec",
     "ScratchModel",
-    "SpeculationSpec",
     "TaskSpec",
-    "TrainerSpec",
     "TrainingTask",
     "VerifierSpec",
-    "WarmStartSpec",
-    "WeightSyncSpec",
 ]
 
 

@@ -29,6 +29,7 @@ LOW_ADAPTER_LEARNING_RATES: Final = {"float32": 2e-6, "bfloat16": 1e-4}
 HIGH_TEMPERATURE: Final = 2.0
 CODE_VARIABLES: Final = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "LD_PRELOAD", "LD_LIBRARY_PATH")
 """Variables that make a container run code other than its image's."""
+_ROLES: Final = ("coordinator", "generator", "trainer")
 
 
 def past_deadline(spec: RunSpec, unix_seconds: float) -> SpecProblem | None:
@@ -44,7 +45,6 @@ def past_deadline(spec: RunSpec, unix_seconds: float) -> SpecProblem | None:
 
 
 def warnings_of(spec: RunSpec) -> list[SpecProblem]:
-    """Warnings about a valid spec."""
     return [
         *_of_the_recipe(spec),
         *_of_steps(spec),
@@ -75,14 +75,8 @@ def local_warnings_of(spec: RunSpec) -> list[SpecProblem]:
 
 def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     """Warnings that apply only on a cluster: paths without a mounted volume, missing credentials."""
-    templates = [
-        spec.pod_template,
-        spec.trainer.pod_template,
-        spec.coordinator.pod_template,
-        spec.generator.pod_template,
-    ]
     mounted = {
-        mount["mountPath"].rstrip("/") for t in templates if t is not None for mount in t.volume_mounts
+        mount["mountPath"].rstrip("/") for one in _templates(spec).values() for mount in one.volume_mounts
     }
     paths = {"spec.model.path": spec.model.path}
     if spec.trackers.tensor_board is not None:
@@ -96,11 +90,28 @@ def cluster_warnings_of(spec: RunSpec) -> list[SpecProblem]:
     ]
 
 
+def _templates(spec: RunSpec) -> dict[str, PodTemplate]:
+    """The given templates, by path of the field."""
+    found = {f"spec.{role}.podTemplate": getattr(spec, role).pod_template for role in _ROLES}
+    found = {"spec.podTemplate": spec.pod_template} | found
+    return {where: one for where, one in found.items() if one is not None}
+
+
+def _pods(spec: RunSpec, role: str) -> PodTemplate:
+    """The template of a role's pods."""
+    own: PodTemplate = getattr(spec, role).pod_template or PodTemplate()
+    return own.over(spec.pod_template)
+
+
+def _gives(pods: PodTemplate, variable: str) -> bool:
+    """Whether pods have a variable, or may have it from a Secret."""
+    return bool(pods.env_from) or any(entry["name"] == variable for entry in pods.env)
+
+
 def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:
     if spec.trackers.wandb is None or spec.trackers.wandb.offline:
         return
-    templates = [t for t in (spec.pod_template, spec.coordinator.pod_template) if t is not None]
-    if not any(t.env_from or any(e["name"] == "WANDB_API_KEY" for e in t.env) for t in templates):
+    if not _gives(_pods(spec, "coordinator"), "WANDB_API_KEY"):
         yield SpecProblem(
             "spec.trackers.wandb",
             "coordinator.podTemplate.env has no WANDB_API_KEY",
@@ -110,14 +121,13 @@ def _of_trackers(spec: RunSpec) -> Iterator[SpecProblem]:
 
 def _of_identities(spec: RunSpec) -> Iterator[SpecProblem]:
     """Pods that fetch the prepared model have the variables of the trainer, but not its service account."""
-    trainer = (spec.trainer.pod_template or PodTemplate()).over(spec.pod_template)
-    keys = trainer.env_from or any(entry["name"] == "AWS_ACCESS_KEY_ID" for entry in trainer.env)
-    if spec.storage.mounted_by != "Coordinator" or trainer.service_account_name is None or keys:
+    trainer = _pods(spec, "trainer")
+    has_keys = _gives(trainer, "AWS_ACCESS_KEY_ID")
+    if spec.storage.mounted_by != "Coordinator" or trainer.service_account_name is None or has_keys:
         return
     accounts = {"generator": (spec.generator.pod_template or PodTemplate()).service_account_name}
     if spec.generator.speculation is not None and spec.generator.speculation.history is not None:
-        own = (spec.coordinator.pod_template or PodTemplate()).over(spec.pod_template)
-        accounts["coordinator"] = own.service_account_name
+        accounts["coordinator"] = _pods(spec, "coordinator").service_account_name
     for role, account in accounts.items():
         if account is None:
             yield SpecProblem(
@@ -132,15 +142,13 @@ def _of_weight_store(spec: RunSpec) -> Iterator[SpecProblem]:
     """Trainer and generators access ``weightSync.to`` each with their own credentials."""
     if spec.weight_sync.to is None:
         return
-    generator = (spec.generator.pod_template or PodTemplate()).over(spec.pod_template)
-    account = (spec.generator.pod_template or PodTemplate()).service_account_name
-    trainer = (spec.trainer.pod_template or PodTemplate()).over(spec.pod_template)
-    for role, pods, identity in (
-        ("trainer", trainer, trainer.service_account_name),
-        ("generator", generator, account),
-    ):
-        keys = pods.env_from or any(entry["name"] == "AWS_ACCESS_KEY_ID" for entry in pods.env)
-        if identity is None and not keys:
+    own = spec.generator.pod_template or PodTemplate()  # generators have no account of the run's template
+    accounts = {
+        "trainer": _pods(spec, "trainer").service_account_name,
+        "generator": own.service_account_name,
+    }
+    for role, account in accounts.items():
+        if account is None and not _gives(_pods(spec, role), "AWS_ACCESS_KEY_ID"):
             yield SpecProblem(
                 f"spec.{role}.podTemplate.env",
                 f"has no AWS_ACCESS_KEY_ID, with which the {role} would access weightSync.to",
@@ -297,15 +305,7 @@ def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
 
 
 def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
-    templates: dict[str, PodTemplate | None] = {
-        "spec.podTemplate": spec.pod_template,
-        "spec.coordinator.podTemplate": spec.coordinator.pod_template,
-        "spec.generator.podTemplate": spec.generator.pod_template,
-        "spec.trainer.podTemplate": spec.trainer.pod_template,
-    }
-    for where, template in templates.items():
-        if template is None:
-            continue
+    for where, template in _templates(spec).items():
         for index, entry in enumerate(template.env):
             if entry["name"] in CODE_VARIABLES:
                 yield SpecProblem(

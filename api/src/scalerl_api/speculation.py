@@ -6,11 +6,11 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator
 
-from scalerl_api.fields import AtLeast, AtMost, Model, Quantity, exactly_one
+from scalerl_api.fields import Model, Quantity, SizeInRange, exactly_one
 from scalerl_api.plugins import DrafterPlugin
 from scalerl_api.vllm_options import option_name
 
-HistoryQuantity = Annotated[Quantity, AfterValidator(AtLeast("64Mi")), AfterValidator(AtMost("64Ti"))]
+HistoryQuantity = Annotated[Quantity, AfterValidator(SizeInRange("64Mi", "64Ti"))]
 
 SPECULATION_OPTIONS: Final = (
     *("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "-sc"),

@@ -162,7 +162,6 @@ class WeightedVerifier(VerifierSpec):
 
     @property
     def part(self) -> str:
-        """Name of its part of the verdict."""
         if self.label is not None:
             return self.label
         name = self.python.function if self.python else self.name or ("code" if self.code else "http")

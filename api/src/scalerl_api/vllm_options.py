@@ -9,7 +9,6 @@ full: vLLM's parser would resolve each unique prefix to its option, so a prefix 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -39,16 +38,11 @@ class Group:
 
     @property
     def options(self) -> tuple[str, ...]:
-        return tuple(_forms(self.written))
-
-
-def _forms(written: str) -> Iterator[str]:
-    for option in written.split():
-        if "[no-]" in option:
-            yield option.replace("[no-]", "")
-            yield option.replace("[no-]", "no-")
-        else:
-            yield option
+        found: list[str] = []
+        for option in self.written.split():
+            forms = (option.replace("[no-]", ""), option.replace("[no-]", "no-"))
+            found += forms if "[no-]" in option else [option]
+        return tuple(found)
 
 
 GROUPS: Final = (

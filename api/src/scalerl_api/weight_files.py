@@ -74,12 +74,10 @@ def delta_name(version: int) -> str:
 
 
 def stored_path(folder: str, name: str) -> str:
-    """Path of a file in an object store."""
     return f"{STORED}/{folder}/{name}"
 
 
 def layout_digest(tensors: Sequence[TensorSpec], bucket_bytes: int) -> str:
-    """Identifies the layout of a version's buckets."""
     return hashlib.blake2b(msgspec.json.encode([tensors, bucket_bytes]), digest_size=16).hexdigest()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scalerl_api.compute import rl_token_cost, rl_tokens, supervised_tokens
 from scalerl_api.load import SpecError, SpecProblem
-from scalerl_api.recipe import resolve
+from scalerl_api.recipe.resolve import resolve
 from scalerl_api.spec import RunSpec
 from scalerl_api.spec_warnings import local_warnings_of, warnings_of
 from scalerl_cli import inputs

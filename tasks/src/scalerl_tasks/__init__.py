@@ -27,13 +27,11 @@ this package imports neither reasoning-gym, sympy, tokenizers nor transformers; 
 imports its dependencies.
 """
 
-from scalerl_tasks.answer_checks import Rejected, check_answers
+from scalerl_tasks.answer_checks import check_answers
 from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.dataset import DatasetSource, open_dataset
-from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import (
     AnswersError,
-    DatasetError,
     EvaluationSetError,
     GradingError,
     JsonlError,
@@ -41,7 +39,6 @@ from scalerl_tasks.errors import (
     MixedTaskError,
     ParameterError,
     PromptError,
-    SectionError,
     SourceError,
     SplitError,
     TaskError,
@@ -50,9 +47,9 @@ from scalerl_tasks.errors import (
     UnknownTaskError,
     VerifierError,
 )
-from scalerl_tasks.grading.grading_pool import MAX_COMPLETION_CHARACTERS, Graded, GradingPool, PoolCounts
-from scalerl_tasks.gym import GymTask, ReasoningGymSource, open_reasoning_gym
-from scalerl_tasks.jsonl import MAX_LINE_BYTES, JsonlSource, open_jsonl
+from scalerl_tasks.grading.grading_pool import Graded, GradingPool
+from scalerl_tasks.gym import GymTask, ReasoningGymSource, arithmetic_operations
+from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.mix_proportions import Mixture
 from scalerl_tasks.open_graders import open_grading_pool, verifier_config
 from scalerl_tasks.prompts import Prompt, PromptSource, RenderedPrompt, check_template, render_prompt
@@ -65,70 +62,7 @@ from scalerl_tasks.sources import (
     open_tasks,
     open_warm_start,
 )
-from scalerl_tasks.split import HeldOut, Train, select_prompts, split_held_out
-from scalerl_tasks.task_checks import TaskProblem, task_problems
+from scalerl_tasks.split import Train, split_held_out
+from scalerl_tasks.task_checks import task_problems
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict
-from scalerl_tasks.verifiers import VERIFIERS, Verifier, VerifierConfig, open_verifier
-
-__all__ = [
-    "MAX_COMPLETION_CHARACTERS",
-    "MAX_LINE_BYTES",
-    "SCORE_RANGE",
-    "VERIFIERS",
-    "AnswersError",
-    "DatasetError",
-    "DatasetSource",
-    "EvaluationPrompts",
-    "EvaluationSetError",
-    "Graded",
-    "GradingError",
-    "GradingPool",
-    "GymTask",
-    "HeldOut",
-    "JsonlError",
-    "JsonlRowsError",
-    "JsonlSource",
-    "MixedTaskError",
-    "Mixture",
-    "ParameterError",
-    "PoolCounts",
-    "Prompt",
-    "PromptError",
-    "PromptSource",
-    "ReasoningGymSource",
-    "Rejected",
-    "RenderedPrompt",
-    "RunTasks",
-    "SectionError",
-    "SourceError",
-    "SplitError",
-    "Task",
-    "TaskError",
-    "TaskProblem",
-    "TemplateError",
-    "TokenizerError",
-    "Train",
-    "UnknownTaskError",
-    "Verdict",
-    "Verifier",
-    "VerifierConfig",
-    "VerifierError",
-    "arithmetic_operations",
-    "check_answers",
-    "check_template",
-    "extract_answer",
-    "open_dataset",
-    "open_grading_pool",
-    "open_jsonl",
-    "open_reasoning_gym",
-    "open_source",
-    "open_task",
-    "open_tasks",
-    "open_verifier",
-    "open_warm_start",
-    "render_prompt",
-    "select_prompts",
-    "split_held_out",
-    "task_problems",
-    "verifier_config",
-]
+from scalerl_tasks.verifiers import VerifierConfig, open_verifier

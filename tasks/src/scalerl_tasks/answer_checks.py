@@ -76,7 +76,6 @@ def check_answers(
     Of a data set, up to ``filter.maxRejected`` of the rows may have others: they are listed by ``progress``, and added to ``rejected``.
 
     Args:
-        source: the prompts.
         spec: the section, with the verifier and its limits for one completion, which hold for one check too.
         limit: number of prompts, evenly spread; default: ``answers_checked`` of the source's kind, :data:`OWN_CODE_PROMPTS` with a
             verifier of the user's own code.
@@ -276,9 +275,8 @@ async def _check_answers(
 
         def checked(error: str | None) -> None:
             key, prompt = next(todo)
-            if error is not None and (
-                once or isinstance(source, DatasetSource)
-            ):  # other rows have the same answer
+            # Other rows have the same answer.
+            if error is not None and (once or isinstance(source, DatasetSource)):
                 error = error.removeprefix(f"prompt {prompt.id}").lstrip(": ")
                 error = error.replace(f" for the prompt {prompt.id}", "")
                 error = error.replace(f"the prompt {prompt.id}", "the row")
@@ -310,7 +308,11 @@ async def _check_answers(
                     running.add(asyncio.create_task(check(pool, chunk)))
                     chunk = {}
                 while running and (len(running) > workers or rank == count - 1):
-                    _, running = await _first(running, timings.progress_seconds)
+                    finished, running = await asyncio.wait(
+                        running, timeout=timings.progress_seconds, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in finished:
+                        task.result()
                     if (now := time.monotonic()) - reported >= timings.progress_seconds:
                         reported = now
                         left = (now - started) * (count - done) / max(done, 1)
@@ -326,15 +328,3 @@ async def _check_answers(
                         return
         finally:
             await cancel(*running)
-
-
-async def _first(
-    running: set[asyncio.Task[None]], timeout_seconds: float
-) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
-    """Wait until a task is done, or for ``timeout_seconds``; returns those that are done, and the others."""
-    finished, pending = await asyncio.wait(
-        running, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED
-    )
-    for task in finished:
-        task.result()
-    return finished, pending

@@ -32,10 +32,8 @@ class ChatTemplate:
     """A chat template with a run's system message and tools.
 
     Args:
-        text: the template, in Jinja.
         special: text of each special token, by name.
         ends: texts of the tokens that end a reply.
-        system: the system message, if any.
         tools: the tools of the task's environment, which the template describes to the model.
         field: the path of the prompt format in the spec, for messages.
     """

@@ -61,9 +61,8 @@ class KeptCode:
 
     def loader(self, name: str, path: Path) -> SourceFileLoader | None:
         """The loader of a file, if it is one of those that were read."""
-        content = self._files.get(
-            path.absolute()
-        )  # not resolved: an updated ConfigMap is another target of a link
+        # Not resolved: an updated ConfigMap is another target of a link.
+        content = self._files.get(path.absolute())
         return None if content is None else _Loader(name, str(path), content)
 
 

@@ -1,27 +1,4 @@
-"""All errors of this package, as one tree.
-
-::
-
-    TaskError
-    ├── SourceError            a prompt source cannot be opened or read
-    │   ├── PromptError        one prompt of a source cannot be generated; others can
-    │   ├── UnknownTaskError   no reasoning-gym task of that name
-    │   ├── ParameterError     a parameter of a task is unknown, of a wrong type, or out of range
-    │   ├── JsonlError         a line of a JSONL file is invalid (file, line, column, field)
-    │   │   ├── JsonlRowsError several lines are; lists them
-    │   │   └── DatasetError   a file of a data set, or one of its rows, is invalid
-    │   └── SplitError         the held-out set cannot be taken from this source
-    ├── SectionError           one of several sections of a run cannot be used
-    │   ├── EvaluationSetError a set of evaluation.sets cannot be opened, or not beside the task
-    │   └── MixedTaskError     a task of task.mix cannot be opened
-    ├── TemplateError          a prompt template has an unknown placeholder, or lacks {prompt}
-    ├── TokenizerError         the model's tokenizer does not fit the run
-    ├── VerifierError          an unknown verifier, or one that cannot grade this task
-    │   └── AnswersError       rows of a file, or prompts, whose answers the verifier cannot use; lists them
-    └── GradingError           the grading processes cannot be kept running (never caused by a completion)
-
-Every message names the problem, its location, and the action to take.
-"""
+"""All errors of this package, as one tree. Every message names the problem, its location, and the action to take."""
 
 from __future__ import annotations
 
@@ -62,9 +39,7 @@ class JsonlError(SourceError):
     """A JSONL file, or one of its lines, is invalid.
 
     Attributes:
-        path: the file.
         line: 1-based line number, None for the whole file.
-        column: 1-based column in characters (in bytes if the line is not UTF-8), if known.
         field: the invalid JSON field, if known.
         kind: what is wrong, without the details of the line; several such lines are counted together.
     """
@@ -79,6 +54,7 @@ class JsonlError(SourceError):
         field: str | None = None,
         kind: str = "",
     ) -> None:
+        """column: from 1 on, in characters (in bytes if the line is not UTF-8)."""
         where = str(path)
         if line is not None:
             where += f", line {line}"
@@ -87,15 +63,11 @@ class JsonlError(SourceError):
         if field is not None:
             where += f", field {field!r}"
         super().__init__(f"{where}: {problem}")
-        self.path = path
-        self.line = line
-        self.column = column
-        self.field = field
-        self.kind = kind or problem
+        self.line, self.field, self.kind = line, field, kind or problem
 
 
 class JsonlRowsError(JsonlError):
-    """Several lines of a JSONL file are invalid; line, column, field and kind are those of the first.
+    """Several lines of a JSONL file are invalid; line, field and kind are those of the first.
 
     Attributes:
         texts: messages about the first of them, then a summary, which is also the message of the error.
@@ -103,8 +75,7 @@ class JsonlRowsError(JsonlError):
 
     def __init__(self, first: JsonlError, texts: Sequence[str]) -> None:
         Exception.__init__(self, texts[-1])
-        self.path, self.line, self.column = first.path, first.line, first.column
-        self.field, self.kind = first.field, first.kind
+        self.line, self.field, self.kind = first.line, first.field, first.kind
         self.texts = tuple(texts)
 
 
@@ -132,7 +103,7 @@ class DatasetError(JsonlError):
             )
         )
         self.args = (f"{path}{where}: {problem}",)
-        self.line, self.column, self.field = row, column, field
+        self.line, self.field = row, field
 
 
 class SplitError(SourceError):

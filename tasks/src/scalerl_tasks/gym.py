@@ -17,7 +17,6 @@ import msgspec
 
 from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.answers.verifiers import shown
-from scalerl_tasks.difficulty import arithmetic_operations
 from scalerl_tasks.errors import ParameterError, PromptError, SourceError, VerifierError, did_you_mean
 from scalerl_tasks.gym_loader import load_task_classes
 from scalerl_tasks.prompts import Prompt, check_index
@@ -46,11 +45,11 @@ class GymTask:
     size: int = 50_000
 
     def create(self) -> Any:
-        """The library's data set object.
+        """The library's data set object. Parameters given as text are converted to the task's types (``"0.5"`` to a float).
 
         Raises:
-            UnknownTaskError: no task of this name.
-            ParameterError: a parameter is unknown, of a wrong type or out of range.
+            UnknownTaskError: no task of this name; the message lists similar names.
+            ParameterError: a parameter is unknown, of a wrong type or out of range; the message lists the allowed ones.
         """
         data_class, config_class = load_task_classes(self.name)
         values = _checked(self.name, self.parameters, config_class)
@@ -68,7 +67,12 @@ class GymTask:
 
 
 class ReasoningGymSource:
-    """A :class:`~scalerl_tasks.PromptSource` of one reasoning-gym task; its memory does not depend on the number of prompts."""
+    """A :class:`~scalerl_tasks.PromptSource` of one reasoning-gym task; its memory does not depend on the number of prompts.
+
+    Raises:
+        UnknownTaskError, ParameterError: see :meth:`GymTask.create`.
+        SourceError: the task cannot be imported or is not reproducible.
+    """
 
     def __init__(self, task: GymTask) -> None:
         self.task = task
@@ -81,12 +85,8 @@ class ReasoningGymSource:
             "name": task.name,
             "config": dataclasses.asdict(self._data.config),
         }
-        self._digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=repr).encode()).hexdigest()
+        self.digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=repr).encode()).hexdigest()
         self._check_reproducible()
-
-    @property
-    def digest(self) -> str:
-        return self._digest
 
     def __len__(self) -> int:
         return self.task.size
@@ -104,7 +104,7 @@ class ReasoningGymSource:
         metadata: dict[str, Any] = entry["metadata"]
         operations = arithmetic_operations(metadata)
         return Prompt(
-            id=f"{self.task.name}/{self._digest[:12]}/{index}",
+            id=f"{self.task.name}/{self.digest[:12]}/{index}",
             text=entry["question"],
             # Some tasks accept any solution of the puzzle, and have no reference answer.
             answer=entry["answer"] or "",
@@ -128,19 +128,22 @@ class ReasoningGymSource:
             )
 
 
-def open_reasoning_gym(
-    name: str, parameters: Mapping[str, Any] | None = None, *, seed: int = 0, size: int = 50_000
-) -> ReasoningGymSource:
-    """Open a reasoning-gym task as a source of ``size`` prompts.
+def arithmetic_operations(metadata: Mapping[str, Any]) -> int | None:
+    """Number of operations that the answer needs: op(G), the difficulty of the Interplay paper (arXiv 2512.07783, §3) [P].
 
-    Parameters given as text are converted to the task's types (``"0.5"`` to a float where the task has one).
+    It is known for reasoning-gym tasks that provide the number of terms of an expression (``chain_sum``,
+    ``basic_arithmetic``, ``products``, ``decimal_chain_sum``, …): a chain of n terms has n − 1 operations. For all other
+    tasks the result is None.
 
-    Raises:
-        UnknownTaskError: no task of this name; the message lists similar names.
-        ParameterError: the message names the parameter and lists the allowed ones.
-        SourceError: the task cannot be imported or is not reproducible.
+    >>> arithmetic_operations({"num_terms": 4})
+    3
+    >>> arithmetic_operations({"grid": "..."}) is None
+    True
     """
-    return ReasoningGymSource(GymTask(name, dict(parameters or {}), seed, size))
+    terms = metadata.get("num_terms")
+    if isinstance(terms, int) and not isinstance(terms, bool) and terms >= 1:
+        return terms - 1
+    return None
 
 
 def _checked(task: str, parameters: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def _checked(task: str, parameters: Mapping[str, Any], config_class: type[Any]) 
         if name not in allowed:
             raise ParameterError(
                 f"reasoning-gym task {task!r} has no parameter {name!r}{did_you_mean(name, allowed)} "
-                f"(allowed: {_listed(allowed)})",
+                f"(allowed: {', '.join(sorted(allowed)) or 'none'})",
                 name,
             )
         values[name] = _converted(task, name, value, hints.get(name, Any))
@@ -188,10 +191,6 @@ def _parameter_error(task: str, parameters: Mapping[str, Any], error: BaseExcept
     )
 
 
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
-
-
 def gym_task(spec: ProblemSpec) -> GymTask | None:
     """The Reasoning Gym task of a section; None of another source."""
     section = spec.reasoning_gym
@@ -218,7 +217,12 @@ class ReasoningGymVerifier:
         answer = extract_answer(completion)
         if not answer:
             return NO_ANSWER
-        score = float(self._data.score_answer(answer, _entry(prompt)))
+        entry = {
+            "question": prompt.text,
+            "answer": prompt.answer or None,
+            "metadata": dict(prompt.metadata),
+        }
+        score = float(self._data.score_answer(answer, entry))
         if not math.isfinite(score):
             raise ValueError(f"the scorer of {self._task.name!r} gave {score}")
         return min(1.0, max(0.0, score))
@@ -234,7 +238,3 @@ class ReasoningGymVerifier:
         source = ReasoningGymSource(self._task)
         prompts = [source[index] for index in range(min(_SAMPLES, len(source)))]
         return [(prompt, prompt.answer) for prompt in prompts if prompt.answer]
-
-
-def _entry(prompt: Prompt) -> dict[str, Any]:
-    return {"question": prompt.text, "answer": prompt.answer or None, "metadata": dict(prompt.metadata)}

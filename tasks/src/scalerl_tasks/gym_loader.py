@@ -114,23 +114,16 @@ def _matplotlib_or_stub() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _spec() -> importlib.machinery.ModuleSpec:
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise SourceError("reasoning-gym is not installed: pip install 'reasoning-gym>=0.1.23'")
-    return spec
-
-
 @functools.cache
 def task_categories() -> dict[str, str]:
     """Task name → category (``chain_sum`` → ``arithmetic``), read from the package's source without running it.
 
     It excludes ``composite``, which has no category and mixes tasks by nested configuration.
     """
-    roots = _spec().submodule_search_locations
-    assert roots is not None
+    spec = importlib.util.find_spec(_PACKAGE)
+    assert spec is not None
     found: dict[str, str] = {}
-    for root in map(Path, roots):
+    for root in map(Path, spec.submodule_search_locations or ()):
         for file in sorted(root.glob("*/**/*.py")):
             match = _NAME_IN_SOURCE.search(file.read_text(encoding="utf-8"))
             if match is not None:
@@ -143,7 +136,7 @@ def load_task_classes(name: str) -> tuple[type[Any], type[Any]]:
 
     Raises:
         UnknownTaskError: no task of this name; the message lists similar names.
-        SourceError: reasoning-gym is missing, or the category cannot be imported.
+        SourceError: the category cannot be imported.
     """
     category = task_categories().get(name)
     if category is None:
@@ -155,7 +148,9 @@ def load_task_classes(name: str) -> tuple[type[Any], type[Any]]:
         # Some of its dependencies give SyntaxWarnings when first compiled.
         warnings.simplefilter("ignore")
         if _PACKAGE not in sys.modules:
-            module = importlib.util.module_from_spec(_spec())
+            spec = importlib.util.find_spec(_PACKAGE)
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
             module.__class__ = _LazyPackage
             sys.modules[_PACKAGE] = module
             _stub_pycosat()

@@ -37,10 +37,16 @@ _decoder = msgspec.json.Decoder(_Row)
 
 
 class JsonlSource:
-    """A :class:`~scalerl_tasks.PromptSource` over a file.
+    """A :class:`~scalerl_tasks.PromptSource` over a file: :class:`_Row` has the fields of a line. Blank lines are skipped, and a prompt
+    without an ``id`` gets a hash of its prompt and answer.
 
     It uses 24 bytes of memory per line. The file stays open and must not change while in use; the next read detects a change.
     ``digest`` is the SHA-256 of the file's bytes.
+
+    Raises:
+        JsonlError: invalid lines: not UTF-8, invalid JSON, a missing, unknown or ill-typed field, an empty prompt or answer, a line
+            over 1 MiB, a repeated ``id``; or the file has no prompts. It is a :class:`JsonlRowsError` if there are several.
+        SourceError: the file cannot be read.
     """
 
     def __init__(self, path: Path, *, keep_valid: bool = False) -> None:
@@ -63,13 +69,9 @@ class JsonlSource:
         self.problems = scan.problems
         self._offsets = scan.offsets
         self._lines = scan.lines
-        self._digest = scan.hash.hexdigest()
+        self.digest: str = scan.hash.hexdigest()
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         self._file_stamp = _file_stamp(self._descriptor)
-
-    @property
-    def digest(self) -> str:
-        return self._digest
 
     def close(self) -> None:
         """Close the file; the source cannot be read afterwards. Deleting the source closes it too."""
@@ -88,7 +90,15 @@ class JsonlSource:
             raise SourceError(
                 f"{self.path}: changed since it was opened; start again, and give a changed set a new file"
             )
-        return _prompt(_parse(self.path, self._lines[index], raw))
+        row = _parse(self.path, self._lines[index], raw)
+        return Prompt(
+            id=_row_id(row),
+            text=row.prompt,
+            answer=row.answer,
+            solution=row.solution,
+            difficulty=row.difficulty,
+            metadata=row.metadata,
+        )
 
     def difficulty(self, index: int, /) -> float | None:
         return self[index].difficulty
@@ -100,23 +110,6 @@ class JsonlSource:
     def line(self, index: int) -> int:
         """The line of the prompt at ``index``, from 1 on; empty lines count."""
         return self._lines[index]
-
-
-def open_jsonl(path: str | os.PathLike[str]) -> JsonlSource:
-    """Open and check a JSONL file: one object per line with the strings ``prompt`` and ``answer``, and
-    optionally ``id`` (string), ``difficulty`` (number), ``solution`` (string) and ``metadata`` (object, passed
-    through).
-
-    The check streams the file, so its size does not matter. Blank lines are skipped. A prompt without an
-    ``id`` gets a hash of its prompt and answer.
-
-    Raises:
-        JsonlError: invalid lines: not UTF-8, invalid JSON, a missing, unknown or ill-typed field, an empty prompt or
-            answer, a line over 1 MiB, a repeated ``id``; or the file has no prompts. It is a :class:`JsonlRowsError` if
-            there are several such lines.
-        SourceError: the file cannot be read.
-    """
-    return JsonlSource(Path(path))
 
 
 class _Scan:
@@ -261,11 +254,8 @@ def _bad_field(path: Path, line: int, raw: bytes, message: str) -> JsonlError:
     """Convert msgspec's error to one with the field and the action to take."""
     try:
         found = msgspec.json.decode(raw)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:  # an invalid field, and invalid JSON after it
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # An invalid field, and invalid JSON after it.
         return _bad_json(path, line, raw, error)
     if not isinstance(found, dict):
         problem = f"is a JSON {_json_type(found)}, not an object with {_ALLOWED}"
@@ -310,17 +300,6 @@ def _row_id(row: _Row) -> str:
         return row.id
     content = msgspec.json.encode((row.prompt, row.answer))
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _prompt(row: _Row) -> Prompt:
-    return Prompt(
-        id=_row_id(row),
-        text=row.prompt,
-        answer=row.answer,
-        solution=row.solution,
-        difficulty=row.difficulty,
-        metadata=row.metadata,
-    )
 
 
 def _file_stamp(descriptor: int) -> tuple[int, int]:

@@ -76,7 +76,6 @@ class Mixture:
         return node, n
 
     def task(self, n: int) -> int:
-        """The task of position n."""
         return self.place(n)[0]
 
 

@@ -22,7 +22,7 @@ from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader
 from scalerl_tasks.grading.grading_pool import MIN_MEMORY_BYTES, GradingPool
 from scalerl_tasks.grading.http_grader import HttpGrader, RewardService
 from scalerl_tasks.gym import gym_task
-from scalerl_tasks.plugins import Plugin, entry_of, module_of
+from scalerl_tasks.plugins import Plugin, entry_of
 from scalerl_tasks.programs.verifier import SHARE_OF_TIMEOUT, CodeConfig
 from scalerl_tasks.python_function import PythonFunction
 from scalerl_tasks.sandbox.confinement import Limits
@@ -31,7 +31,7 @@ from scalerl_tasks.verifiers import VERIFIERS, VerifierConfig
 if TYPE_CHECKING:
     from scalerl_api.environment import EnvironmentSpec
     from scalerl_api.spec import ProblemSpec, PromptSpec
-    from scalerl_api.verifier import CodeVerifier, VerifierSpec
+    from scalerl_api.verifier import VerifierSpec
 
 
 def verifier_config(
@@ -43,7 +43,6 @@ def verifier_config(
     """A verifier of a task section, for a grading process to open, or the service that is asked.
 
     Args:
-        spec: the section.
         given: one of the verifiers; default: the environment if it has processes, else the first verifier.
         prompt: the prompt format; default: that of the section.
         directory: base of a relative ``verifier.python.path``.
@@ -70,7 +69,9 @@ def verifier_config(
             ),
         )
     if given.code is not None:
-        return VerifierConfig("code", code=_code_config(given.code, given.timeout_seconds))
+        limits = Limits(given.code.cpu_seconds, _bytes(given.code.memory))
+        seconds = given.timeout_seconds * SHARE_OF_TIMEOUT
+        return VerifierConfig("code", code=CodeConfig(given.code.partial, limits, seconds))
     if given.http is not None:
         return RewardService(
             given.http.url,
@@ -83,7 +84,7 @@ def verifier_config(
         )
     assert given.name is not None
     if given.installed is not None:
-        digest = _digest_or_empty(module=module_of(given.name))
+        digest = _digest_or_empty(module=entry_of(Kind.VERIFIER, given.name).module)
         return VerifierConfig(
             given.name, plugin=Plugin(given.name, given.installed.parameters, (low, high), digest)
         )
@@ -93,11 +94,9 @@ def verifier_config(
 def _environment_config(given: EnvironmentSpec, directory: Path | None) -> EnvironmentConfig:
     parameters = given.parameters or {}
     if given.has_tools:
-        from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
-
         seconds = given.turn_timeout_seconds * SHARE_OF_TIMEOUT
         parameters = _with_paths(parameters, directory or Path())
-        parameters |= {"seconds": seconds, "memory_bytes": quantity_bytes(given.memory)}
+        parameters |= {"seconds": seconds, "memory_bytes": _bytes(given.memory)}
     if given.installed is not None:
         entry = entry_of(Kind.ENVIRONMENT, given.installed.name)
         digest = _digest_or_empty(module=entry.module)
@@ -133,7 +132,7 @@ def _environment_server(given: EnvironmentSpec) -> EnvironmentServer:
     Raises:
         VerifierError: there is no such parameter, or it has another value.
     """
-    from scalerl_api.process import ENVIRONMENT_URL  # as in open_grading_pool
+    from scalerl_api.process import ENVIRONMENT_URL  # as in _bytes
 
     url = given.url or os.environ.get(ENVIRONMENT_URL, "")
     parameters = dict(given.parameters or {})
@@ -200,11 +199,10 @@ def group_problem(spec: ProblemSpec) -> str:
     )
 
 
-def _code_config(given: CodeVerifier, timeout_seconds: float) -> CodeConfig:
+def _bytes(quantity: str) -> int:
     from scalerl_api.fields import quantity_bytes  # a caller with a spec has imported it already
 
-    limits = Limits(given.cpu_seconds, quantity_bytes(given.memory))
-    return CodeConfig.of(given.partial, limits, timeout_seconds)
+    return quantity_bytes(quantity)
 
 
 def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
@@ -215,20 +213,18 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
     """
     if spec.environment is None and spec.verifier is not None and spec.verifier.name in VERIFIERS:
         return ""
-    limits = {"timeout_seconds", "memory", "workers"}
+    directory, limits = directory or Path(), {"timeout_seconds", "memory", "workers"}
     parts: list[object] = [spec.combine]
     for given in spec.scoring:
         # Without defaults, so that a field of a later release does not begin another curve.
         kept = given.model_dump(mode="json", exclude=limits, exclude_defaults=True)
         if (own := given.python) is not None:
             kept["python"] |= {"path": "", "module": ""}
-            kept["code"] = code_digest(
-                None if own.path is None else (directory or Path()) / own.path, own.module
-            )
+            kept["code"] = code_digest(None if own.path is None else directory / own.path, own.module)
         if given.http is not None:
             kept["http"] = {"url": given.http.url}
         if given.installed is not None:
-            kept["code"] = code_digest(module=module_of(given.installed.name))
+            kept["code"] = code_digest(module=entry_of(Kind.VERIFIER, given.installed.name).module)
         parts.append(sorted(kept.items()))
     if spec.environment is not None:
         kept = spec.environment.model_dump(
@@ -240,7 +236,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
                 del kept["parameters"]
         if (own_class := spec.environment.python) is not None:
             kept["python"] |= {"path": "", "module": ""}
-            path = None if own_class.path is None else (directory or Path()) / own_class.path
+            path = None if own_class.path is None else directory / own_class.path
             kept["code"] = code_digest(path, own_class.module, "environment.python")
         if (named := spec.environment.installed) is not None:
             kept["code"] = code_digest(module=entry_of(Kind.ENVIRONMENT, named.name).module)
@@ -248,9 +244,7 @@ def grading_digest(spec: ProblemSpec, directory: Path | None = None) -> str:
             for tool in kept["parameters"]["tools"]:  # the content counts, not its place
                 if isinstance(tool, dict) and isinstance(tool.get("search"), dict):
                     tool["search"] = tool["search"] | {"path": ""}
-            kept["files"] = [
-                _file_digest((directory or Path()) / path, field) for field, path in files.items()
-            ]
+            kept["files"] = [_file_digest(directory / path, field) for field, path in files.items()]
         parts.append(("environment", sorted(kept.items())))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -285,8 +279,6 @@ def open_grading_pool(
     Raises:
         VerifierError: ``verifier.memory`` is too small to grade anything, or see :func:`_environment_server`.
     """
-    from scalerl_api.fields import quantity_bytes  # a caller with a TaskSpec has imported it already
-
     if spec.own_environment is not None and spec.own_environment.is_server:
         return ServerGrader(_environment_server(spec.own_environment))
     pool: GradingPool | None = None
@@ -297,7 +289,7 @@ def open_grading_pool(
             config,
             workers=workers or environment.workers,
             timeout_seconds=environment.turn_timeout_seconds,
-            memory_bytes=quantity_bytes(environment.memory),
+            memory_bytes=_bytes(environment.memory),
             show_output=show_output,
         )
         if not environment.uses_verifier:
@@ -313,15 +305,13 @@ def _open_verifiers(
     directory: Path | None,
     show_output: bool,
 ) -> GroupGrader:
-    from scalerl_api.fields import quantity_bytes  # as in open_grading_pool
-
     graders: list[GroupGrader] = []
     for given in spec.scoring:
         config = verifier_config(spec, given, prompt, directory)
         if isinstance(config, RewardService):
             graders.append(HttpGrader(config))
             continue
-        memory_bytes = quantity_bytes(given.memory)
+        memory_bytes = _bytes(given.memory)
         if memory_bytes < MIN_MEMORY_BYTES:
             raise VerifierError(f"task.verifier.memory is {given.memory}; a grader needs at least 64Mi")
         graders.append(

@@ -1,6 +1,6 @@
 """Sources and verifiers of installed packages, which :mod:`scalerl_api.registry` finds.
 
-A verifier may also have what :class:`~scalerl_tasks.Verifier` has: ``check``, ``part_names``, ``range``, ``whole`` and ``score_group``.
+A verifier may also have what :class:`~scalerl_tasks.verifiers.Verifier` has: ``check``, ``part_names``, ``range``, ``whole`` and ``score_group``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,6 @@ class Plugin:
     """Lowest and highest reward of a verifier."""
     digest: str = ""
     """Of its code; other code is refused. Empty: any."""
-
-
-def module_of(name: str) -> str:
-    """The module of an installed verifier.
-
-    Raises:
-        VerifierError: see :func:`~scalerl_api.registry.entry_point`.
-    """
-    return entry_of(Kind.VERIFIER, name).module
 
 
 def entry_of(kind: Kind, name: str) -> EntryPoint:

@@ -59,7 +59,6 @@ class PromptSource(Protocol):
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that defines the sequence: equal digests mean equal prompts in equal order."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -70,7 +69,6 @@ class PromptSource(Protocol):
             IndexError: the index is negative or too large.
             SourceError: the file or task behind the source has changed or fails.
         """
-        ...
 
     def difficulty(self, index: int, /) -> float | None:
         """The difficulty of the prompt at ``index``, if known; at most as expensive as reading the prompt.
@@ -78,7 +76,6 @@ class PromptSource(Protocol):
         Raises:
             IndexError, SourceError: as when reading the prompt.
         """
-        ...
 
 
 def check_index(index: int, size: int) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scalerl_tasks.errors import VerifierError, did_you_mean
@@ -102,7 +102,7 @@ class PythonVerifier:
             if type(found) is float:
                 return found
             if inspect.isawaitable(found):
-                found = self._run(_waited(found))
+                found = self._run(found)
         except MemoryError:
             raise
         except BaseException as error:  # SystemExit included
@@ -117,7 +117,7 @@ class PythonVerifier:
         try:
             found = self._function(**self._chosen(prompt, self._of_many(prompt, completions)))
             if inspect.isawaitable(found):
-                found = self._run(_waited(found))
+                found = self._run(found)
         except (MemoryError, VerifierError):
             raise
         except BaseException as error:
@@ -311,10 +311,10 @@ class PythonVerifier:
 
     # --- coroutines -----------------------------------------------------------------------------
 
-    def _run(self, coroutine: Any) -> Any:
+    def _run(self, awaitable: Any) -> Any:
         if self._loop is None:  # in the grader, since a loop does not survive a fork
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(coroutine)
+        return self._loop.run_until_complete(awaitable)
 
     async def _gathered(self, prompt: Prompt, completions: Sequence[str]) -> list[Reward]:
         async def one(completion: str) -> Reward:
@@ -368,10 +368,6 @@ def _copied(value: Any) -> Any:
     if kind is dict or isinstance(value, Mapping):
         return {key: item if type(item) in _NOT_COPIED else _copied(item) for key, item in value.items()}
     return value
-
-
-async def _waited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _ignored(*_: object, **__: object) -> None:

@@ -15,14 +15,8 @@ _MAX_CHARACTERS = 500
 
 
 class RowProblems:
-    """Problems of the rows of a file or of the prompts of a source, in memory that does not grow with their number.
-
-    Attributes:
-        where: the file, or the source.
-        rows: number of rows that were checked.
-        total: number of problems.
-        note: further text for the summary.
-    """
+    """Problems of the ``rows`` of a file or of the prompts of a source, in memory that does not grow with their number. ``note`` is
+    further text for the summary."""
 
     def __init__(self, where: Path | str, rows: int = 0) -> None:
         self.where, self.rows = where, rows

@@ -44,12 +44,11 @@ def open_source(spec: ProblemSpec, directory: Path | None = None) -> PromptSourc
     """Open the prompt source of a task section.
 
     Args:
-        spec: the section.
         directory: base of a relative ``jsonl.path``, and the run's directory, with the table of ``dataset``; by default the
             working directory, and the user's cache.
 
     Raises:
-        SourceError: see :func:`open_reasoning_gym`, :func:`open_jsonl`, :func:`~scalerl_tasks.dataset.open_dataset` and :func:`.open_plugin_source`.
+        SourceError: see :class:`.ReasoningGymSource`, :class:`.JsonlSource`, :func:`~scalerl_tasks.dataset.open_dataset` and :func:`.open_plugin_source`.
     """
     task = gym_task(spec)
     if task is not None:
@@ -113,7 +112,6 @@ class Task:
     """:func:`grading_digest` of the section."""
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
-        """The prompt in the task's template."""
         return render_prompt(prompt, self.template, self.system)
 
 

@@ -33,15 +33,11 @@ class HeldOut:
         """Indices in the source, in the order of the set."""
         self.texts = texts
         """Keys of the prompts' texts."""
-        self._digest = digest
+        self.digest = digest
         self.labels = labels
         """Labels of each prompt: those of the source, or its difficulty."""
         self.graphs = graphs
         """The graphs that all these prompts have and no training prompt has; None if they may have any."""
-
-    @property
-    def digest(self) -> str:
-        return self._digest
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -79,11 +75,7 @@ class Train:
         self._held_out_texts = held_out.texts
         self._texts = held_out.texts.union(*(other.texts for other in others))
         self._graphs = [one.graphs for one in (held_out, *others) if one.graphs is not None]
-        self._digest = digest
-
-    @property
-    def digest(self) -> str:
-        return self._digest
+        self.digest = digest
 
     def __len__(self) -> int:
         return len(self._source) - len(self._held_out)
@@ -125,7 +117,7 @@ class Train:
     def _candidates(self, position: int) -> Iterator[int]:
         yield position
         for probe in range(_MAX_PROBES):
-            yield _draw(f"train/{self._digest}/{position}/{probe}", len(self))
+            yield _draw(f"train/{self.digest}/{position}/{probe}", len(self))
         # The source consists almost wholly of held-out texts: read all of it before giving up.
         yield from range(len(self))
 
@@ -135,7 +127,6 @@ class HeldOutGraphs:
 
     Args:
         share: between 0 and 1.
-        seed: seed of the choice.
     """
 
     def __init__(self, share: Fraction, seed: int) -> None:
@@ -161,9 +152,7 @@ def split_held_out(
     independent of the source's length.
 
     Args:
-        source: the source to split.
         size: number of held-out prompts, all with different texts (1,000 in ScaleRL [P]).
-        seed: seed of the selection.
         others: prompts of other sources whose texts are also excluded from the training prompts.
         graphs: if given, held-out prompts have only these graphs, and training prompts have none of them.
 
@@ -220,9 +209,7 @@ def select_prompts(source: PromptSource, size: int | None, seed: int) -> HeldOut
     """Select prompts of a source that is not trained on, in the same way as :func:`split_held_out`.
 
     Args:
-        source: the source.
         size: number of prompts, all with different texts; None: :data:`DEFAULT_SIZE`, or all of a source with fewer.
-        seed: seed of the selection.
 
     Raises:
         SplitError: the source has fewer different prompts than ``size``.

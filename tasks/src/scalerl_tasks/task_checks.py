@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,6 @@ def task_problems(
     prompt can be graded.
 
     Args:
-        spec: the run.
         directory: as in :func:`~.sources.open_source`.
         answers: whether to start the graders and to check the reference answers. Otherwise, files are only read.
         progress: called about every ten seconds with a line about a check that takes longer.
@@ -85,15 +83,12 @@ def _problems(
     ]
     checked: dict[tuple[str, str], tuple[str, ...]] = {}
     rejected: dict[Path, Rejected] = {}
-    found = False
+    problems: list[TaskProblem] = []
     for field, section in sections:
-        for problem in _section_problems(field, section, directory, answers, progress, checked, rejected):
-            found = True
-            yield problem
-    for problem in _warm_start_file_problems(spec, directory):
-        found = True
-        yield problem
-    if found:  # a file with invalid rows cannot be opened
+        problems += _section_problems(field, section, directory, answers, progress, checked, rejected)
+    problems += _warm_start_file_problems(spec, directory)
+    if problems:  # a file with invalid rows cannot be opened
+        yield from problems
         return
     try:
         for path, rows in rejected.items():
@@ -142,10 +137,14 @@ def _section_problems(
         scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
         if section.dataset is not None:
             source = open_dataset(section.dataset, directory, progress)
+
+            def say(text: str) -> None:
+                progress(f"{field}.dataset: {text}")
+
             for line in description(source):
-                progress(f"{field}.dataset: {line}")
+                say(line)
             open_source(section, directory)  # whether the prompt format fits
-            key, say = (str(source.table.path), scoring), partial(_echo, progress, f"{field}.dataset: ")
+            key = str(source.table.path), scoring
             parts = by_kind(section) if answers and key not in checked else ()
             checked[key] = ()
             for part in parts:
@@ -185,10 +184,6 @@ def _section_problems(
     finally:
         if isinstance(source, JsonlSource | DatasetSource):
             source.close()
-
-
-def _echo(progress: Progress, prefix: str, text: str) -> None:
-    progress(prefix + text)
 
 
 def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:

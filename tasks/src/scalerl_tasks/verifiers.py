@@ -51,7 +51,6 @@ class Verifier(Protocol):
             VerifierError: this verifier cannot use the prompt's answer.
             Exception: any exception of a task's scorer.
         """
-        ...
 
     def check(self, prompt: Prompt, /) -> None:
         """Check, before training, that a prompt can be graded and that some reply can score 1. Takes milliseconds, whatever the answer.
@@ -59,13 +58,11 @@ class Verifier(Protocol):
         Raises:
             VerifierError: this verifier cannot use its answer; the message has it, what is compared, and the remedy.
         """
-        ...
 
     def samples(self) -> Sequence[tuple[Prompt, str]]:
         """Prompts with correct completions, to test the verifier before use. Grading them also imports and caches its
         dependencies.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +99,19 @@ def open_verifier(config: VerifierConfig) -> Verifier:
         return CodeVerifier(config.code)
     if config.environment is not None:
         return EnvironmentVerifier(config.environment)
-    if config.name not in VERIFIERS:
+    if config.name == "reasoning-gym":
+        if config.task is None:
+            raise VerifierError("the verifier 'reasoning-gym' needs a reasoning-gym task as its source")
+        return ReasoningGymVerifier(config.task)
+    if config.name not in _OPENERS:
         return PluginVerifier(config.plugin or Plugin(config.name))
-    if config.task is not None and config.name != "reasoning-gym":
+    if config.task is not None:
         raise VerifierError(f"only the verifier 'reasoning-gym' takes a task, not {config.name!r}")
-    return _OPENERS[config.name](config)
+    return _OPENERS[config.name]()
 
 
-def _open_reasoning_gym(config: VerifierConfig) -> Verifier:
-    if config.task is None:
-        raise VerifierError("the verifier 'reasoning-gym' needs a reasoning-gym task as its source")
-    return ReasoningGymVerifier(config.task)
-
-
-_OPENERS: dict[str, Callable[[VerifierConfig], Verifier]] = {
-    "exact": lambda config: ExactVerifier(),
-    "number": lambda config: NumberVerifier(),
-    "math-verify": lambda config: MathVerifier(),
-    "reasoning-gym": _open_reasoning_gym,
+_OPENERS: dict[str, Callable[[], Verifier]] = {
+    one.name: one for one in (ExactVerifier, NumberVerifier, MathVerifier)
 }
-VERIFIERS = tuple(_OPENERS)
+VERIFIERS = (*_OPENERS, "reasoning-gym")
 """Names of the verifiers of this package."""

@@ -3,7 +3,6 @@
 ``generate`` has the schema, by pydantic; ``cel_rules`` has the rules that a schema cannot express.
 """
 
-from scalerl_api.crd.cel_rules import NotExpressible
 from scalerl_api.crd.generate import FILE_NAME, definition, schema_of, text
 
-__all__ = ["FILE_NAME", "NotExpressible", "definition", "schema_of", "text"]
+__all__ = ["FILE_NAME", "definition", "schema_of", "text"]

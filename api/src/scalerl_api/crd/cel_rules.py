@@ -18,11 +18,10 @@ from scalerl_api.environment import PythonEnvironment
 from scalerl_api.fields import (
     A_DECIMAL,
     DECIMAL_FORM,
-    AtLeast,
-    AtMost,
     InRange,
     Matches,
     Rule,
+    SizeInRange,
     Unique,
     decimal_input,
     quantity_input,
@@ -61,11 +60,6 @@ from scalerl_api.vllm_options import (
     UNKNOWN_MESSAGE,
     free_option,
 )
-
-
-class NotExpressible(Exception):
-    """A model has a check that the definition cannot express, or a field without a docstring."""
-
 
 _ABSOLUTE: Final = Rule(
     "self.startsWith('/')", "must be absolute on a cluster: a pod has no folder that it could be relative to"
@@ -179,7 +173,7 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
     """Adds the rules of a validator function to the schema of its field.
 
     Raises:
-        NotExpressible: there are no rules for the function.
+        ValueError: there are no rules for the function.
     """
     match check:
         case _ if check in (decimal_input, quantity_input):
@@ -194,12 +188,11 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
         case InRange():
             # One rule, with the check of the form: its regular expression would otherwise stand here twice, for each decimal.
             schema["x-kubernetes-validations"] = _entries(_in_range(check))
-        case AtLeast(least=least):
-            holds = f"{_AMOUNT}.compareTo(quantity('{least}')) >= 0"
-            add(schema, [Rule(f"!isQuantity(string(self)) || {holds}", f"must be at least {least}")])
-        case AtMost(most=most):
-            holds = f"{_AMOUNT}.compareTo(quantity('{most}')) <= 0"
-            add(schema, [Rule(f"!isQuantity(string(self)) || {holds}", f"must be at most {most}")])
+        case SizeInRange():
+            for limit, sign, text in ((check.least, ">=", "at least"), (check.most, "<=", "at most")):
+                holds = f"{_AMOUNT}.compareTo(quantity('{limit}')) {sign} 0"
+                if limit is not None:
+                    add(schema, [Rule(f"!isQuantity(string(self)) || {holds}", f"must be {text} {limit}")])
         case Unique(key=key):
             schema |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
         case Named():
@@ -211,7 +204,7 @@ def add_check(schema: dict[str, Any], check: Callable[..., Any]) -> None:
         case _ if check in _OF_FUNCTIONS:
             add(schema, _OF_FUNCTIONS[check])
         case _:
-            raise NotExpressible(f"no rule in {__name__} for the check {check!r}")
+            raise ValueError(f"no rule in {__name__} for the check {check!r}")
 
 
 def _matches(check: Matches, text: str) -> str:

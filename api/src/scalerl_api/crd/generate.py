@@ -27,7 +27,6 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import core_schema
 
 from scalerl_api.crd import cel_rules
-from scalerl_api.crd.cel_rules import NotExpressible
 from scalerl_api.crd.refused_edits import REFUSED_EDITS
 from scalerl_api.edits import nested_model
 from scalerl_api.environment_server import EnvironmentServerSpec
@@ -75,7 +74,6 @@ _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
 
 
 def definition() -> dict[str, Any]:
-    """The CustomResourceDefinition."""
     schema = {
         "type": "object",
         "description": "One run that trains a language model by reinforcement learning.",
@@ -136,7 +134,6 @@ def definition() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The content of the file in ``crds/``."""
     return _HEADER + to_yaml(definition())
 
 
@@ -241,7 +238,7 @@ class _Structural(GenerateJsonSchema):
             fields["properties"]["podTemplate"] = {"type": "object"} | _ANY
         for name, field in model.model_fields.items():
             if name not in docstrings:
-                raise NotExpressible(
+                raise ValueError(
                     f"{model.__name__}.{name}: no docstring below the field; it is the description"
                 )
             written = fields["properties"][field.alias]
@@ -264,25 +261,14 @@ class _Structural(GenerateJsonSchema):
             if owner is model:
                 alias = model.model_fields[name].alias
                 cel_rules.add(fields if edit.field else fields["properties"][alias], [edit])
-        if not fields[
-            "properties"
-        ]:  # the API server drops empty properties, which would show as a difference
+        # The API server drops empty properties, which would show as a difference.
+        if not fields["properties"]:
             del fields["properties"]
         if model is WeightedVerifier:
-            for name in VerifierSpec.model_fields:
-                _without_descriptions(fields["properties"][model.model_fields[name].alias])
+            for name in VerifierSpec.model_fields:  # the fields of `verifier`, which has their descriptions
+                field_of_both = fields["properties"][model.model_fields[name].alias]
+                _drop_descriptions(field_of_both, field_of_both)
         return {"type": "object", "description": _plain(inspect.getdoc(model) or "")} | fields
-
-
-def _without_descriptions(schema: Schema) -> None:
-    """Remove the descriptions of fields that the definition describes elsewhere: the API server limits its size."""
-    schema.pop("description", None)
-    for rule in schema.get("x-kubernetes-validations", ()):
-        rule["message"] = _problem(rule["message"])
-    for nested in schema.get("properties", {}).values():
-        _without_descriptions(nested)
-    if "items" in schema:
-        _without_descriptions(schema["items"])
 
 
 def schema_of(model: type[BaseModel], mode: JsonSchemaMode = "validation") -> Schema:

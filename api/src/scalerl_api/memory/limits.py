@@ -21,9 +21,7 @@ class TooLittle:
     field: str
     """Of the spec, below ``spec``."""
     problem: str
-    """The figures."""
     advice: str
-    """What to change."""
 
 
 def device_memory_problem(

@@ -8,9 +8,9 @@ model is not included. ``benchmarks/gpu_check.py`` compares it with what a GPU h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Final, ParamSpec
+from typing import Final
 
 from scalerl_api.engines import BUCKET_ELEMENTS, ENGINES, MOMENTS_BYTES, EngineName, Offload, Partition
 from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
@@ -33,7 +33,6 @@ FRAGMENTATION = 0.05
 _FINAL_VALUES: Final = 6
 """Values of the hidden size that a token has between the last layer and the head, and as its gradient."""
 _GIB = 2.0**30
-_Given = ParamSpec("_Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class RankMemory:
 
 def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
     """Memory of one rank for training a model of this size with ``spec``."""
-    return rank_memory(
+    moments = rank_moments(
         size,
         dtype=spec.model.dtype,
         zero_stage=spec.trainer.zero_stage,
@@ -85,6 +84,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         publish_bytes=spec.publish_bucket_bytes,
         accelerator=spec.trainer.devices > 0,
     )
+    return peak(moments)
 
 
 def trained_parameters(size: ModelSize, spec: RunSpec) -> int:
@@ -195,15 +195,9 @@ def rank_moments(
     }
 
 
-def _largest(moments: Callable[_Given, dict[str, RankMemory]]) -> Callable[_Given, RankMemory]:
-    def peak(*args: _Given.args, **kwargs: _Given.kwargs) -> RankMemory:
-        return max(moments(*args, **kwargs).values(), key=lambda one: one.total)
-
-    return peak
-
-
-rank_memory = _largest(rank_moments)
-"""The largest of :func:`rank_moments`, with its arguments."""
+def peak(moments: Mapping[str, RankMemory]) -> RankMemory:
+    """The moment with the most memory."""
+    return max(moments.values(), key=lambda one: one.total)
 
 
 def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, accelerator: bool) -> int:

@@ -113,7 +113,6 @@ class LossSpec(OneOf):
 
     @property
     def chosen(self) -> Model:
-        """The given alternative."""
         given: Iterator[Model | None] = (getattr(self, name) for name in type(self).model_fields)
         return next(one for one in given if one is not None)
 

@@ -29,7 +29,6 @@ class Source:
     paper: str
     """Title and arXiv number."""
     grade: Grade
-    """Reliability of the source."""
 
     def __str__(self) -> str:
         return f"{self.paper} [{self.grade}]"

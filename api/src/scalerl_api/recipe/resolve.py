@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from scalerl_api.edits import flat
 from scalerl_api.recipe.presets import DEFAULTS, PRESETS, Source
 from scalerl_api.recipe.spec import RecipeSpec
 
@@ -18,7 +19,6 @@ class Choice:
     field: str
     """Path in ``spec.recipe``."""
     value: str
-    """The value as text."""
     origin: Origin
     """Whether the preset, the default or the spec provides the value."""
     source: Source | None
@@ -38,7 +38,6 @@ class Recipe:
     """A recipe with all values and their origins."""
 
     preset: str
-    """Name of the preset."""
     choices: tuple[Choice, ...]
     """The values in the order of the spec."""
 
@@ -72,14 +71,4 @@ def resolve(recipe: RecipeSpec) -> Recipe:
 
 def _leaves(recipe: RecipeSpec) -> list[tuple[str, Any]]:
     dumped = recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"preset"})
-    return list(_flat(dumped, ""))
-
-
-def _flat(value: dict[str, Any], path: str) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for name, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            flat += _flat(inner, f"{path}{name}.")
-        else:
-            flat.append((f"{path}{name}", "{}" if inner == {} else inner))
-    return flat
+    return list(flat(dumped))

@@ -21,7 +21,6 @@ from scalerl_api.fields import (
     PositiveDecimal,
     PositiveUnitDecimal,
     Rule,
-    SmallDecimal,
     TemperatureDecimal,
     WeightDecayDecimal,
 )
@@ -221,7 +220,7 @@ class OptimizerSpec(Model):
     """Decay rate of the first moment."""
     beta2: DecayDecimal = "0.999"
     """Decay rate of the second moment."""
-    epsilon: SmallDecimal = "1e-15"
+    epsilon: PositiveUnitDecimal = "1e-15"
     """Added to the root of the second moment; small, because gradients of a mean over a large batch are small."""
     warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 100
     """Steps of the linear warm-up."""

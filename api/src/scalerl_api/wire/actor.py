@@ -72,7 +72,6 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
 
     member_id: str
     weight_version: int
-    """Version that the server holds."""
     max_groups: int
     """Maximum number of leases in the response."""
     wait_seconds: float
@@ -90,7 +89,6 @@ class VersionSpan(Struct, frozen=True, array_like=True):
     version: int
     """Version that sampled the tokens, or :data:`MASKED`."""
     start: int
-    """Position of the first token."""
 
 
 class MessageSpan(Struct, frozen=True, array_like=True):
@@ -131,7 +129,6 @@ class PartialGroup(Struct, frozen=True, kw_only=True):
     prompt: PromptRef
     slot: int
     temperature: float
-    """Sampling temperature."""
     prompt_token_ids: bytes
     """Little-endian int32."""
     completions: list[Partial]
@@ -152,11 +149,8 @@ class Lease(Struct, frozen=True, kw_only=True):
     prompt_id: str
     """Id of the prompt in the coordinator's data. The prompt must have the same id in the actor's data."""
     completions: int
-    """Number of completions to sample."""
     max_tokens: int
-    """Maximum length of a completion."""
     temperature: float
-    """Sampling temperature."""
     remaining_seconds: float
     """Time without progress after which the slot is reassigned."""
     policy_version: int
@@ -201,7 +195,6 @@ class RoutedExperts(Struct, frozen=True, kw_only=True):
 
     @property
     def positions(self) -> int:
-        """Number of positions with a record."""
         return sum(end - start for start, end in self.spans)
 
 
@@ -234,11 +227,9 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     prompt_id: str
     reply: str
-    """Decoded completion."""
     answer: str
     """The part of the reply that the verifier graded."""
     reference: str
-    """The prompt's reference answer."""
     score: float
 
 
@@ -252,9 +243,7 @@ class GroupText(Struct, frozen=True, kw_only=True):
     prompt: str
     """What the model reads: the rendered prompt, with the tokens of its chat template."""
     reference: str
-    """The prompt's reference answer."""
     labels: dict[str, str]
-    """The prompt's labels."""
     completions: list[str]
     """The text of each completion, as the verifier graded it."""
     token_characters: list[bytes] = []
@@ -367,5 +356,4 @@ class Release(Struct, frozen=True, kw_only=True):
     member_id: str
     lease_ids: list[str]
     reason: str
-    """Human-readable reason."""
     cause: ReleaseCause = ReleaseCause.UNSERVED

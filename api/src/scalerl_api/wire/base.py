@@ -25,7 +25,6 @@ class Problem(Struct, frozen=True, kw_only=True):
     error: str
     """Machine-readable constant, e.g. ``wire-version``, ``unauthorized``, ``unknown-member``, ``superseded``, ``not-ready``."""
     message: str
-    """Human-readable message."""
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -34,7 +33,6 @@ class Member(Struct, frozen=True, kw_only=True):
     member_id: str
     """Identifier of its present registration."""
     name: str
-    """Stable name of the replica."""
     control_url: str
     """URL of its weight-update endpoints."""
     weight_version: int

@@ -41,7 +41,6 @@ class WeightFiles(Struct, frozen=True, kw_only=True):
     folder: str
     """Name of a folder below ``weights`` in the run's directory, or in ``to``."""
     base: int
-    """The version of the base."""
     versions: list[int]
     """Versions that were written, ascending, up to the one to receive: each but the first has a delta from the one before."""
     to: str = ""

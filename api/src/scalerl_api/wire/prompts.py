@@ -33,6 +33,5 @@ class PromptRef(Struct, frozen=True, array_like=True):
     prompts: index of the evaluation set; with n tasks, the first n indices are the tasks' ``heldOut`` prompts, and later ones
     are the sets with their own task."""
     split: Split
-    """Training or held-out prompts."""
     index: int
     """Position in the split: for training prompts in the task's source, for held-out prompts in the evaluation set."""

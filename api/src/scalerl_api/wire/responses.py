@@ -25,7 +25,6 @@ class ResponsesRequest(Struct, frozen=True, kw_only=True):
     """``POST /v1/responses``: past responses to a training prompt."""
 
     prompt: PromptRef
-    """The training prompt."""
     digest: bytes
     """:func:`prompt_digest` of the prompt's tokens, as the actor renders it now."""
 

@@ -17,7 +17,6 @@ class TrainerHello(Struct, frozen=True, kw_only=True):
     version: int
     """Weight version that the trainer holds."""
     world_size: int
-    """Number of ranks."""
     snapshot: bytes | None
     """Coordinator state saved with that checkpoint; used only if the coordinator has no journal."""
 
@@ -129,7 +128,6 @@ class Sequence(Struct, frozen=True, kw_only=True):
     """Index of the completion in its group."""
     prompt_token_ids: bytes
     token_ids: bytes
-    """Tokens of the completion."""
     logprobs: bytes
     """Log-probabilities of the completion's tokens, from the generator."""
     teacher_logprobs: bytes = b""
@@ -147,7 +145,6 @@ class Shard(Struct, frozen=True, kw_only=True):
 
     step: int
     groups: list[GroupMeta]
-    """All groups of the step."""
     sequences: list[Sequence]
     """This rank's sequences of unfiltered groups, balanced over ranks by tokens."""
     ambiguous: bool = False
@@ -165,7 +162,6 @@ class TrainedSequence(Struct, frozen=True, array_like=True):
     mean_difference: float
     """Mean over the trained tokens of the absolute difference of the log-probabilities of trainer and generator, in nats."""
     max_difference: float
-    """Its maximum."""
     differences: bytes = b""
     """log-probability of the trainer minus that of the generator, of each trained token in order, little-endian float16."""
 
@@ -207,7 +203,6 @@ class SupervisedReport(Struct, frozen=True, kw_only=True):
     steps: int
     """Supervised steps applied to the weights."""
     tokens: int
-    """Solution tokens of these steps."""
     seconds: float
     """Duration of supervised training in this incarnation so far, in seconds."""
 

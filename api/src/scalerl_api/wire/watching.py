@@ -68,7 +68,6 @@ class LabelMean(Struct, frozen=True, array_like=True):
     value: str
     reward: float
     prompts: int
-    """Number of those prompts."""
     pass_at: list[PassAt] = []
     """pass@k for the same k as the point."""
 
@@ -77,7 +76,6 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     """One evaluation: a point of the curve."""
 
     version: int
-    """Evaluated weight version."""
     work_tokens: int
     """Completion tokens of all steps before ``version`` (the compute axis: useful work, not wall time)."""
     reward: float
@@ -85,9 +83,7 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     standard_error: float
     """Standard error of ``reward`` as a mean over prompts."""
     samples: int
-    """Number of completions."""
     prompts: int
-    """Number of prompts."""
     set_digest: str
     """Digest of everything besides the weights that determines the score: prompts, verifier and sampling."""
     mixed_versions: bool
@@ -111,7 +107,6 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     pass_at: list[PassAt] = []
     """pass@k for the powers of two above 1 up to the samples per prompt, and for all samples; ascending."""
     set_name: str = HELD_OUT_SET
-    """Name of the evaluation set."""
     by_label: list[LabelMean] = []
     """Reward by label of the prompts, in the order of :func:`scalerl_api.curve.label_order`."""
 
@@ -175,7 +170,6 @@ class Mismatch(Struct, frozen=True, kw_only=True):
     recent_kl: float
     """Exponentially weighted mean over the last measurements: each has half the weight of the next one."""
     tokens: int
-    """Number of measured tokens."""
 
 
 class Tracker(Struct, frozen=True, kw_only=True):
@@ -198,14 +192,12 @@ class Status(Struct, frozen=True, kw_only=True):
     waiting_for: str
     """Human-readable description of what the run waits for; empty if it waits for nothing."""
     step: int
-    """Steps trained."""
     published_version: int
     """Newest published weight version; -1 before the first publish."""
     stop_reason: str
     """Why the run ends or has ended: the exhausted field of the budget (``maxSteps``), or the reason of a stop."""
     counts: Counts
     members: list[Member]
-    """Registered generators."""
     points: list[EvaluationPoint]
     """The run's curve: the points of the forecast's evaluation set."""
     last_step_stats: dict[str, float]
@@ -260,7 +252,6 @@ class Status(Struct, frozen=True, kw_only=True):
     supervised_steps: int = 0
     """Steps of mid-training applied to the weights."""
     supervised_tokens: int = 0
-    """Solution tokens of these steps."""
     compute_tokens: float = 0.0
     """Compute limited by ``budget.maxComputeTokens``, in tokens of supervised training: see :mod:`scalerl_api.compute`."""
     forked_step: int = -1

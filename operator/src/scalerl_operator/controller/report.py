@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scalerl_api.recipe import resolve
+from scalerl_api.recipe.resolve import resolve
 from scalerl_api.status import GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
 from scalerl_lifecycle.status_fields import (
     decision_fields,

@@ -20,8 +20,7 @@ _MAX_WORDS = 12  # of a reference; one with more is a solution, not an answer
 @functools.lru_cache(maxsize=256)
 def read_reference(answer: str) -> Answer:
     """A reference answer; without readings and text if it is empty. Of a GSM8K solution, what follows ``####``."""
-    _, marked, final = answer.rpartition("####")
-    return read_answer(extract(final if marked else answer).text, is_reference=True)
+    return read_answer(extract(answer.rpartition("####")[2]).text, is_reference=True)
 
 
 def equivalent(reference: Answer, text: str, enclosed: bool) -> bool | None:

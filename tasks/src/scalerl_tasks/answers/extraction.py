@@ -107,9 +107,8 @@ def _boxes(text: str) -> list[str] | None:
     """The last box, after those that are joined to it; None without a box, and empty if the last one is not closed."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    closed: list[
-        tuple[int, int, int, int]
-    ] = []  # start and end, of the box and of what is in it; none in another
+    # Start and end, of the box and of what is in it; none in another.
+    closed: list[tuple[int, int, int, int]] = []
     nesting: list[tuple[int, int] | None] = []  # for each open brace, start of a box and of its content
     last_start, last_closed = -1, -1
     for match in _BRACE.finditer(text):

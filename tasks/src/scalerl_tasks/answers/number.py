@@ -127,12 +127,11 @@ def _special(window: str) -> Number | None:
 def _value(groups: tuple[str | None, ...]) -> Number | None:
     sign, number, divisor = groups
     assert number is not None
-    digits, exponent = decimal_of(number)
-    below, below_exponent = decimal_of(divisor) if divisor is not None else (1, 0)
-    if below == 0:
+    divided = divide(decimal_of(number), decimal_of(divisor or "1"))
+    if divided is None:
         return None
-    negative = sign is not None and sign != "+"
-    return (-digits if negative else digits, below, exponent - below_exponent)
+    top, bottom, exponent = divided
+    return (top if sign in (None, "+") else -top, bottom, exponent)
 
 
 def divide(above: tuple[int, int], below: tuple[int, int]) -> Number | None:

@@ -72,8 +72,7 @@ def find_in_prose(text: str) -> str | None:
 
 def _has_words(text: str) -> bool:
     """Whether a text has words that are no unit after a number."""
-    latex = normalize(text)
-    rest = latex
+    rest = normalize(text)
     while True:
         tail = UNIT_TAIL.search(rest)
         if tail is None or tail.start() == 0:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 
 from scalerl_tasks.answers.nodes import WHOLE_TEXT, Answer, Group, Leaf, Node
 from scalerl_tasks.answers.normalization import normalize
 from scalerl_tasks.answers.prose import MAX_CHARACTERS, find_in_prose
 from scalerl_tasks.answers.quantity import Quantity
-from scalerl_tasks.answers.structure import TIME, Structure, UnreadError, time_of
+from scalerl_tasks.answers.structure import TIME, Structure, time_of
+from scalerl_tasks.answers.tokens import UnreadableError
 
 _THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _CHOICE = re.compile(
@@ -46,16 +48,8 @@ def read_answer(text: str, *, is_reference: bool = False) -> Answer:
     latex = normalize(raw)
     if not latex:
         return Answer("", ())
-    texts = [latex]
     merged = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), latex)
-    if merged != latex:
-        texts.insert(0, merged)
-    readings: list[Node] = []
-    for one in texts:
-        try:
-            readings.append(Structure(is_reference).read(one))
-        except UnreadError:
-            continue
+    readings = _readings(dict.fromkeys((merged, latex)), is_reference)
     if (inside := WHOLE_TEXT.fullmatch(latex)) is not None and re.search(
         r"[0-9,;]|\b(?:and|or)\b", inside[1]
     ):
@@ -74,11 +68,15 @@ def _of_all_integers(latex: str, name: str) -> list[Node]:
     r"""Readings of a formula before ``k \in \mathbb{Z}``: as it is, and with ``n`` for its integer."""
     letter = re.compile(rf"(?<![\\A-Za-z]){name}(?![A-Za-z])")
     texts = [latex] if re.search(r"(?<![\\A-Za-z])n(?![A-Za-z])", latex) else [latex, letter.sub("n", latex)]
-    readings: list[Node] = []
+    return _readings(texts, is_reference=False)
+
+
+def _readings(texts: Iterable[str], is_reference: bool) -> list[Node]:
+    found: list[Node] = []
     for text in texts:
-        with contextlib.suppress(UnreadError):
-            readings.append(Structure(False).read(text))
-    return readings
+        with contextlib.suppress(UnreadableError):
+            found.append(Structure(is_reference).read(text))
+    return found
 
 
 def _only(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -7,6 +7,7 @@ import re
 from scalerl_tasks.answers.nodes import SYMBOL, WHOLE_TEXT, Based, Group, Leaf, Node, Relation, Time
 from scalerl_tasks.answers.normalization import TEXT
 from scalerl_tasks.answers.quantity import Quantity, read_normalized
+from scalerl_tasks.answers.tokens import UnreadableError
 from scalerl_tasks.answers.units import canonical_unit
 
 _MAX_NODES = 400
@@ -47,10 +48,6 @@ def time_of(match: re.Match[str]) -> Time:
     return Time((int(hours), int(minutes), int(seconds or 0)), (half or "").lower())
 
 
-class UnreadError(ValueError):
-    """Nested too deeply, or too many parts."""
-
-
 class Structure:
     """Reads one text.
 
@@ -58,7 +55,7 @@ class Structure:
         is_reference: whether ``m`` of ``5 m`` is a variable; in a reply it is a metre.
 
     Raises:
-        UnreadError
+        UnreadableError: nested too deeply, or too many parts.
     """
 
     def __init__(self, is_reference: bool) -> None:
@@ -70,7 +67,7 @@ class Structure:
         """A list at the top: separated by commas, semicolons, ``\\AND`` and ``\\OR``."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise UnreadError("nested too deeply")
+            raise UnreadableError("nested too deeply")
         try:
             return self._read(latex)
         finally:
@@ -107,7 +104,7 @@ class Structure:
     def _item(self, latex: str) -> Node:
         self._nodes += 1
         if self._nodes > _MAX_NODES:
-            raise UnreadError("too many parts")
+            raise UnreadableError("too many parts")
         latex = latex.strip().rstrip(".").strip()
         if (time := TIME.fullmatch(latex)) is not None:
             return time_of(time)
@@ -220,7 +217,7 @@ class Structure:
             body = re.sub(r"^\s*\{[lcr|\s]*\}", "", body)
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr(?![A-Za-z])", body) if row.strip()]
         if not rows:
-            raise UnreadError("an empty matrix")
+            raise UnreadableError("an empty matrix")
         return Group(
             "matrix",
             tuple(Group("tuple", tuple(self._item(cell) for cell in row.split("&"))) for row in rows),

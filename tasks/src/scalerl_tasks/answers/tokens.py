@@ -12,7 +12,7 @@ _MAX_TOKENS = 1500
 
 
 class UnreadableError(ValueError):
-    """The text is not an expression of this grammar."""
+    """The text is no expression or structure of these grammars, or too long or nested."""
 
 
 class Tokens:

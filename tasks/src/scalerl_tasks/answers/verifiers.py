@@ -145,8 +145,7 @@ def _after_mark(answer: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _reference_quantity(answer: str) -> Quantity | None:
-    final = _after_mark(answer)
-    return read_quantity(extract(answer if final is None else final).text)
+    return read_quantity(extract(answer.rpartition("####")[2]).text)
 
 
 def _no_number(prompt: Prompt) -> str:

@@ -94,7 +94,6 @@ class Expression:
 
     Args:
         text: as in the spec. The exact name of a column is that column, whatever characters it has.
-        columns: names of the columns.
         field: path in the spec, for messages.
 
     Raises:

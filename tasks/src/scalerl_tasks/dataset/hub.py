@@ -63,9 +63,8 @@ def download(hub: HubDataset) -> tuple[list[Path], str]:
         raise SourceError(
             f"{where}: not found, or private: check name and revision, or set HF_TOKEN"
         ) from error
-    except (
-        Exception
-    ) as error:  # the client raises from several trees: its own, its HTTP library's and OSError
+    except Exception as error:
+        # The client raises from several trees: its own, its HTTP library's and OSError.
         if getattr(getattr(error, "response", None), "status_code", None) == 401:
             raise SourceError(
                 f"{where}: HF_TOKEN is not a valid token: set another one, or none for a public data set"

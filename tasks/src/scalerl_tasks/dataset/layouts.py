@@ -22,7 +22,6 @@ class Layout:
     """A known layout."""
 
     name: str
-    """Name for messages."""
     needs: tuple[str, ...]
     """Columns that the first row has."""
     columns: Mapping[str, str]

@@ -237,10 +237,8 @@ def _read_array(path: Path, stream: io.BufferedReader) -> Iterator[tuple[int, Ro
             if isinstance(value, dict):
                 yield number, value
             else:
-                yield (
-                    number,
-                    DatasetError(path, f"is {kind(value)}, not an object", row=number, kind="no object"),
-                )
+                problem = f"is {kind(value)}, not an object"
+                yield number, DatasetError(path, problem, row=number, kind="no object")
 
 
 def _read_csv(

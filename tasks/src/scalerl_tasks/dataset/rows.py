@@ -65,7 +65,6 @@ class Mapper:
     """Maps rows by the spec's columns, or those of a recognized layout.
 
     Args:
-        spec: the section ``dataset``.
         first: the first row, or the first value of each column.
         layout: the layout that it was recognized as.
 

@@ -35,7 +35,6 @@ class TableInfo(msgspec.Struct, omit_defaults=True):
     """What a table is made from."""
 
     digest: str
-    """SHA-256 of the rows."""
     rows: int
     files: list[str]
     """Names of the files, by their index in the rows."""
@@ -52,7 +51,6 @@ class TableInfo(msgspec.Struct, omit_defaults=True):
     labels: dict[str, str] = {}
     """Expression by label."""
     pattern: str | None = None
-    """Pattern of the answer."""
     columns: list[str] = []
     """Columns of the first row."""
     dropped: dict[str, int] = {}
@@ -82,7 +80,6 @@ class LeftOut(msgspec.Struct, omit_defaults=True):
 
     @staticmethod
     def path(table: Path) -> Path:
-        """The file beside a table."""
         return table.with_suffix(".left-out.json")
 
     @classmethod
@@ -137,7 +134,6 @@ class TableWriter:
 
     @property
     def rows(self) -> int:
-        """Number of rows so far."""
         return len(self._offsets) - 1
 
     def encode(self, row: TableRow) -> bytes:
@@ -145,7 +141,6 @@ class TableWriter:
         return self._encoder.encode(row) + b"\n"
 
     def add(self, raw: bytes) -> None:
-        """Write a row."""
         self._hash.update(raw)
         self._end += len(raw)
         self._offsets.append(self._end)
@@ -218,7 +213,6 @@ class Table:
         return self._decoder.decode(os.pread(self._descriptor, end - start, start))
 
     def close(self) -> None:
-        """Close the file."""
         self._finalizer()
 
 

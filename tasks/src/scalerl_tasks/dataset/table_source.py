@@ -47,13 +47,9 @@ class DatasetSource:
         rows = [] if left_out is None else left_out.rows
         # The p-th row that is kept is p + (number of rows left out before it); at these positions that number increases.
         self._steps = array("Q", (row - rank for rank, row in enumerate(rows)))
-        self._digest = table.info.digest
+        self.digest = table.info.digest
         if rows:
-            self._digest = hashlib.sha256(f"{self._digest}/{rows}".encode()).hexdigest()
-
-    @property
-    def digest(self) -> str:
-        return self._digest
+            self.digest = hashlib.sha256(f"{self.digest}/{rows}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.table) - len(self._steps)
@@ -64,7 +60,6 @@ class DatasetSource:
         return [] if self.left_out is None else self.left_out.overlap or []
 
     def row(self, index: int) -> TableRow:
-        """The row of the prompt at ``index``."""
         check_index(index, len(self))
         return self.table[index + bisect.bisect_right(self._steps, index)]
 
@@ -102,7 +97,6 @@ class DatasetSource:
         return f"{info.files[row.file]}, {info.words[row.file]} {row.row:,}"
 
     def close(self) -> None:
-        """Close the table."""
         self.table.close()
 
 
@@ -113,7 +107,6 @@ def open_dataset(
     if it is not there. In a run's directory it is kept for the whole run, whatever becomes of the files.
 
     Args:
-        spec: the section ``dataset``.
         directory: the run's directory, and the base of relative paths.
         progress: called about every ten seconds with a line about the rows that were read.
 

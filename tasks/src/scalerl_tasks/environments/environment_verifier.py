@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from scalerl_tasks.environments.built_in import ENVIRONMENTS
+from scalerl_tasks.environments.nim import Nim
 from scalerl_tasks.environments.protocol import (
     Continued,
     Environment,
@@ -20,6 +20,10 @@ from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_function import PythonFunction, described, imported
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, declared_parts
 
+ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim, "tools": Tools}
+"""Those of this project that make their steps in a process of a generator, by name. ``scalerl_api.built_in`` has all names, with
+``retry``, whose steps the task's verifier makes (:mod:`.episodes`), and ``server``, whose steps are made elsewhere (:mod:`.server`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentConfig:
@@ -29,7 +33,6 @@ class EnvironmentConfig:
     python: PythonFunction | None = None
     """The class as a function; in place of ``name``."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class."""
 
     @property
     def label(self) -> str:
@@ -52,7 +55,6 @@ class EnvironmentVerifier:
         self._environment = self._opened(config)
         self.part_names: Sequence[str] = tuple(getattr(self._environment, "part_names", ()))
         self.range: tuple[float, float] = getattr(self._environment, "range", SCORE_RANGE)
-        self._declared = tuple(self.part_names)
 
     def _opened(self, config: EnvironmentConfig) -> Environment:
         if config.python is None:

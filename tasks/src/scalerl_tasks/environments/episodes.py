@@ -6,41 +6,36 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Protocol, Self
 
 from scalerl_tasks.environments.protocol import Message, read_replies, write_replies
 from scalerl_tasks.environments.tool_environment import PARTS
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.grading.combined import GroupGrader
-from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts, Tick
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import MAX_PARTS, Verdict
+
+Episodes = Sequence[Sequence[str]]
+"""Episodes of a prompt: all replies of each so far."""
 
 
 class EpisodeGrader(Protocol):
     """Makes the steps of a task's episodes."""
 
     async def steps(
-        self,
-        prompt: Prompt,
-        episodes: Sequence[Sequence[str]],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, episodes: Episodes, *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         """The step after the last reply of each of several episodes of a prompt.
 
         Args:
-            episodes: all replies of each so far.
             in_thought: whether the prompt opens a thought that each reply continues.
             on_graded: see :meth:`~scalerl_tasks.grading.grading_pool.GradingPool.score_group`.
 
         Raises:
             GradingError: the processes cannot be kept running.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,7 @@ class EnvironmentGrader:
     pool: GroupGrader
 
     async def steps(
-        self,
-        prompt: Prompt,
-        episodes: Sequence[Sequence[str]],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, episodes: Episodes, *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         head = THOUGHT if in_thought else ""
         return await self.pool.score_group(
@@ -74,12 +64,7 @@ class Retry:
     unanswered: str = "There is no answer in your reply. Try again."
 
     async def steps(
-        self,
-        prompt: Prompt,
-        episodes: Sequence[Sequence[str]],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, episodes: Episodes, *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         last = [replies[-1] for replies in episodes]
         return [
@@ -112,11 +97,7 @@ class ToolsGrader:
     @property
     def counts(self) -> PoolCounts:
         """The verifier's, and what failed or was restarted of the tools'."""
-        found = PoolCounts()
-        for name in PoolCounts.__slots__:
-            both = getattr(self._verifier.counts, name) + getattr(self._tools.counts, name)
-            setattr(found, name, both)
-        return found
+        return self._verifier.counts + self._tools.counts
 
     @property
     def problem(self) -> str:
@@ -134,18 +115,11 @@ class ToolsGrader:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         steps = await self._tools.score_group(prompt, completions, on_graded=on_graded)
         last = [at for at, step in enumerate(steps) if step.verdict is not None and not step.messages]

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from scalerl_processes.waiting import calling
-from scalerl_tasks.environments.episodes import EpisodeGrader
-from scalerl_tasks.grading.grading_pool import Graded
+from scalerl_tasks.environments.episodes import EpisodeGrader, Episodes
+from scalerl_tasks.grading.grading_pool import Graded, Tick
 from scalerl_tasks.prompts import Prompt
 
 log = logging.getLogger("scalerl_tasks.environments.gate")
@@ -53,12 +53,7 @@ class EnvironmentGate:
         self.problem = ""
 
     async def steps(
-        self,
-        prompt: Prompt,
-        episodes: Sequence[Sequence[str]],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, episodes: Episodes, *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         """See :meth:`~.episodes.EpisodeGrader.steps`. Calls ``on_graded`` every second while it waits, so that the lease is kept.
 

@@ -173,9 +173,8 @@ class Session:
         try:
             async with asyncio.timeout(seconds):
                 if not unasked:
-                    with contextlib.suppress(
-                        ConnectionError, RuntimeError
-                    ):  # what was answered before says why
+                    # What was answered before says why.
+                    with contextlib.suppress(ConnectionError, RuntimeError):
                         await self._socket.send_str(body)
                 content = await self._answers.get()
         except TimeoutError:

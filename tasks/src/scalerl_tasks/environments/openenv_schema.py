@@ -36,7 +36,6 @@ class Schema:
     message: str | None
     """The field that the model reads; None: the whole observation, as JSON."""
     fields: Sequence[str]
-    """Fields of an action."""
     problem: str = ""
     """Why the parameters do not fit; empty if they do."""
 

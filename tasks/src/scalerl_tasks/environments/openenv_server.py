@@ -12,7 +12,6 @@ from scalerl_tasks.verdict import SCORE_RANGE
 TOKEN: Final = "ENVIRONMENT_TOKEN"
 """Environment variable with the token of the server."""
 MAX_ANSWER_BYTES: Final = 4 << 20
-"""Maximum size of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,13 +75,8 @@ class Passages:
         """The passages that fit best, at most ``results``; those with equal weights in the order of the file. Of a query of more than
         :data:`MAX_WORDS` words that passages have, the rarest are used.
 
-        Args:
-            query: words.
-            results: how many.
-            deadline: on the monotonic clock.
-
         Raises:
-            ValueError: it took longer.
+            ValueError: it was not done by ``deadline``, on the monotonic clock.
         """
         weights: dict[int, float] = {}
         known = [word for word in dict.fromkeys(_words(query)) if word in self._postings]

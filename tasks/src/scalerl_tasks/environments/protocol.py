@@ -31,7 +31,6 @@ class Step:
     messages: Sequence[Message | str | Mapping[str, str]] = ()
     """What the model reads next; at least one, unless the episode is done. A text is a message of the user."""
     done: bool = False
-    """Whether the episode has ended."""
     reward: float = 0.0
     """Reward of the episode if it ends here: because it is done, or because it has no turns or tokens left."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -54,7 +53,6 @@ class Environment(Protocol):
         It depends on its arguments alone, as if the episode were played again from the start: another process may have made
         the earlier steps.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

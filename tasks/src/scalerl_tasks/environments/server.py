@@ -29,7 +29,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from scalerl_api.http_answers import IDENTITY
@@ -52,7 +51,7 @@ from scalerl_tasks.environments.protocol import Continued, Step, checked_step, r
 from scalerl_tasks.environments.sessions import Sessions
 from scalerl_tasks.environments.timings import TIMINGS, Timings
 from scalerl_tasks.errors import GradingError, VerifierError
-from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts, Tick
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import REWARD, SCORE_RANGE
 
@@ -95,21 +94,14 @@ class ServerGrader:
         self._http = open_session(headers, aiohttp.TCPConnector(limit=0))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._sessions.aclose()
         if self._http is not None:
             await self._http.close()
         self._http = None
 
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         """The step after the last reply of each episode. Waits while the server is down, and calls ``on_graded`` every second
         meanwhile, so that the lease is kept.

@@ -1,4 +1,4 @@
-"""Intervals of the steps by a server."""
+"""Intervals of the calls of a server that makes steps or scores completions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Timings:
     full_back_off: float = 5.0
     """Longest back-off of a generator that has no session: shorter than the times for which others give one back."""
     waiting: float = 1.0
-    """Interval of the notices of a grader that waits."""
+    """Interval of the notices of a grader that waits, which keep its lease alive."""
     full: float = 30.0
     """A server that refused a session is asked for more after this time, by a generator that has one."""
     spare: float = 6.0

@@ -21,25 +21,27 @@ if TYPE_CHECKING:
 
 Format = Literal["Hermes", "Llama3", "Text"]
 """How a reply has a call: ``<tool_call>{…}</tool_call>``; a reply that is JSON; a line ``name: argument``."""
-KINDS: Final[Mapping[str, tuple[str, str, str]]] = {
+KINDS: Final[Mapping[str, tuple[str, str, str, Mapping[str, type]]]] = {
     "calculator": (
         "expression",
         "The value of an arithmetic expression.",
         "Numbers with + - * / // % ** and parentheses.",
+        {},
     ),
     "python": (
         "code",
         "What a Python program prints, and the value of its last expression. Each call is a program of its own.",
         "The program.",
+        {"seconds": int},
     ),
-    "search": ("query", "The passages of a collection that fit a query best.", "Words to search for."),
+    "search": (
+        "query",
+        "The passages of a collection that fit a query best.",
+        "Words to search for.",
+        {"path": str, "results": int},
+    ),
 }
-"""By kind of tool: its parameter, its description, and that of the parameter."""
-_OPTIONS: Final[Mapping[str, Mapping[str, type]]] = {
-    "calculator": {},
-    "python": {"seconds": int},
-    "search": {"path": str, "results": int},
-}
+"""By kind of tool: its parameter, its description, that of the parameter, and its options."""
 _COMMON: Final[Mapping[str, type]] = {"name": str, "description": str}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -53,7 +55,6 @@ class Call:
     """A call of a tool."""
 
     tool: int
-    """Index of the tool."""
     argument: str
 
 
@@ -74,7 +75,6 @@ class ToolConfig:
     """What calls have."""
     description: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the kind."""
 
     @property
     def parameter(self) -> str:
@@ -97,7 +97,6 @@ class ToolsConfig:
     tools: tuple[ToolConfig, ...]
     format: Format = "Hermes"
     calls: int = 8
-    """Maximum calls of a reply."""
     output: int = 4000
     """Maximum characters of the messages after a reply."""
 
@@ -227,7 +226,7 @@ def _tool(given: Any, where: str) -> ToolConfig:
         raise VerifierError(
             f"{where}: there is no tool {kind!r}{did_you_mean(str(kind), KINDS)} (known: {', '.join(KINDS)})"
         )
-    known = {**_COMMON, **_OPTIONS[kind]}
+    known = {**_COMMON, **KINDS[kind][3]}
     if not isinstance(options, Mapping):
         raise VerifierError(f"{where}.{kind}: give its options, such as {{name: calc}}")
     for name, value in options.items():

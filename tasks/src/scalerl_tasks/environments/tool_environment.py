@@ -88,12 +88,10 @@ class Tools:
                 self._sandboxes[at] = Sandbox.start(limits, user=_TOOL_PYTHON)
 
     def close(self) -> None:
-        """End the sandboxes."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
 
     def step(self, prompt: Prompt, replies: Sequence[str], /) -> Step:
-        """Make the calls of the last reply."""
         found = [self._config.read_calls(reply) for reply in replies]
         made = [[isinstance(one, Call) for one in calls[: self._config.calls]] for calls in found]
         calls = sum(map(sum, made))
@@ -116,7 +114,7 @@ class Tools:
 
     def _python(self, at: int, source: str, deadline: float) -> str:
         sandbox = self._sandboxes[at]
-        seconds = min(sandbox.wall_seconds(), deadline - time.monotonic())
+        seconds = min(sandbox.wall_seconds, deadline - time.monotonic())
         if seconds <= 0:
             raise ValueError("no time was left for this call")
         result = sandbox.run(_PROGRAM.format(source=source), "", seconds)

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from scalerl_tasks.errors import VerifierError
-from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts, Tick
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.verdict import MAX_PARTS, NOT_APPLICABLE, REWARD, Verdict
 
@@ -27,28 +26,16 @@ class GroupGrader(Protocol):
     @property
     def problem(self) -> str:
         """Why groups wait; empty if none does."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *error: object) -> None: ...
 
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
-    ) -> list[Graded]:
-        """See :meth:`~.grading_pool.GradingPool.score_group`."""
-        ...
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False, on_graded: Tick = None
+    ) -> list[Graded]: ...
 
-    async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None:
-        """See :meth:`~.grading_pool.GradingPool.check`."""
-        ...
+    async def check(self, prompts: Sequence[Prompt], on_checked: Callable[[str | None], None]) -> None: ...
 
 
 class CombinedGrader:
@@ -75,12 +62,7 @@ class CombinedGrader:
 
     @property
     def counts(self) -> PoolCounts:
-        """The sums of the graders' counts."""
-        found = PoolCounts()
-        for one in self._graders:
-            for name in PoolCounts.__slots__:
-                setattr(found, name, getattr(found, name) + getattr(one.counts, name))
-        return found
+        return sum((one.counts for one in self._graders), PoolCounts())
 
     @property
     def problem(self) -> str:
@@ -90,13 +72,11 @@ class CombinedGrader:
         async with contextlib.AsyncExitStack() as stack:
             for one in self._graders:
                 await stack.enter_async_context(one)
-            self._stack = stack.pop_all()
-        names = [
-            name
-            for label, one in zip(self._labels, self._graders, strict=True)
-            for name in (label, *(f"{label}_{part}" for part in one.part_names if part != REWARD))
-        ]
-        try:
+            names = [
+                name
+                for label, one in zip(self._labels, self._graders, strict=True)
+                for name in (label, *(f"{label}_{part}" for part in one.part_names if part != REWARD))
+            ]
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise VerifierError(
                     f"verifiers: two parts have the name {repeated[0]!r}; give each verifier a label of its own"
@@ -105,24 +85,15 @@ class CombinedGrader:
                 raise VerifierError(
                     f"verifiers: {len(names)} parts, {', '.join(names)}; the limit is {MAX_PARTS}"
                 )
-        except VerifierError:
-            await self._stack.aclose()
-            raise
+            self._stack = stack.pop_all()
         self.part_names = tuple(names)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         by_grader = await asyncio.gather(
             *(

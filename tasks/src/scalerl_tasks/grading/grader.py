@@ -8,6 +8,7 @@ import resource
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from io import BufferedReader
 from typing import Any
 
 from scalerl_processes.kernel import die_with_parent
@@ -48,10 +49,11 @@ def run(connection: socket.socket, records: int, verifier: Verifier, setup: Setu
         verifier.open()
     _confine(limits, parent, _address_space_bytes(statm), trusted=_trusted(verifier))
     _redirect_output(shown=setup.show_output)
+    requests = connection.makefile("rb")
     retire_above = _address_space_bytes(statm) + limits.memory_bytes // 2
     while True:
         try:
-            request = _receive(connection)
+            request = _receive(requests)
         except MemoryError:
             # Only a completion that is alone in its request can be this large.
             _write(records, _out_of_memory(limits) + protocol.record(RETIRED))
@@ -222,28 +224,18 @@ def _address_space_bytes(statm: int) -> int:
     return int(os.pread(statm, 128, 0).split()[0]) * _PAGE_BYTES
 
 
-def _receive(connection: socket.socket) -> Request | CheckRequest | None:
-    head = _exactly(connection, LENGTH.size)
-    if head is None:
+def _receive(requests: BufferedReader) -> Request | CheckRequest | None:
+    """The next request; None at the end of the stream."""
+    head = requests.read(LENGTH.size)
+    if len(head) < LENGTH.size:
         return None
-    body = _exactly(connection, LENGTH.unpack(head)[0])
-    if body is None:
+    size: int = LENGTH.unpack(head)[0]
+    body = requests.read(size)
+    if len(body) < size:
         return None
     request: Any = pickle.loads(body)  # noqa: S301 - pickled by the pool; hostile text in it is a str
     assert isinstance(request, Request | CheckRequest)
     return request
-
-
-def _exactly(connection: socket.socket, size: int) -> bytearray | None:
-    """``size`` bytes, or None at the end of the stream."""
-    buffer = bytearray(size)
-    view = memoryview(buffer)
-    while view:
-        count = connection.recv_into(view)
-        if count == 0:
-            return None
-        view = view[count:]
-    return buffer
 
 
 def _text(error: BaseException) -> str:

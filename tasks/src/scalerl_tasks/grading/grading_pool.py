@@ -7,7 +7,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from scalerl_processes.waiting import cancel
@@ -26,6 +25,9 @@ MAX_COMPLETION_CHARACTERS = 16 << 20
 
 MIN_MEMORY_BYTES = 64 << 20
 """A grader with less memory could not hold its requests."""
+
+Tick = Callable[[], None] | None
+"""Called for each graded completion, and every second while a group waits, so that its lease is kept; it must not raise."""
 
 _MAX_REQUEST_CHARACTERS = 4 << 20  # of one message to a grader, unless a single completion is longer
 _MAX_DEATHS = 2  # a grader can die of other causes: a completion fails when its grader has died twice
@@ -63,6 +65,9 @@ class PoolCounts:
     """Graders that ended unexpectedly."""
     forks: int = 0
 
+    def __add__(self, other: PoolCounts) -> PoolCounts:
+        return PoolCounts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
 
 @dataclass(slots=True)
 class _Job:
@@ -71,7 +76,7 @@ class _Job:
     items: Sequence[str] | Sequence[Prompt]
     """Completions of ``prompt``, or prompts."""
     done: asyncio.Future[list[Graded]]
-    on_graded: Callable[[], None] | None
+    on_graded: Tick
     results: list[Graded] = field(default_factory=list)
     deaths: int = 0
     """Consecutive deaths of graders on the first item without a result."""
@@ -87,7 +92,6 @@ class GradingPool:
     Use it from one event loop, as ``async with GradingPool(...) as pool``. The process may have threads.
 
     Args:
-        verifier: the verifier.
         workers: number of graders. One grader grades one group.
         timeout_seconds: wall-clock time for one completion; a grader that takes longer is killed and
             replaced.
@@ -135,9 +139,7 @@ class GradingPool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     async def start(self) -> None:
@@ -165,17 +167,11 @@ class GradingPool:
         self._fail_waiting(GradingError("the grading pool was closed"))
 
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         """Grade completions of one prompt; returns results in their order.
 
-        ``in_thought``: the prompt opened a thought, so the completions begin inside it. ``on_graded`` is called for each graded
-        completion, and must not raise.
+        ``in_thought``: the prompt opened a thought, so the completions begin inside it.
 
         A completion whose grading fails has no verdict and an error. Cancelling the call is safe.
 
@@ -183,10 +179,7 @@ class GradingPool:
             GradingError: the pool is closed, or its processes cannot be kept running. Nothing was graded.
             TypeError, AttributeError, pickle.PicklingError: the prompt's metadata cannot be pickled.
         """
-        if self._broken is not None:
-            raise self._broken
-        if not self._slots or self._closed:
-            raise GradingError("the grading pool is not running; use it inside `async with`")
+        self._check_running()
         if not completions:
             return []
         texts = [THOUGHT + text for text in completions] if in_thought else list(completions)
@@ -203,14 +196,17 @@ class GradingPool:
 
         Raises: as :meth:`score_group`.
         """
-        if self._broken is not None:
-            raise self._broken
-        if not self._slots or self._closed:
-            raise GradingError("the grading pool is not running; use it inside `async with`")
+        self._check_running()
         job = _Job(None, list(prompts), asyncio.get_running_loop().create_future(), None)
         job.on_graded = lambda: on_checked(job.results[-1].error)
         self._jobs.put_nowait(job)
         await job.done
+
+    def _check_running(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if not self._slots or self._closed:
+            raise GradingError("the grading pool is not running; use it inside `async with`")
 
     # --- one slot: the owner of one grader at a time --------------------------------------------
 

@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -31,8 +30,9 @@ import msgspec
 from scalerl_api.http_answers import IDENTITY
 from scalerl_api.http_client import Unanswered, exchange, open_session
 from scalerl_processes.waiting import calling, cancel
+from scalerl_tasks.environments.timings import TIMINGS, Timings
 from scalerl_tasks.errors import GradingError
-from scalerl_tasks.grading.grading_pool import Graded, PoolCounts
+from scalerl_tasks.grading.grading_pool import Graded, PoolCounts, Tick
 from scalerl_tasks.prompts import Prompt, render_prompt
 from scalerl_tasks.thoughts import THOUGHT
 from scalerl_tasks.verdict import NOT_APPLICABLE, REWARD, SCORE_RANGE, as_verdict
@@ -65,16 +65,6 @@ class RewardService:
     """Failures of a completion, while others succeed, after which it has no verdict: the cause is then the completion."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Times of the client, in seconds."""
-
-    first_back_off: float = 0.5
-    max_back_off: float = 30.0
-    waiting: float = 1.0
-    """Between two calls that keep a lease alive."""
-
-
 class _Scores(msgspec.Struct):
     """An answer of the service."""
 
@@ -104,7 +94,7 @@ class _Down(Exception):
 class HttpGrader:
     """Grades by a service; the interface of :class:`~.grading_pool.GradingPool`. Use it from one event loop."""
 
-    def __init__(self, service: RewardService, timings: Timings = Timings()) -> None:
+    def __init__(self, service: RewardService, timings: Timings = TIMINGS) -> None:
         self._service, self._timings = service, timings
         self.part_names: tuple[str, ...] = () if service.range == SCORE_RANGE else (REWARD,)
         self.counts = PoolCounts()
@@ -131,9 +121,7 @@ class HttpGrader:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await cancel(*self._senders)
         if self._session is not None:
             await self._session.close()
@@ -143,12 +131,7 @@ class HttpGrader:
                 item.done.exception()
 
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[str],
-        *,
-        in_thought: bool = False,
-        on_graded: Callable[[], None] | None = None,
+        self, prompt: Prompt, completions: Sequence[str], *, in_thought: bool = False, on_graded: Tick = None
     ) -> list[Graded]:
         """Grade completions of one prompt. Waits while the service is down, and calls ``on_graded`` every second meanwhile, so that
         the lease is kept.

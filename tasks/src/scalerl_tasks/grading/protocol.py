@@ -85,7 +85,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """Prompts to check (:meth:`~scalerl_tasks.Verifier.check`), in order. A record of kind :data:`SCORED` means that the prompt
+    """Prompts to check (:meth:`~scalerl_tasks.verifiers.Verifier.check`), in order. A record of kind :data:`SCORED` means that the prompt
     can be graded."""
 
     prompts: list[Prompt]

@@ -50,7 +50,6 @@ class Code:
     """``asserts``: a list of statements. ``check``: a function ``check`` of a candidate. ``pytest``: a file."""
     source: str | list[str]
     setup: Sequence[str] = ()
-    """Code before the statements."""
     entry: str = ""
     """Name of the candidate."""
 

@@ -6,7 +6,7 @@ import json
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from scalerl_tasks.answers.extraction import after_thought
@@ -33,9 +33,6 @@ SHARE_OF_TIMEOUT = 0.8
 """Of a completion's time limit, for its program: the grader must have time to say that it was too slow."""
 
 
-_DEFAULT_LIMITS = Limits()
-
-
 @dataclass(frozen=True, slots=True)
 class CodeConfig:
     """Settings of the verifier.
@@ -47,13 +44,8 @@ class CodeConfig:
     """
 
     partial: Literal["All", "Share"] = "All"
-    limits: Limits = _DEFAULT_LIMITS
+    limits: Limits = field(default_factory=Limits)
     seconds: float = 10.0 * SHARE_OF_TIMEOUT
-
-    @classmethod
-    def of(cls, partial: Literal["All", "Share"], limits: Limits, timeout_seconds: float) -> CodeConfig:
-        """Settings for a grader with a time limit."""
-        return cls(partial, limits, timeout_seconds * SHARE_OF_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +151,7 @@ class CodeVerifier:
     def _scripts(self, sandbox: Sandbox, suite: Scripts, program: str, deadline: float) -> Outcome:
         passed, problem = 0, ""
         for at, (given, wanted) in enumerate(suite.cases):
-            seconds = min(sandbox.wall_seconds(), deadline - time.monotonic())
+            seconds = min(sandbox.wall_seconds, deadline - time.monotonic())
             if seconds <= 0:
                 problem = problem or "took too long"
                 break
@@ -187,7 +179,7 @@ class CodeVerifier:
                         "function": suite.function,
                         "arguments": [encode(one, refuse) for one in arguments],
                     }
-                    answer = process.ask(request, sandbox.wall_seconds())
+                    answer = process.ask(request, sandbox.wall_seconds)
                     if _is_wanted(answer, wanted, exact=suite.exact):
                         passed += 1
                         continue

@@ -11,7 +11,7 @@ import operator
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -218,26 +218,14 @@ def _builtin_base(kind: type[BaseException]) -> str:
     return str(next(names))
 
 
-def _next(iterator: Iterator[Any]) -> Any:
-    return next(iterator)
-
-
+_OPERATORS = """
+eq ne lt le gt ge contains getitem setitem delitem add sub mul truediv floordiv mod pow matmul neg abs
+"""
+_BUILTINS = "len iter next str repr bool hash int float round isinstance getattr setattr reversed"
 _HELPERS: dict[str, Callable[..., Any]] = {
-    **{
-        name: getattr(operator, name)
-        for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains", "getitem", "setitem", "delitem")
-    },
-    **{
-        name: getattr(operator, name)
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "abs")
-    },
+    **{name: getattr(operator, name) for name in _OPERATORS.split()},
     **{name: getattr(operator, f"{name}_") for name in ("and", "or")},
-    **{
-        name: getattr(builtins, name)
-        for name in ("len", "iter", "str", "repr", "bool", "hash", "int", "float", "round", "isinstance")
-    },
-    **{name: getattr(builtins, name) for name in ("getattr", "setattr", "reversed")},
-    "next": _next,
+    **{name: getattr(builtins, name) for name in _BUILTINS.split()},
     "enter": lambda value: value.__enter__(),
     "exit": lambda value: value.__exit__(None, None, None),
 }

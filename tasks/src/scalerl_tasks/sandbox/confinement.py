@@ -38,22 +38,10 @@ dup3 getcpu getrandom statx rseq faccessat2
 _CLONE_THREAD = 0x00010000 | 0x00000400  # and the same descriptors, whose number is limited
 _CLONE_NEW = 0x7E020080
 _O_TMPFILE = os.O_TMPFILE & ~os.O_DIRECTORY
-_FCNTL = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    1030,
-)  # DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC: no owner, no signal, no notice, no lock
-_IOCTL = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+# DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC: no owner, no signal, no notice, no lock.
+_FCNTL = (0, 1, 2, 3, 4, 1030)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 _PRCTL = (15, 16)  # the thread's name
 
 
@@ -156,7 +144,6 @@ class Confinement:
         """Confine this process, a fork of the launcher, permanently; all descriptors are closed but 0 to 2 and the channel.
 
         Args:
-            channel: the program's socket.
             launcher: process id of the parent.
             cpu_seconds: of all that the process does.
             own_folder: whether it may use the folder.
@@ -202,10 +189,8 @@ def _mount_folder(runtime: list[str]) -> str:
 def _system_calls() -> kernel.SystemCallFilter:
     allowed = kernel.SystemCallFilter()
     allowed.allow(_ALLOWED.split())
-    for name in (
-        "clone3",
-        "openat2",
-    ):  # the C library then uses clone and openat, whose arguments can be read
+    # The C library then uses clone and openat, whose arguments can be read.
+    for name in ("clone3", "openat2"):
         allowed.refuse(name, errno.ENOSYS)
     allowed.allow_if("clone", (0, [_CLONE_THREAD], _CLONE_THREAD | _CLONE_NEW))
     # The first versions of Landlock do not see that O_TRUNC truncates a file that is opened for reading; none sees an opening with access

@@ -31,9 +31,8 @@ _SCOPES = 0b11  # ABI 6: abstract Unix sockets, signals
 _O_PATH_CLOEXEC = 0o10000000 | os.O_CLOEXEC
 
 # linux/sched.h, linux/mount.h
-_NEW_NAMESPACES = (
-    0x10000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
-)  # user, mounts, network, IPC, UTS
+# User, mounts, network, IPC, UTS.
+_NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
 
 _BPF_LOAD, _BPF_AND, _BPF_RETURN = 0x20, 0x54, 0x06
@@ -44,7 +43,6 @@ _ERRNO = 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000  # calls of the x32 ABI have the same architecture
 ALL = 0xFFFFFFFF
-"""Mask of all bits."""
 OWN_PROCESS = 0x7FFFFFFE
 """Value of an argument that is the id of the process that enters a filter."""
 
@@ -90,7 +88,6 @@ def die_with_parent(signal: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities."""
     header = struct.pack("<II", 0x20080522, 0)  # version 3, this thread
     _check(_libc.capset(header, bytes(24)), "capset")
 
@@ -180,7 +177,6 @@ class SystemCallFilter:
         self._actions: dict[str, _Code] = {}
 
     def allow(self, names: Iterable[str]) -> None:
-        """Allow calls, with any arguments."""
         self._actions |= {name: [(_BPF_RETURN, 0, 0, ALLOW)] for name in names}
 
     def refuse(self, name: str, error: int) -> None:
@@ -200,9 +196,8 @@ class SystemCallFilter:
 
     def finish(self) -> None:
         """Refuse all other calls. Makes what :meth:`enter` needs, which runs in each program's process."""
-        runs: list[tuple[int, _Code]] = [
-            (0, _REFUSED)
-        ]  # first number, and what is done with all up to the next run
+        # First number, and what is done with all up to the next run.
+        runs: list[tuple[int, _Code]] = [(0, _REFUSED)]
         actions = {self._numbers[name]: code for name, code in self._actions.items() if name in self._numbers}
         for number in sorted({at for one in actions for at in (one, one + 1)}):
             if (code := actions.get(number, _REFUSED)) != runs[-1][1]:

@@ -39,9 +39,8 @@ class Program:
         if "raised" in answer:
             error = self._exception(answer["raised"])(answer.get("text", ""))
             if isinstance(error, StopIteration) and request.get("helper") != "next":
-                raise RuntimeError(
-                    "the program raised StopIteration"
-                )  # it would end a loop of the tests, which then pass
+                # It would end a loop of the tests, which then pass.
+                raise RuntimeError("the program raised StopIteration")
             raise error
         return answer
 
@@ -166,18 +165,7 @@ def _comparison(helper: str) -> Callable[..., Any]:
 
 for _name in ("lt", "le", "gt", "ge"):
     setattr(Remote, f"__{_name}__", _comparison(_name))
-for _name in (
-    "len",
-    "iter",
-    "next",
-    "getitem",
-    "setitem",
-    "delitem",
-    "str",
-    "repr",
-    "reversed",
-    "enter",
-):
+for _name in ("len", "iter", "next", "getitem", "setitem", "delitem", "str", "repr", "reversed", "enter"):
     setattr(Remote, f"__{_name}__", _operator(_name))
 for _name in ("neg", "abs", "bool", "int", "float", "round"):
     setattr(Remote, f"__{_name}__", _arithmetic(_name))

@@ -211,13 +211,13 @@ class Sandbox:
         return sandbox
 
     def close(self) -> None:
-        """End the launcher and all that it runs."""
         self._control.close()
         wait_or_kill(self._launcher, _REPLY_SECONDS)
 
-    def wall_seconds(self, tests: int = 1) -> float:
-        """Wall-clock limit of a number of tests in one process."""
-        return float(_WALL_PER_CPU * self.limits.cpu_seconds * tests)
+    @property
+    def wall_seconds(self) -> float:
+        """Wall-clock limit of a test."""
+        return float(_WALL_PER_CPU * self.limits.cpu_seconds)
 
     def run(self, source: str, stdin: str, seconds: float) -> ScriptResult:
         """Run a script with an input, for ``seconds`` at most."""

@@ -135,5 +135,4 @@ def refuse(value: Any) -> Any:
 
 
 def pack(message: Any) -> bytes:
-    """A message as JSON."""
     return json.dumps(message, separators=(",", ":")).encode("ascii")
