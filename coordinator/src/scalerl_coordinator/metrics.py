@@ -115,9 +115,11 @@ class _RunCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
         counts = status.counts
-        rollouts = GaugeMetricFamily(_PREFIX + "rollouts", "Training rollouts by outcome.", labels=("fate",))
-        for fate in ("trained", "filtered", "given_up", "skipped", "queued", "leased"):
-            rollouts.add_metric((fate,), getattr(counts, fate))
+        rollouts = GaugeMetricFamily(
+            _PREFIX + "rollouts", "Training rollouts by outcome.", labels=("outcome",)
+        )
+        for outcome in ("trained", "filtered", "given_up", "skipped", "queued", "leased"):
+            rollouts.add_metric((outcome,), getattr(counts, outcome))
         yield rollouts
         dropped = CounterMetricFamily(
             _PREFIX + "dropped_rollouts", "Rollouts dropped, by reason.", labels=("reason",)
