@@ -41,7 +41,6 @@ class Member:
     name: str
     control_url: str
     last_seen: float
-    registered_at: float
     version: int = -1
     """Weight version; -1 without published weights."""
     version_reported: bool = False
@@ -110,7 +109,7 @@ class Membership:
         if before is not None:
             del self.members[before.member_id]
         self._expected.pop(name, None)
-        member = Member(member_id, name, control_url, now, now)
+        member = Member(member_id, name, control_url, now)
         self.members[member_id] = member
         return member
 
