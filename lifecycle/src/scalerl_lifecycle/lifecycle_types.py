@@ -141,7 +141,7 @@ class OutcomeKind(enum.StrEnum):
     COMPLETED = "Completed"
     """Continues when a limit is raised."""
     FAILED = "Failed"
-    """Continues when its spec is mended."""
+    """Continues when its spec is fixed."""
     SUSPENDED = "Suspended"
     """A run that has trained does not start with its present spec. It is not over: it continues when its spec is edited, or
     when a user suspends and resumes it."""

@@ -126,7 +126,7 @@ def test_repeated_grading_failures_stay_degraded(reconciles: Reconciles) -> None
 def test_failed_checkpoint_clears_with_the_next(reconciles: Reconciles) -> None:
     reconciles.reconcile(0, checkpoint_version=40)
     assert reconciles.reconcile(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
-    assert reconciles.reconcile(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
+    assert reconciles.reconcile(1e6) == Reason.CHECKPOINT_FAILED, "time alone fixes nothing"
     assert reconciles.reconcile(1e6 + 5, checkpoint_version=60) == Reason.HEALTHY
     assert reconciles.reconcile(1e6 + 10) == Reason.HEALTHY
 
