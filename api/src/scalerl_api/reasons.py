@@ -262,7 +262,7 @@ class Reason(Explained):
     SLOTS_GIVEN_UP = (
         "SlotsGivenUp",
         "Prompts are too long for model.contextTokens, or their groups failed repeatedly: their steps continue without "
-        "them, and status.trouble.givenUpRollouts counts them. The coordinator log has each slot with the reason. Clears "
+        "them, and status.faults.givenUpRollouts counts them. The coordinator log has each slot with the reason. Clears "
         "after ten minutes without another.",
     )
     STEP_SKIPPED = (

@@ -199,7 +199,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState) -> 
         if by_forecast or stop_reason == BROKEN:
             return LifecycleDecision(
                 Phase.SUSPENDED,
-                replace(persisted, suspension=Suspension.ASKED, drain_since=None),
+                replace(persisted, suspension=Suspension.REQUESTED, drain_since=None),
                 set_suspend=True,
             )
         reason = Reason.STOPPED_BY_FORECAST if stop_reason == FORECAST else Reason.BUDGET_REACHED

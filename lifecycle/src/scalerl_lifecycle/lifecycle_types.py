@@ -132,9 +132,9 @@ class Suspension(enum.StrEnum):
     """Whether a run is suspended."""
 
     NO = ""
-    ASKED = "Asked"
+    REQUESTED = "Requested"
     """Stopped by the autoscaler and drained; ``spec.suspend`` is not true yet."""
-    YES = "Resting"
+    YES = "Suspended"
 
 
 class OutcomeKind(enum.StrEnum):

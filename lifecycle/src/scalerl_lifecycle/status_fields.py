@@ -18,7 +18,7 @@ from scalerl_api.status import (
     Condition,
     ExportsStatus,
     ExportStatus,
-    HoldingStatus,
+    FailureStatus,
     RunStatus,
     TrainerStatus,
     UsageStatus,
@@ -37,7 +37,7 @@ from scalerl_lifecycle.problems import Problem
 
 PROGRESS: Final = frozenset(
     {
-        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "trouble"),
+        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "faults"),
         *("exports", "forecast", "outlook", "stopVotes", "decisions"),
     }
 )
@@ -72,11 +72,11 @@ def persisted_state(status: RunStatus) -> PersistedState:
         drain_since=seconds(status.drain_start_time) or None,
         unreachable_since=seconds(status.coordinator_unreachable_time) or None,
         coordinator_attempt=status.coordinator_attempt,
-        suspension=Suspension(status.rest),
+        suspension=Suspension(status.suspension),
         resumed=status.resumed,
         has_trained=status.has_trained,
         unproven_since=status.unproven_since,
-        suspending_for=_suspending_for(status.holding),
+        suspending_for=_suspending_for(status.suspending_for),
         awaited_since=seconds(trainer.awaited_time) or None,
         outcome=_outcome(status),
     )
@@ -93,11 +93,11 @@ def persisted_fields(persisted: PersistedState) -> dict[str, Any]:
         "drain_start_time": _time(persisted.drain_since),
         "coordinator_unreachable_time": _time(persisted.unreachable_since),
         "coordinator_attempt": persisted.coordinator_attempt,
-        "rest": persisted.suspension.value,
+        "suspension": persisted.suspension.value,
         "resumed": persisted.resumed,
         "has_trained": persisted.has_trained,
         "unproven_since": persisted.unproven_since,
-        "holding": _holding_status(persisted.suspending_for),
+        "suspending_for": _failure_status(persisted.suspending_for),
         "trainer": _trainer(persisted),
     }
 
@@ -174,24 +174,24 @@ def _outcome(status: RunStatus) -> RunOutcome | None:
         if condition is not None and condition.status == "True":
             return RunOutcome(end, *Reason.understood(condition.reason, condition.message))
     suspended = status.condition(ConditionType.SUSPENDED)
-    if suspended is not None and suspended.status == "True" and not status.rest:
+    if suspended is not None and suspended.status == "True" and not status.suspension:
         return RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(suspended.reason, suspended.message))
     return None
 
 
-def _holding_status(failure: RunOutcome | None) -> HoldingStatus | None:
+def _failure_status(failure: RunOutcome | None) -> FailureStatus | None:
     return (
         None
         if failure is None
-        else HoldingStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE])
+        else FailureStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE])
     )
 
 
-def _suspending_for(holding: HoldingStatus | None) -> RunOutcome | None:
+def _suspending_for(failure: FailureStatus | None) -> RunOutcome | None:
     return (
         None
-        if holding is None
-        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(holding.reason, holding.message))
+        if failure is None
+        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(failure.reason, failure.message))
     )
 
 

@@ -116,7 +116,7 @@ KEPT = frozenset(
             "drain_start_time",
             "coordinator_attempt",
             "coordinator_unreachable_time",
-            "rest",
+            "suspension",
             "resumed",
         ),
         *("replicas", "selector", "generators", "trainer", "model", "source"),

@@ -29,6 +29,7 @@ from pydantic_core import core_schema
 from scalerl_api.crd import cel_rules
 from scalerl_api.crd.cel_rules import NotExpressible
 from scalerl_api.crd.refused_edits import REFUSED_EDITS
+from scalerl_api.earlier_status import earlier_properties
 from scalerl_api.edits import nested_model
 from scalerl_api.environment_server import EnvironmentServerSpec
 from scalerl_api.fields import DECIMAL_FORM
@@ -89,6 +90,7 @@ def definition() -> dict[str, Any]:
             "status": schema_of(RunStatus, "serialization"),
         },
     }
+    schema["properties"]["status"]["properties"] |= earlier_properties()
     cel_rules.add(schema, cel_rules.OF_THE_OBJECT)
     _shorten(schema)
     for path, first in _REPEATED:
