@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scalerl_api.curve import MAX_LABEL_VALUES
-from scalerl_api.task_figures import STEP_FIGURES, TASK_FIGURES, by_task
+from scalerl_api.metrics_fields import STEP_FIGURES, TASK_FIGURES, by_task
 from scalerl_api.wire import MAIN_TASK, Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
