@@ -77,6 +77,8 @@ _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
 
 def definition() -> dict[str, Any]:
     """The CustomResourceDefinition."""
+    status = schema_of(RunStatus, "serialization")
+    status["properties"] |= earlier_properties()
     schema = {
         "type": "object",
         "description": "One run that trains a language model by reinforcement learning.",
@@ -87,10 +89,9 @@ def definition() -> dict[str, Any]:
             # The API server permits no other field here, not even a description.
             "metadata": {"type": "object"},
             "spec": schema_of(RunSpec),
-            "status": schema_of(RunStatus, "serialization"),
+            "status": status,
         },
     }
-    schema["properties"]["status"]["properties"] |= earlier_properties()
     cel_rules.add(schema, cel_rules.OF_THE_OBJECT)
     _shorten(schema)
     for path, first in _REPEATED:
