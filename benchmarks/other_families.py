@@ -1,6 +1,6 @@
 """35 more families of simulated runs for `decisions.py --families others`, which bounds and patience of the rule were not chosen on.
 
-They were written without sight of `run_families.py`. Two faults of the policy were found and mended on other draws of them
+They were written without sight of `run_families.py`. Two faults of the policy were found and fixed on other draws of them
 (seeds 0, 1 and 7 to 9): the noise of the alarm, and the threshold from which a fit keeps a run from being called flat. Other parameters, 10 to 80 evaluations of a run, some of
 them evenly spaced in log compute, noise of sd .003 to .02 with autocorrelation 0 to .7, heavier at one end, with outliers
 or drift, or the binomial noise of 64 to 8,000 samples. Kinds are those of `run_families.py`.

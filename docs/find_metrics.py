@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from scalerl_api import wire
+from scalerl_api.metrics_fields import STEP_FIGURES, TASK_FIGURES, task_key
 from scalerl_api.status import Condition, OutlookStatus, RunStatus
-from scalerl_api.task_figures import STEP_FIGURES, TASK_FIGURES, task_key
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.metrics import Metrics as CoordinatorMetrics
 from scalerl_coordinator.response_log import HistoryCounters

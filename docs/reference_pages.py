@@ -8,8 +8,8 @@ from typing import Any
 from find_metrics import Registered, registered
 
 from scalerl_api import crd
+from scalerl_api.metrics_fields import RUN_FIGURES, STEP_FIGURES, TRAINER_FIGURES
 from scalerl_api.spec import RunSpec
-from scalerl_api.task_figures import STEP_FIGURES, TRAINER_FIGURES
 from scalerl_api.vllm_options import GROUPS, VLLM_RELEASE, Use
 
 _NOTE = "<!-- Written by `make docs`; changes here are lost. -->\n\n"
@@ -104,10 +104,15 @@ def metrics_page() -> str:
             lines += [_metric(metric) for metric in mine]
     lines += [
         "\n## metrics.jsonl\n\nFields of a line, which the trackers have too; those of the coordinator's `task` metrics have no prefix, "
-        "and of\neach task of a mix the suffix `_task_NAME`.\n",
+        "and of\neach task of a mix the suffix `_task_NAME`. KL and tokens of a mismatch have a suffix for a range "
+        "of positions, like `sampled_kl_256_1k`.\n`reward_part_NAME` is the mean of a part of the verdicts, and `ratio_NAME_fraction` what a loss of "
+        "a package counts, per trained token.\n",
         "| field | |",
         "| --- | --- |",
-        *(f"| `{name}` | {text}. |" for name, text in {**STEP_FIGURES, **TRAINER_FIGURES}.items()),
+        *(
+            f"| `{name}` | {text}. |"
+            for name, text in {**RUN_FIGURES, **STEP_FIGURES, **TRAINER_FIGURES}.items()
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from scalerl_api.load import SpecError, load_run, parse_run
+from scalerl_api.metrics_fields import TASK_FIGURES, by_task, task_key
 from scalerl_api.spec import ScaleRLRun
-from scalerl_api.task_figures import TASK_FIGURES, by_task, task_key
 
 EXAMPLE = Path(__file__).parents[2] / "examples/mix/run.yaml"
 SETS = {"sets": [{"name": "a", "heldOutOf": "sums"}, {"name": "b", "heldOutOf": "programs"}]}

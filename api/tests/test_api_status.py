@@ -20,7 +20,7 @@ WHOLE = RunStatus.model_validate(
         "observedGeneration": 3,
         "conditions": [DONE, {"type": "Failed", "status": "False", "reason": "NotFinished"} | {"lastTransitionTime": NOW}],
         "step": 7,
-        "rest": "Resting",
+        "suspension": "Suspended",
         "decisions": [{"sequence": 1, "time": NOW, "state": "CONTINUE"}],
         "trainer": {"attempt": 2, "restarts": 1},
     }
@@ -31,7 +31,7 @@ WHOLE = RunStatus.model_validate(
     ("said", "read"),
     [
         ({"phase": "Hibernating"}, {"phase": Phase.PENDING}),
-        ({"rest": "Napping"}, {"rest": ""}),
+        ({"suspension": "Napping"}, {"suspension": ""}),
         ({"trainer": {"attempt": 4, "restarts": -1}}, {"trainer.attempt": 4, "trainer.restarts": 0}),
         ({"trainer": "many"}, {"trainer.attempt": 0}),
         ({"conditions": [DONE | {"status": "Perhaps"}, DONE | {"type": "A"}]}, {"types": ["A"]}),

@@ -339,7 +339,7 @@ ROLLOUTS = Section(
         lines(
             "By outcome",
             "Trained, filtered, given up, skipped, queued, leased.",
-            (f"max by (fate) (scalerl_coordinator_rollouts{{{RUN}}})", "{{fate}}"),
+            (f"max by (outcome) (scalerl_coordinator_rollouts{{{RUN}}})", "{{outcome}}"),
         ),
         lines(
             "Dropped",

@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl_api import endpoints, wire
-from scalerl_coordinator.decisions import MAX_LINE_BYTES, PAGE_BYTES, DecisionLog, Superseded
+from scalerl_coordinator import decisions
+from scalerl_coordinator.decisions import MAX_LINE_BYTES, PAGE_BYTES, DecisionLog
 from scalerl_lifecycle.coordinator_client import (
     CoordinatorClient,
     CoordinatorRefused,
     CoordinatorUnreachable,
-    OffsetSuperseded,
+    StaleOffset,
 )
 
 
@@ -36,16 +37,16 @@ async def test_operators_client_reads_what_it_wrote(local) -> None:
         await client.record_decision(0, b'{"a":1}\n')
         await client.record_decision(8, b'{"b":2}\n')
         await client.record_decision(8, b'{"b":2}\n')
-        with pytest.raises(OffsetSuperseded, match="superseded"):
+        with pytest.raises(StaleOffset, match="superseded"):
             await client.record_decision(8, b'{"c":3}\n')
-        with pytest.raises(OffsetSuperseded):
+        with pytest.raises(StaleOffset):
             await client.record_decision(0, b'{"a":1}\n')
         with pytest.raises(CoordinatorRefused, match="bad-request"):
             await client.record_decision(16, b"{}\n{}\n")
         assert await client.decisions(0) == wire.DecisionLines(content=b'{"a":1}\n{"b":2}\n', size=16)
         assert await client.decisions(8) == wire.DecisionLines(content=b'{"b":2}\n', size=16)
         assert await client.decisions(16) == wire.DecisionLines(content=b"", size=16)
-        with pytest.raises(OffsetSuperseded, match="superseded"):
+        with pytest.raises(StaleOffset, match="superseded"):
             await client.decisions(17)
     assert local.paths.decisions.read_bytes() == b'{"a":1}\n{"b":2}\n'
 
@@ -115,7 +116,7 @@ def test_pages_are_bounded_and_appends_read_one_line(tmp_path: Path, monkeypatch
     assert sum(taken) <= 1
     log.append(size, line)
     assert sum(taken) <= 2 + len(line)
-    with pytest.raises(Superseded):
+    with pytest.raises(decisions.StaleOffset):
         log.append(size - 2_000, line)
     taken.clear()
     pages, offset = 0, 0
@@ -133,7 +134,7 @@ def test_partial_last_line_is_dropped(tmp_path: Path, torn: int) -> None:
     path.write_bytes(b"{}\n" + b"x" * torn)
     log = DecisionLog(path)
     assert log.read() == (b"{}\n", 3)
-    with pytest.raises(Superseded, match="has 3 bytes"):
+    with pytest.raises(decisions.StaleOffset, match="has 3 bytes"):
         log.append(3 + torn, b"[]\n")
     log.append(3, b"[]\n")
     assert path.read_bytes() == b"{}\n[]\n"
@@ -210,7 +211,7 @@ def test_two_writers_keep_acknowledged_lines_once(
         try:
             for _ in range(1 + lost):
                 log.append(len(known[who]), line)
-        except Superseded:
+        except decisions.StaleOffset:
             known[who] = log.read()[0]
             continue
         known[who] += line

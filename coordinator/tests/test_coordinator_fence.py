@@ -18,10 +18,10 @@ import pytest
 from coordinator_client import Client, ErrorAnswer, make_group
 
 from scalerl_api import process, wire
-from scalerl_api.attempts import Attempt
+from scalerl_api.attempts import Attempt, AttemptSuperseded
 from scalerl_api.process import SUPERSEDED_EXIT_CODE
 from scalerl_coordinator.disk import Disk
-from scalerl_coordinator.fence import Fence, Replaced, current_folder
+from scalerl_coordinator.fence import Fence, current_folder
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.journal import Journal, JournalFailed, JournalRefused
 
@@ -29,7 +29,7 @@ CALLS = ("rename", "open", "unlink", "write", "ftruncate", "mkdir", "rmdir", "li
 SYNCS = ("fsync", "fdatasync")
 RECORDS = 5
 WAIT_SECONDS = 60.0
-ENDS = (Replaced, JournalFailed, JournalRefused, FileNotFoundError)
+ENDS = (AttemptSuperseded, JournalFailed, JournalRefused, FileNotFoundError)
 """How one ends that was replaced: it finds that, or the folder that it writes is gone."""
 
 running: dict[str, Coordinator] = {}
@@ -228,9 +228,9 @@ def test_several_that_begin_and_stop_at_random(tmp_path: Path, seed: int) -> Non
 def test_lower_attempt_or_a_replaced_pod_does_not_begin(tmp_path: Path) -> None:
     complete(tmp_path, 2, "a", crashes=True)
     complete(tmp_path, 2, "b", crashes=True)
-    with pytest.raises(Replaced, match="has taken its right"):
+    with pytest.raises(AttemptSuperseded, match="has taken its right"):
         Fence.begin(tmp_path, Attempt(1, 2), "a")
-    with pytest.raises(Replaced, match=r"is later"):
+    with pytest.raises(AttemptSuperseded, match=r"is later"):
         Fence.begin(tmp_path, Attempt(1, 1), "c")
     again = complete(tmp_path, 2, "b")
     assert again.recovered is not None
@@ -320,7 +320,7 @@ async def test_replaced_coordinator_does_not_start(tmp_path: Path) -> None:
     journal = Journal(fence.folder, fence=fence)
     list(journal.recover())
     Fence.begin(tmp_path, Attempt(1, 2), "b")
-    with pytest.raises(Replaced):
+    with pytest.raises(AttemptSuperseded):
         await journal.start()
     await journal.close()
 
@@ -373,7 +373,7 @@ def test_rename_whose_answer_was_lost_ends_nobody(tmp_path: Path) -> None:
     fence.check()
     fence.check()
     Fence.begin(tmp_path, Attempt(1, 2), "b")
-    with pytest.raises(Replaced):
+    with pytest.raises(AttemptSuperseded):
         fence.check()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_api import wire
-from scalerl_api.task_figures import TASK_FIGURES
+from scalerl_api.metrics_fields import TASK_FIGURES
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.accounting import RolloutCounts

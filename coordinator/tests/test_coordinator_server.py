@@ -38,7 +38,7 @@ async def test_probes_and_metrics_need_no_token(local, visitor):
             assert response.status == 200
     async with visitor.session.get(local.url + endpoints.METRICS) as response:
         text = await response.text()
-    assert 'scalerl_coordinator_rollouts{fate="queued"} 0.0' in text
+    assert 'scalerl_coordinator_rollouts{outcome="queued"} 0.0' in text
     assert 'scalerl_coordinator_phase{phase="waiting"} 1.0' in text
     assert "scalerl_coordinator_journal_refusing 0.0" in text
     assert "scalerl_coordinator_supervised_steps 0.0" in text

@@ -10,7 +10,7 @@ from coordinator_client import make_group
 from coordinator_world import World, check_consistency, make_settings, train
 
 from scalerl_api import wire
-from scalerl_api.task_figures import STEP_FIGURES
+from scalerl_api.metrics_fields import STEP_FIGURES
 from scalerl_api.wire import Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.core import Refusal

@@ -10,6 +10,7 @@ from coordinator_client import make_group
 from coordinator_world import World, check_consistency, make_settings, ready
 
 from scalerl_api import wire
+from scalerl_api.metrics_fields import RUN_FIGURES, STEP_FIGURES, TASK_FIGURES
 from scalerl_api.wire import PushResult, Split
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.step_figures import sum_step
@@ -38,6 +39,11 @@ def test_step_row_has_the_mean_of_each_part() -> None:
     assert row is not None
     assert row["reward_part_process"] == pytest.approx((0.5 + 0.5 + 0.0 + 1.0 - 3.0) / 5)
     assert set(row) - {"reward_part_process"} == set(_row_without_parts())
+
+
+def test_step_row_has_the_documented_fields() -> None:
+    written = _row_without_parts().keys() - TASK_FIGURES.keys() - STEP_FIGURES.keys()
+    assert written - {"busy_seconds"} == RUN_FIGURES.keys(), "with no figures of the trainer but its seconds"
 
 
 def _row_without_parts() -> dict[str, float]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scalerl_api.wire import Lease, PastResponse, PromptRef, Split, prompt_digest
-from scalerl_generator.coordinator_client import CoordinatorDown
+from scalerl_generator.coordinator_client import CoordinatorUnreachable
 from scalerl_generator.drafts import past_responses
 from scalerl_generator.drafts.draft_protocol import DraftReport, PastResponses
 from scalerl_generator.drafts.past_responses import PastResponseFeed
@@ -167,7 +167,7 @@ async def test_feed_does_not_ask_for_evaluations(world: World) -> None:
     assert not world.coordinator.requests
 
 
-@pytest.mark.parametrize("past", [CoordinatorDown("away"), None])
+@pytest.mark.parametrize("past", [CoordinatorUnreachable("away"), None])
 async def test_feed_does_not_wait_for_a_coordinator(past: Exception | None) -> None:
     world = World(wait_seconds=0.05)
     world.coordinator.past = past

@@ -87,7 +87,7 @@ class Run:
 
     def saved(self) -> int:
         """Steps that are in a checkpoint, as the coordinator last said; -1 for none."""
-        return int(self.status()["trouble"]["checkpointVersion"])
+        return int(self.status()["faults"]["checkpointVersion"])
 
     def resumed_at(self) -> int:
         """The step that the trainer continued at, in its own words."""

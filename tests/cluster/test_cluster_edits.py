@@ -37,7 +37,7 @@ NAMESPACE, NAME, COMPLETIONS, EVERY = (
 EXAMPLE = yaml.safe_load((ROOT / "examples/tiny/run-kubernetes.yaml").read_text())["spec"]
 PODS = EXAMPLE["podTemplate"]
 LOST_DATA = {"name": "data", "emptyDir": {}}
-HELD, LINE = ("Suspended", "True", "EditFailed"), "revert or mend the edit of "
+HELD, LINE = ("Suspended", "True", "EditFailed"), "revert or fix the edit of "
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,6 @@ async def test_servers_of_a_run_come_fail_and_go(there: Stage) -> None:
     left = [o for kind in ("Deployment", "Service") for o in await there.all(kind, "environment")]
     assert all("deletionTimestamp" in o["metadata"] for o in left)
 
-    # The edit that mends it goes on.
+    # The edit that fixes it goes on.
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"environment": {"image": "game:3"}}})
     await there.reconcile_until(lambda r: r["status"]["phase"] in ("Pending", "Preparing", "Running"))

@@ -64,7 +64,7 @@ async def is_held(there: Stage, *says: str) -> Object:
     run = await there.reconcile_until(phase("Suspended"))
     message = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Suspended")
     assert condition(run, "Suspended") == "EditFailed"
-    for text in (*says, "revert or mend the edit of"):
+    for text in (*says, "revert or fix the edit of"):
         assert text in message
     assert ("EditFailed", f"Suspended: {message}") in await there.events()
     await there.fresh_operator()
@@ -131,7 +131,7 @@ async def test_completed_run_is_given_more_steps(there: Stage) -> None:
     assert "completionTime" not in run["status"]
 
 
-async def test_failed_run_continues_with_a_mended_spec(there: Stage) -> None:
+async def test_failed_run_continues_with_a_fixed_spec(there: Stage) -> None:
     await there.create(tiny())
     await there.reconcile_until(lambda run: run.get("status", {}).get("phase") == "Preparing")
     await there.end("prepare", 2, LINE)

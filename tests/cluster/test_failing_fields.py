@@ -121,7 +121,7 @@ async def fails(there: Stage, edited: Edited, before: set[str], run: Object) -> 
     run = await there.reconcile_until(phase("Suspended"))
     message = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Suspended")
     assert condition(run, "Suspended") == "EditFailed"
-    assert "/data/data.jsonl does not exist; revert or mend the edit of" in message
+    assert "/data/data.jsonl does not exist; revert or fix the edit of" in message
     assert f"spec.{edited.path.removesuffix('.none')}" in message
     return "held"
 

@@ -17,8 +17,8 @@ async def test_five_hundred_lost_slots_are_one_event(there: Stage) -> None:
         there.now += 60.0
         run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "SlotsGivenUp", times=2)
     said = next(c["message"] for c in run["status"]["conditions"] if c["type"] == "Degraded")
-    assert "status.trouble.givenUpRollouts" in said
-    assert run["status"]["trouble"]["givenUpRollouts"] == 500
+    assert "status.faults.givenUpRollouts" in said
+    assert run["status"]["faults"]["givenUpRollouts"] == 500
     assert [reason for reason, _ in await there.events()].count("SlotsGivenUp") == 1
     there.now += QUIET_SECONDS + 1.0
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "Healthy", times=2)

@@ -60,8 +60,8 @@ def works(attempt: int = 1) -> Reached:
 
 
 def holds_nothing(run: Object, there: Names) -> bool:
-    at_rest = run["spec"].get("suspend") is True and run["status"].get("rest") == "Resting"
-    return at_rest and not any(kind in WORKLOADS for kind, _ in there)
+    suspended = run["spec"].get("suspend") is True and run["status"].get("suspension") == "Suspended"
+    return suspended and not any(kind in WORKLOADS for kind, _ in there)
 
 
 def is_gone(run: Object, there: Names) -> bool:
@@ -188,7 +188,7 @@ def remembered(run: Object) -> Object:
     return {
         "suspend": run.get("spec", {}).get("suspend"),
         "trainer": {k: v for k, v in status.get("trainer", {}).items() if not k.endswith("Time")},
-        **{name: status.get(name) for name in ("phase", "rest", "resumed")},
+        **{name: status.get(name) for name in ("phase", "suspension", "resumed")},
         **{type_: condition(run, type_) for type_ in ("Completed", "Failed", "Suspended")},
     }
 

@@ -460,8 +460,8 @@ async def test_forecast_stop_suspends_until_resumed(there: Stage) -> None:
     there.coordinator.phase, there.coordinator.stop_reason = wire.Phase.FINISHED, "forecast"
     await there.end("trainer", 0, count=2)
     run = await there.reconcile_until(lambda r: r["spec"].get("suspend") is True)
-    assert run["status"]["rest"] == "Asked", "first it is written down, then asked for"
-    run = await there.reconcile_until(lambda r: r["status"]["rest"] == "Resting")
+    assert run["status"]["suspension"] == "Requested", "first it is written down, then asked for"
+    run = await there.reconcile_until(lambda r: r["status"]["suspension"] == "Suspended")
     assert condition(run, "Suspended") == "StoppedByForecast"
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
     await there.reconcile_until(phase("Preparing"))

@@ -196,7 +196,7 @@ async def test_decision_is_written_once_before_it_is_applied(
     await there.reconcile_until(lambda r: r["status"]["trainer"]["restarts"] == 1)
     done: list[str] = []
     for verb in ("create", "patch", "delete"):
-        monkeypatch.setattr(there.api, verb, update_trouble(getattr(there.api, verb), verb, done))
+        monkeypatch.setattr(there.api, verb, recorded(getattr(there.api, verb), verb, done))
 
     async def of_the_look_that(until: Any) -> list[str]:
         while True:
@@ -224,7 +224,7 @@ async def test_decision_is_written_once_before_it_is_applied(
     assert "patch ScaleRLRun" not in others, "what was to be said is said"
 
 
-def update_trouble(ask: Any, verb: str, done: list[str]) -> Any:
+def recorded(ask: Any, verb: str, done: list[str]) -> Any:
     """A call of the API, written down; events are not."""
 
     async def asked(what: Any, *of: Any, **more: Any) -> Any:

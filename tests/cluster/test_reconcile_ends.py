@@ -211,7 +211,7 @@ async def test_status_of_a_later_release_is_tolerated(there: Stage, control_plan
     later = copy.deepcopy(ours)
     status = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
     status["phase"]["enum"].append("Hibernating")
-    status["rest"]["enum"].append("Dozing")
+    status["suspension"]["enum"].append("Dozing")
 
     def define(definition: Object) -> None:
         words = ("apply", "--server-side", "--force-conflicts", "-f", "-")
@@ -231,7 +231,7 @@ async def test_status_of_a_later_release_is_tolerated(there: Stage, control_plan
     await asyncio.to_thread(define, later)
     try:
         for name, conditions in ((NAME, [unheard]), ("ended", [unheard, foretold])):
-            said = {"phase": "Hibernating", "rest": "Dozing", "conditions": conditions}
+            said = {"phase": "Hibernating", "suspension": "Dozing", "conditions": conditions}
 
             async def is_said(name: str = name, said: Object = said) -> bool:
                 try:

@@ -258,8 +258,7 @@ def test_suspend_and_resume_with_an_edit_that_fails(run: Run) -> None:
     held = until(lambda: run.condition("Suspended")[1] == "EditFailed", 600, "EditFailed")
     say("resumed with a wrong mount path: held", held, 60)
     assert (
-        "revert or mend the edit of spec.podTemplate.volumeMounts.0.mountPath"
-        in run.condition("Suspended")[2]
+        "revert or fix the edit of spec.podTemplate.volumeMounts.0.mountPath" in run.condition("Suspended")[2]
     )
     run.patch(
         {

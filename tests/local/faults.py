@@ -70,13 +70,14 @@ class Watch:
     def assert_rollouts_add_up(self) -> None:
         """As the coordinator's metrics and status have it at this moment, if it answers; nothing acknowledged is lost."""
         if text := self._get("/metrics", {}).decode():
-            fates = dict(
-                re.findall(r'^scalerl_coordinator_rollouts\{fate="(\w+)"\} (\S+)$', text, re.MULTILINE)
+            by_outcome = dict(
+                re.findall(r'^scalerl_coordinator_rollouts\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
             )
             acknowledged = re.search(r"^scalerl_coordinator_acknowledged_rollouts (\S+)$", text, re.MULTILINE)
             assert acknowledged is not None
-            parts = [float(fates[fate]) for fate in ("trained", "filtered", "skipped", "queued")]
-            assert sum(parts) == float(acknowledged[1]), fates
+            used = ("trained", "filtered", "skipped", "queued")
+            parts = [float(by_outcome[outcome]) for outcome in used]
+            assert sum(parts) == float(acknowledged[1]), by_outcome
         token = RunPaths(self.run.directory).token.read_text().strip()
         headers = {WIRE_HEADER: str(WIRE_VERSION), "authorization": f"Bearer {token}"}
         if answer := self._get(endpoints.STATUS, headers):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from runs import ROOT, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
-from scalerl_api.task_figures import by_task
+from scalerl_api.metrics_fields import by_task
 from scalerl_tasks import Mixture
 
 EXAMPLE = ROOT / "examples/mix/run.yaml"

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from scalerl_api.wire import DecisionLines
 from scalerl_autoscaling.decision_log import DecisionRecord
-from scalerl_coordinator.decisions import DecisionLog, Superseded
-from scalerl_lifecycle.coordinator_client import CoordinatorUnreachable, OffsetSuperseded
+from scalerl_coordinator import decisions
+from scalerl_coordinator.decisions import DecisionLog
+from scalerl_lifecycle.coordinator_client import CoordinatorUnreachable, StaleOffset
 
 DOWN = "down"
 """A call that is not sent."""
@@ -46,8 +47,8 @@ class DecisionService:
             raise CoordinatorUnreachable("GET /v1/decisions: TimeoutError")
         try:
             content, size = self.log.read(offset)
-        except Superseded as problem:
-            raise OffsetSuperseded(f"GET /v1/decisions: HTTP 409: {problem}") from problem
+        except decisions.StaleOffset as problem:
+            raise StaleOffset(f"GET /v1/decisions: HTTP 409: {problem}") from problem
         return DecisionLines(content=content, size=size)
 
     async def record_decision(self, offset: int, line: bytes) -> None:
@@ -57,8 +58,8 @@ class DecisionService:
             raise CoordinatorUnreachable("POST /v1/decisions: connection refused")
         try:
             self.log.append(offset, line)
-        except Superseded as problem:
-            raise OffsetSuperseded(f"POST /v1/decisions: HTTP 409: {problem}") from problem
+        except decisions.StaleOffset as problem:
+            raise StaleOffset(f"POST /v1/decisions: HTTP 409: {problem}") from problem
         except OSError as problem:
             raise CoordinatorUnreachable(f"POST /v1/decisions: HTTP 507: {problem.strerror}") from problem
         if fate == LOST:

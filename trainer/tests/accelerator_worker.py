@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from trainable_places import trainable_places
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import scalerl_trainer
@@ -220,8 +221,8 @@ def batch() -> TrainBatch:
         Sequence([6, 7, 8], list(range(20, 31))),
         Sequence([9], [10, 11]),
     ]
-    count = sum(len(s.trainable_places()) for s in sequences)
-    lengths_s = torch.tensor([len(s.trainable_places()) for s in sequences])
+    count = sum(len(trainable_places(s)) for s in sequences)
+    lengths_s = torch.tensor([len(trainable_places(s)) for s in sequences])
     return TrainBatch(
         sequences,
         sequence_weights(lengths_s, torch.tensor([0, 0, 1, 1])).float(),

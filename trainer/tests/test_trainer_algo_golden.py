@@ -329,7 +329,6 @@ class TestMismatch:
         # d = .5, -.5
         got = ratio_statistics(torch.tensor([-0.5, -1.5]), torch.tensor([-1.0, -1.0]))
         up, down = math.exp(0.5), math.exp(-0.5)
-        assert got.kl_k1 == pytest.approx(0.0, abs=1e-7)
         assert got.kl_k3 == pytest.approx(((up - 1 - 0.5) + (down - 1 + 0.5)) / 2, rel=1e-6)
         assert got.ratio_mean == pytest.approx((up + down) / 2, rel=1e-6)
         assert got.ratio_max == pytest.approx(up, rel=1e-6)
@@ -343,7 +342,6 @@ class TestMismatch:
         true = float((sampler * (sampler / trainer).log()).sum())
         drawn = torch.multinomial(sampler, 400_000, replacement=True, generator=generator)
         got = ratio_statistics(trainer.log()[drawn], sampler.log()[drawn])
-        assert got.kl_k1 == pytest.approx(true, abs=1e-3)
         assert got.kl_k3 == pytest.approx(true, abs=2e-4)
 
     def test_ratio_table_matches_statistics_by_bucket(self) -> None:

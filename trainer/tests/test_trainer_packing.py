@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainable_places import trainable_places
 
 from scalerl_trainer.errors import BadBatchError, SequenceTooLongError
 from scalerl_trainer.models import LogprobHead, Policy
@@ -68,7 +69,7 @@ def alone(causal_lm: object, sequences: list[Sequence], temperature: float) -> t
     for sequence in sequences:
         ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
         logprobs = (causal_lm(ids).logits[0] / temperature).log_softmax(-1)  # type: ignore[operator]
-        at = [len(sequence.prompt) + place for place in sequence.trainable_places()]
+        at = [len(sequence.prompt) + place for place in trainable_places(sequence)]
         found.append(logprobs[[p - 1 for p in at], ids[0, at]])
     return torch.cat(found)
 
@@ -102,7 +103,7 @@ def test_pack_predicts_each_trainable_token_once_within_limit(
     sequences: list[Sequence], most: int, shared: bool
 ) -> None:
     batch = pack(sequences, most, shared_rows=shared)
-    expected = [s.completion[p] for s in sequences for p in s.trainable_places()]
+    expected = [s.completion[p] for s in sequences for p in trainable_places(s)]
     target: list[int] = [-1] * batch.trainable
     seen = 0
     for micro in batch.micro_batches:
@@ -115,7 +116,7 @@ def test_pack_predicts_each_trainable_token_once_within_limit(
             target[place] = token
         seen += micro.input_ids_bt.numel()
     assert target == expected
-    assert batch.trainable_s.tolist() == [len(s.trainable_places()) for s in sequences]
+    assert batch.trainable_s.tolist() == [len(trainable_places(s)) for s in sequences]
     assert seen == batch.tokens + batch.padding
 
 
@@ -123,7 +124,7 @@ def token_by_token(
     rows: list[list[int]], sequences: list[Sequence], one_row: bool
 ) -> dict[str, list[int] | list[list[int]]]:
     """A micro-batch of these rows, by a loop over tokens."""
-    places = [s.trainable_places() for s in sequences]
+    places = [trainable_places(s) for s in sequences]
     firsts = [sum(map(len, places[:index])) for index in range(len(sequences))]
     lengths = [
         s.tokens - 1 if one_row else len(s.prompt) + p[-1] if p else 0

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_families import FAMILIES, write_family
 from test_trainer_routing import SIZES, TEXTS, inputs
+from trainable_places import trainable_places
 
 from scalerl_trainer.errors import BadBatchError, ModelError
 from scalerl_trainer.models import Policy, load_model, write_scratch
@@ -231,8 +232,8 @@ def test_packed_experts_are_at_their_tokens(sequences: list[Sequence], shared_ro
             assert micro.experts_xlk[x].tolist() == [[int(ids_x[x]), int(at_x[x])]] * 3
     wanted = 0
     for sequence in sequences:
-        if sequence.routed is not None and sequence.trainable_places():
-            last = len(sequence.prompt) + sequence.trainable_places()[-1]
+        if sequence.routed is not None and trainable_places(sequence):
+            last = len(sequence.prompt) + trainable_places(sequence)[-1]
             wanted += int((np.asarray(sequence.routed.positions) < last).sum())
     assert packed.routed == known == wanted
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainable_places import trainable_places
 
 from scalerl_trainer import row_layout
 from scalerl_trainer.algo.losses import Cispo
@@ -81,7 +82,7 @@ def test_each_token_has_its_context_within_the_limit(sequences: list[Sequence], 
     expected = [
         ([*s.prompt, *s.completion[:place]], s.completion[place], index)
         for index, s in enumerate(sequences)
-        for place in s.trainable_places()
+        for place in trainable_places(s)
     ]
     found: list[Any] = [None] * batch.trainable
     computed = 0

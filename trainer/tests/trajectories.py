@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from trainable_places import trainable_places
 
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
@@ -227,12 +228,12 @@ def plain_loss(
     network: Any, batch: TrainBatch, recipe: RecipeSpec, temperature: float, proximal: Any = None
 ) -> torch.Tensor:
     """The loss of a whole batch at once, float64. ``proximal``: the policy of a correction; None for ``network``."""
-    lengths = [len(sequence.trainable_places()) for sequence in batch.sequences]
+    lengths = [len(trainable_places(sequence)) for sequence in batch.sequences]
     index_n = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
 
     def logprobs_n(policy: Any) -> torch.Tensor:
         logprobs = [
-            plain_logprobs(policy, sequence, temperature)[sequence.trainable_places()]
+            plain_logprobs(policy, sequence, temperature)[trainable_places(sequence)]
             for sequence in batch.sequences
             if len(sequence.completion)
         ]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from scalerl_analysis import formatting
 from scalerl_analysis.table import Column, Table
-from scalerl_api.task_figures import SOLVED_AT_TURNS, by_task
+from scalerl_api.metrics_fields import SOLVED_AT_TURNS, by_task
 from scalerl_api.wire import MAIN_TASK
 
 _ENDS: Final = 10

@@ -1,4 +1,5 @@
-"""Numbers of the trainer's attempts on a cluster, by which the volume and the coordinator tell a later attempt from an earlier one."""
+"""Numbers of the attempts of the trainer, and of the coordinator, on a cluster, by which the volume and the coordinator tell a later attempt
+from an earlier one."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ import re
 from typing import NamedTuple
 
 _TEXT = re.compile(r"^(\d{1,12})\.(\d{1,9})(?:-|$)", re.ASCII)
+
+
+class AttemptSuperseded(Exception):
+    """A later attempt, of the trainer or of the coordinator, has begun; this one must end."""
 
 
 class Attempt(NamedTuple):

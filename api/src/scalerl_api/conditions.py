@@ -29,7 +29,7 @@ class Phase(Explained):
     )
     FAILED = (
         "Failed",
-        "The run has failed; the condition Failed has the reason. It continues when its spec is mended.",
+        "The run has failed; the condition Failed has the reason. It continues when its spec is fixed.",
     )
 
 
@@ -96,7 +96,7 @@ class ConditionType(Explained):
         "Suspended",
         "Nothing of the run is running, and its checkpoint is written.",
         "Suspended by its spec or its forecast: set spec.suspend to false to continue from the checkpoint. Held after a failure: "
-        "mend the spec, or set spec.suspend to true and then to false to try again.",
+        "fix the spec, or set spec.suspend to true and then to false to try again.",
     )
     COMPLETED = (
         "Completed",
@@ -106,7 +106,7 @@ class ConditionType(Explained):
     FAILED = (
         "Failed",
         "The run has failed.",
-        "The message has the error. Mend the spec, and the run continues, from its checkpoint if it has one. If the cause was "
+        "The message has the error. Fix the spec, and the run continues, from its checkpoint if it has one. If the cause was "
         "not in the spec, set spec.suspend to true and then to false.",
     )
 

@@ -262,7 +262,7 @@ class Reason(Explained):
     SLOTS_GIVEN_UP = (
         "SlotsGivenUp",
         "Prompts are too long for model.contextTokens, or their groups failed repeatedly: their steps continue without "
-        "them, and status.trouble.givenUpRollouts counts them. The coordinator log has each slot with the reason. Clears "
+        "them, and status.faults.givenUpRollouts counts them. The coordinator log has each slot with the reason. Clears "
         "after ten minutes without another.",
     )
     STEP_SKIPPED = (
@@ -285,7 +285,7 @@ class Reason(Explained):
     EDIT_FAILED = (
         "EditFailed",
         "The run has trained, and failed to start after an edit, or within ten steps. The message has the failure and the edited "
-        "fields: revert or mend them, and the run continues from its checkpoint. If the cause was elsewhere, set spec.suspend to "
+        "fields: revert or fix them, and the run continues from its checkpoint. If the cause was elsewhere, set spec.suspend to "
         "true and then to false.",
     )
 

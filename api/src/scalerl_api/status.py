@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from scalerl_api.conditions import Phase as Phase
+from scalerl_api.earlier_status import with_present_names
 from scalerl_api.fields import Model, Unique
 from scalerl_api.memory.model_size import ModelSize
 
@@ -99,7 +100,7 @@ class TrainerStatus(StatusModel):
     """When the next attempt starts, during a back-off."""
 
 
-class HoldingStatus(StatusModel):
+class FailureStatus(StatusModel):
     """A failure for which a run saves its training, before it is suspended."""
 
     reason: Annotated[str, Field(max_length=128)]
@@ -136,8 +137,8 @@ class UsageStatus(StatusModel):
     """Completion tokens of trained steps."""
 
 
-class TroubleStatus(StatusModel):
-    """Problems of a run that continues: it is degraded until they are resolved."""
+class FaultStatus(StatusModel):
+    """Faults of a run that continues: it is degraded until they are resolved."""
 
     grading_errors: Count = 0
     """Completions whose verifier failed, over the whole run."""
@@ -310,15 +311,15 @@ class RunStatus(StatusModel):
     """When the coordinator stopped responding during a drain; after five minutes the trainer's Job is deleted."""
     coordinator_attempt: Count = 1
     """Number of the coordinator; one with a greater number takes the journal over from a pod on a lost node."""
-    rest: Literal["", "Asked", "Resting"] = ""
-    """``Asked``: stopped by its forecast, but spec.suspend is not set yet. ``Resting``: suspended and drained."""
+    suspension: Literal["", "Requested", "Suspended"] = ""
+    """``Requested``: stopped by its forecast, but spec.suspend is not set yet. ``Suspended``: suspended and drained."""
     resumed: bool = False
     """The run was resumed, or continues after its end, but the coordinator has not been notified yet."""
     has_trained: bool = False
     """The run has trained steps, of RL or of mid-training."""
     unproven_since: Count | None = None
     """Steps at the last edit or resumption, until ten more are trained: a failure meanwhile suspends the run."""
-    holding: HoldingStatus | None = None
+    suspending_for: FailureStatus | None = None
     """The failure for which the run drains, to be suspended until its spec is edited."""
     step: Count | None = None
     """Steps trained."""
@@ -354,8 +355,8 @@ class RunStatus(StatusModel):
     """The trainer's attempts."""
     usage: UsageStatus = UsageStatus()
     """Resources used by the run."""
-    trouble: TroubleStatus = TroubleStatus()
-    """Problems that have not ended the run."""
+    faults: FaultStatus = FaultStatus()
+    """Faults that have not ended the run."""
     exports: ExportsStatus = ExportsStatus()
     """Exported models and their locations."""
     model: ModelStatus | None = None
@@ -366,7 +367,7 @@ class RunStatus(StatusModel):
         """Parse the status of a run. Values that this release does not support, because another release wrote them (a later
         phase or reason), are dropped, in a list with their whole entry; the next write removes them from the object.
         """
-        known: Any = status or {}
+        known: Any = with_present_names(status or {})
         while True:
             try:
                 return cls.model_validate(known)

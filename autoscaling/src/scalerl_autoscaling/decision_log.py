@@ -23,7 +23,7 @@ from scalerl_api.status import RECENT_DECISIONS, DecisionStatus
 from scalerl_api.wire import DecisionLines
 from scalerl_autoscaling.models import Decision, History, Observation, Recorded
 from scalerl_autoscaling.observation import Point
-from scalerl_lifecycle.coordinator_client import CoordinatorRefused, CoordinatorUnreachable, OffsetSuperseded
+from scalerl_lifecycle.coordinator_client import CoordinatorRefused, CoordinatorUnreachable, StaleOffset
 
 FORMAT: Final = 2
 FILE: Final = "decisions.jsonl"
@@ -211,7 +211,7 @@ class DecisionRecord:
         self._stale = True  # also for a caller that is cancelled meanwhile
         try:
             await self._write_line(self._size, content)
-        except (CoordinatorUnreachable, OffsetSuperseded) as error:
+        except (CoordinatorUnreachable, StaleOffset) as error:
             # Another operator wrote, or it is unknown whether this line was written.
             with contextlib.suppress(RecordError):
                 await self.load()

@@ -108,8 +108,8 @@ async def test_points_that_cannot_be_fitted(tmp_path: Path, url: str, spoil: Any
     no_stop(await watched.must(spoil(curve)[:40]), State.INSUFFICIENT, "")
     no_stop(await watched.must(spoil(curve)), State.INSUFFICIENT, says)
     # Once the points are as they should be, the count begins.
-    mended = evaluations([*[p.reward for p in curve], 0.61])
-    assert (await watched.must(mended)).decision.history.consecutive_votes == 1
+    fixed = evaluations([*[p.reward for p in curve], 0.61])
+    assert (await watched.must(fixed)).decision.history.consecutive_votes == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])

@@ -119,7 +119,7 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
         return path
     from scalerl_cli.clusters.fetch import curve
     from scalerl_cli.clusters.runs import find
-    from scalerl_cli.clusters.session import Trouble, explained, open_session
+    from scalerl_cli.clusters.session import ClusterProblem, explained, open_session
     from scalerl_operator.kube import errors
 
     where = "a cluster"
@@ -130,7 +130,7 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
         table, _ = curve(session, find(session, name))
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, table)
-    except (errors.ApiError, Trouble, OSError) as error:
+    except (errors.ApiError, ClusterProblem, OSError) as error:
         why = error if isinstance(error, OSError) else explained(error)
         problems.append(f"{path}: no such file, and no run of that name in {where}: {why}")
     return target

@@ -21,10 +21,10 @@ import yaml
 from scalerl_cli.clusters import logs, volume
 from scalerl_cli.clusters.runs import Run, advice, plain
 from scalerl_cli.clusters.session import (
+    ClusterProblem,
     CommandFailed,
     Interrupted,
     Session,
-    Trouble,
     explained,
     open_session,
 )
@@ -82,7 +82,7 @@ def test_copy_continues_while_bytes_come(tmp_path: Path) -> None:
 
 def test_interrupted_copy_leaves_no_target_and_is_continued(tmp_path: Path) -> None:
     made, entries = flaky({"a": b"x" * 100}, limit=0)
-    with pytest.raises(Trouble, match="0 of 100 bytes are here: repeat the command to continue"):
+    with pytest.raises(ClusterProblem, match="0 of 100 bytes are here: repeat the command to continue"):
         volume.copy(made, entries, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     part = tmp_path / ".model.partial/a"
@@ -98,7 +98,7 @@ def test_interrupted_copy_leaves_no_target_and_is_continued(tmp_path: Path) -> N
 
 def test_part_of_another_version_is_not_continued(tmp_path: Path) -> None:
     made, entries = flaky({"a": b"x" * 100}, limit=0)
-    with pytest.raises(Trouble):
+    with pytest.raises(ClusterProblem):
         volume.copy(made, entries, tmp_path / "model")
     (tmp_path / ".model.partial/a").write_bytes(b"y" * 60)
     made, _ = flaky({"a": b"z" * 100})
@@ -109,7 +109,7 @@ def test_part_of_another_version_is_not_continued(tmp_path: Path) -> None:
 def test_torn_bytes_are_refused(tmp_path: Path) -> None:
     made, entries = flaky({"a": b"x" * 100})
     object.__setattr__(made, "read", lambda entry, offset: iter([b"x" * 99 + b"y"]))
-    with pytest.raises(Trouble, match="changed during the copy"):
+    with pytest.raises(ClusterProblem, match="changed during the copy"):
         volume.copy(made, entries, tmp_path / "model")
     assert not (tmp_path / "model").exists()
     assert not (tmp_path / ".model.partial/a").exists()
@@ -120,7 +120,7 @@ def test_files_of_a_journal_may_vanish(tmp_path: Path) -> None:
     del made.files["a"]
     volume.copy(made, entries, tmp_path / "rollouts", vanishing=True)
     assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["b"]
-    with pytest.raises(Trouble, match="cannot be read"):
+    with pytest.raises(ClusterProblem, match="cannot be read"):
         volume.copy(made, entries, tmp_path / "model")
 
 
@@ -160,7 +160,7 @@ def shell(root: Path) -> Volume:
 def test_listings_that_cannot_be_used_are_refused(listing: bytes, says: str) -> None:
     made = shell(Path())
     object.__setattr__(made, "_run", lambda script, *words: iter([listing]))
-    with pytest.raises(Trouble, match=says):
+    with pytest.raises(ClusterProblem, match=says):
         made.list(["m"])
 
 
@@ -229,7 +229,7 @@ def test_only_files_that_no_longer_exist_are_left_out(tmp_path: Path, fault: str
         raise CommandFailed(fault)
 
     object.__setattr__(made, "read" if fault == "denied" else "sha256", fail)
-    with pytest.raises(Trouble, match="a: it ") as refused:
+    with pytest.raises(ClusterProblem, match="a: it ") as refused:
         volume.copy(made, entries, tmp_path / "rollouts", vanishing=True)
     assert refused.value.code == 1
     assert not (tmp_path / "rollouts").exists()
@@ -286,12 +286,12 @@ def test_kubeconfigs_contexts_and_namespaces_as_in_kubectl(tmp_path: Path) -> No
         other = tmp_path / "stale"
         other.write_text(yaml.safe_dump(config))
         assert open_session(arguments(context="one", kubeconfig=str(other))).namespace == "team-a"
-        with pytest.raises(Trouble, match="the kubeconfig cannot be used"):
+        with pytest.raises(ClusterProblem, match="the kubeconfig cannot be used"):
             open_session(arguments(kubeconfig=str(other)))
-    with pytest.raises(Trouble, match="three") as refused:
+    with pytest.raises(ClusterProblem, match="three") as refused:
         open_session(arguments(context="three"), both)
     assert refused.value.code == 2
-    with pytest.raises(Trouble, match="no kubeconfig at"):
+    with pytest.raises(ClusterProblem, match="no kubeconfig at"):
         open_session(arguments(kubeconfig=str(tmp_path / "none")), both)
 
 
@@ -507,7 +507,7 @@ def test_submission_with_its_own_namespace_and_kind(
     assert submit(cluster, given) == 0
     assert cluster.applied == ["Namespace", "CustomResourceDefinition", "Gadget", "ConfigMap"]
     cluster, given = submitted(tmp_path / "all.yaml", settings, NEW_KIND)
-    with pytest.raises(Trouble, match="nothing was applied"):
+    with pytest.raises(ClusterProblem, match="nothing was applied"):
         submit(cluster, given)
     assert not cluster.applied
 
@@ -515,7 +515,7 @@ def test_submission_with_its_own_namespace_and_kind(
 def test_namespace_of_an_object_may_not_contradict_the_flag(tmp_path: Path) -> None:
     settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "default"}}
     cluster, given = submitted(tmp_path / "c.yaml", settings, namespace="other")
-    with pytest.raises(Trouble, match="namespace default, not other of -n") as refused:
+    with pytest.raises(ClusterProblem, match="namespace default, not other of -n") as refused:
         submit(cluster, given)
     assert refused.value.code == 2
     assert submit(cluster, argparse.Namespace(**vars(given) | {"namespace": "default"})) == 0

@@ -12,7 +12,7 @@ import yaml
 from scalerl_api.load import load_run, parse_run, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_cli.clusters.fork import fork
-from scalerl_cli.clusters.session import Session, Trouble
+from scalerl_cli.clusters.session import ClusterProblem, Session
 from scalerl_cli.main import main, parser
 from scalerl_local.run_directory import RunDirectory
 from scalerl_operator.kube.kinds import Kind
@@ -156,6 +156,6 @@ def test_fork_of_a_cluster_by_a_file(capsys: pytest.CaptureFixture[str], tmp_pat
     ],
 )
 def test_wrong_fork_of_a_cluster_is_refused(words: list[str], says: str) -> None:
-    with pytest.raises(Trouble) as refused:
+    with pytest.raises(ClusterProblem) as refused:
         fork(Cluster(), parser().parse_args(["fork", *words]))
     assert says in str(refused.value)

@@ -18,7 +18,7 @@ PAGE_BYTES: Final = 2**20
 """Maximum size of one response; a log of 50,000 decisions has about 200 MB."""
 
 
-class Superseded(Exception):
+class StaleOffset(Exception):
     """The log does not end where the client assumes; the client must read it again."""
 
 
@@ -34,12 +34,12 @@ class DecisionLog:
         A page may end within a line.
 
         Raises:
-            Superseded: the log ends before ``offset``.
+            StaleOffset: the log ends before ``offset``.
         """
         with self._opened(os.O_RDONLY) as fd:
             size = 0 if fd is None else size_of_whole_lines(fd)
             if offset > size:
-                raise Superseded(f"the log of decisions has {size} bytes, not {offset}; read it again")
+                raise StaleOffset(f"the log of decisions has {size} bytes, not {offset}; read it again")
             return b"" if fd is None else os.pread(fd, min(PAGE_BYTES, size - offset), offset), size
 
     def append(self, offset: int, line: bytes) -> None:
@@ -48,7 +48,7 @@ class DecisionLog:
         Writing the same line at the same offset again (after a lost response) changes nothing.
 
         Raises:
-            Superseded: the log does not end at ``offset``.
+            StaleOffset: the log does not end at ``offset``.
             ValueError: ``line`` is not one line.
         """
         if not line or line.find(b"\n") != len(line) - 1 or len(line) > MAX_LINE_BYTES:
@@ -60,7 +60,7 @@ class DecisionLog:
             if fd is not None and offset + len(line) == size and os.pread(fd, len(line), offset) == line:
                 return
             if fd is None or offset != size:
-                raise Superseded(f"the log of decisions has {size} bytes, not {offset}; read it again")
+                raise StaleOffset(f"the log of decisions has {size} bytes, not {offset}; read it again")
             try:
                 if os.fstat(fd).st_size > offset:
                     os.ftruncate(fd, offset)  # remove a partial line, which was never acknowledged

@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from scalerl_api.attempts import Attempt
+from scalerl_api.attempts import Attempt, AttemptSuperseded
 from scalerl_coordinator.disk import sync
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,6 @@ _JOURNAL: Final = "journal-"
 _WRITER: Final = "writer-"
 _STAGED: Final = ".tmp-"
 _RETRY_SECONDS: Final = 0.02
-
-
-class Replaced(Exception):
-    """Another coordinator has the right to write this run's journal; this one must end."""
 
 
 class Fence:
@@ -70,7 +66,7 @@ class Fence:
         """Take the right from all other coordinators.
 
         Raises:
-            Replaced: one with a later attempt, or that has replaced this pod, has begun.
+            AttemptSuperseded: one with a later attempt, or that has replaced this pod, has begun.
             OSError: the volume cannot be written.
         """
         fence = cls(root, attempt, pod)
@@ -93,7 +89,7 @@ class Fence:
         """Check that no other coordinator has taken the right. Thread-safe.
 
         Raises:
-            Replaced: one has.
+            AttemptSuperseded: one has.
             OSError: the volume cannot be written.
         """
         with self._lock:
@@ -103,15 +99,15 @@ class Fence:
                 with contextlib.suppress(FileNotFoundError):
                     self._next.rename(self._held)
                     return
-            raise self._replaced("another coordinator has taken its right to write")
+            raise self._superseded("another coordinator has taken its right to write")
 
     def end(self) -> None:
         """Give the right up, after the last write."""
         with self._lock, contextlib.suppress(FileNotFoundError):
             self._held.rename(self._owner / _ENDED)
 
-    def _replaced(self, why: str) -> Replaced:
-        return Replaced(
+    def _superseded(self, why: str) -> AttemptSuperseded:
+        return AttemptSuperseded(
             f"{self._root}: attempt {self._attempt} of the coordinator ({self._pod}) ends, and acknowledges nothing more: {why}"
         )
 
@@ -138,7 +134,7 @@ class Fence:
         others = {path: attempt for path, attempt in owners.items() if attempt and path != self._owner}
         later = [path.name for path, attempt in others.items() if attempt > self._attempt]
         if later:
-            raise self._replaced(
+            raise self._superseded(
                 f"{', '.join(later)} is later. Once no process of it can write any more (its pod is gone, or its machine is off), remove "
                 "that folder if this one is to continue"
             )

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 
 from aiohttp import web
 
+from scalerl_api.attempts import AttemptSuperseded
 from scalerl_api.curve import fold_labels
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.fork import Fork
@@ -35,7 +36,7 @@ from scalerl_api.registry import PluginError
 from scalerl_api.trackers import TrackersSpec
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator.core import Core, Refusal
-from scalerl_coordinator.fence import Fence, Replaced, current_folder
+from scalerl_coordinator.fence import Fence, current_folder
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StepsLost as problem:
         log.error("%s", problem)
         return STEPS_LOST_EXIT_CODE
-    except Replaced as problem:
+    except AttemptSuperseded as problem:
         log.error("%s", problem)
         return SUPERSEDED_EXIT_CODE
     except _INPUT_ERRORS as problem:

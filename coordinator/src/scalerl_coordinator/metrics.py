@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scalerl_api.curve import MAX_LABEL_VALUES
-from scalerl_api.task_figures import STEP_FIGURES, TASK_FIGURES, by_task
+from scalerl_api.metrics_fields import STEP_FIGURES, TASK_FIGURES, by_task
 from scalerl_api.wire import MAIN_TASK, Phase, Status
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.journal_records import GiveUpReason
@@ -90,9 +90,9 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         status, journal = self._status(), self._journal
         counts = status.counts
-        fates = ("trained", "filtered", "given_up", "skipped", "queued", "leased")
-        of_fate = {fate: getattr(counts, fate) for fate in fates}
-        yield _by(GaugeMetricFamily, "rollouts", "Training rollouts by outcome.", "fate", of_fate)
+        outcomes = ("trained", "filtered", "given_up", "skipped", "queued", "leased")
+        of_outcome = {outcome: getattr(counts, outcome) for outcome in outcomes}
+        yield _by(GaugeMetricFamily, "rollouts", "Training rollouts by outcome.", "outcome", of_outcome)
         reasons = ("late", "stale", "invalid", "duplicate", "held_out_invalid")
         of_reason = {reason: getattr(counts, reason) for reason in reasons}
         yield _by(

@@ -14,7 +14,7 @@ from scalerl_api import wire
 from scalerl_api.exports import Exports
 from scalerl_api.health import HealthMonitor
 from scalerl_coordinator.core import Core
-from scalerl_coordinator.decisions import Superseded
+from scalerl_coordinator.decisions import StaleOffset
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import ErrorResponse
 
@@ -78,7 +78,7 @@ class RunFileWriter:
         """Access decisions.jsonl in the files' thread. Raises ErrorResponse."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self.thread, access)
-        except Superseded as problem:
+        except StaleOffset as problem:
             raise ErrorResponse(409, "superseded", str(problem)) from problem
         except ValueError as problem:
             raise ErrorResponse(400, "bad-request", str(problem)) from problem

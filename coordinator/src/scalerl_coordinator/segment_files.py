@@ -41,7 +41,7 @@ class SegmentFiles:
         return (self.number, self.synced) if self._fd >= 0 else None
 
     def check(self) -> None:
-        """Raises :class:`.Replaced` if another coordinator has taken the journal over."""
+        """Raises :class:`.AttemptSuperseded` if another coordinator has taken the journal over."""
         if self._fence is not None:
             self._fence.check()
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from scalerl_api.task_figures import SOLVED_AT_TURNS
+from scalerl_api.metrics_fields import SOLVED_AT_TURNS
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.slots import staleness
 
@@ -66,7 +66,7 @@ class StepSums(msgspec.Struct, array_like=True):
     turns: tuple[int, int] = (0, 0)
     """Replies of episodes, and the episodes."""
     solved_at: list[int] = []
-    """Graded episodes that score 1, by their last turn, as in :data:`~scalerl_api.task_figures.SOLVED_AT_TURNS`; empty without any."""
+    """Graded episodes that score 1, by their last turn, as in :data:`~scalerl_api.metrics_fields.SOLVED_AT_TURNS`; empty without any."""
     graded_episodes: int = 0
     message_tokens: tuple[int, int] = (0, 0)
     """Tokens of environments, and all tokens of their episodes."""
@@ -79,7 +79,7 @@ class StepSums(msgspec.Struct, array_like=True):
 
 
 def figures(sums: StepSums) -> Row:
-    """The figures of :data:`scalerl_api.task_figures.TASK_FIGURES`, for a line of metrics.jsonl."""
+    """The figures of :data:`scalerl_api.metrics_fields.TASK_FIGURES`, for a line of metrics.jsonl."""
     wrong = sums.graded - sums.right
     made, malformed = (sums.parts.get(name, (0.0, 0))[0] for name in ("calls", "malformed"))
     parts = {

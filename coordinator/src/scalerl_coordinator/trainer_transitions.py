@@ -9,7 +9,7 @@ import zlib
 
 import msgspec
 
-from scalerl_api.task_figures import task_key
+from scalerl_api.metrics_fields import task_key
 from scalerl_api.wire import PromptRef, Split
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accepted_group import Accepted
@@ -135,7 +135,7 @@ def _advance(
 
 
 def _since_last_step(state: CoordinatorState, step: int, tokens: int) -> Row:
-    """The figures of :data:`scalerl_api.task_figures.STEP_FIGURES` of a reported step with ``tokens`` completion tokens."""
+    """The figures of :data:`scalerl_api.metrics_fields.STEP_FIGURES` of a reported step with ``tokens`` completion tokens."""
     now, before = state.usage, state.usage_at_step or (None if step else Usage())
     state.usage_at_step = msgspec.structs.replace(now)
     seconds = now.wall_seconds - before.wall_seconds if before else 0.0

@@ -12,9 +12,7 @@ from .curve import Curve, FloatArray
 from .errors import RequestError, TooFewPointsError
 
 ARTICLE_A: Final = np.arange(0.500, 0.7451, 0.005)
-"""A of the article's code: .500 … .745 in steps of .005 (50 values) [S]."""
-PAPER_A: Final = np.arange(0.450, 0.8001, 0.005)
-"""A of the paper: .450 … .800 in steps of .005 (§ fitting) [P]."""
+"""A of the article's code: .500 … .745 in steps of .005 (50 values) [S]; the paper has .450 … .800 (§ fitting) [P]."""
 CMID_VALUES: Final = 100
 """Linear values of Cmid, in the paper and the article [P]."""
 

@@ -3,9 +3,9 @@
 ::
 
     CoordinatorError
-    ├── CoordinatorDown    no usable answer (connection, timeout, 5xx): retry later
-    ├── UnknownMember      the coordinator does not know this member id: register again
-    └── Refused            the request is refused, now and later (token, wire version, bad data)
+    ├── CoordinatorUnreachable  no usable answer (connection, timeout, 5xx): retry later
+    ├── UnknownMember           the coordinator does not know this member id: register again
+    └── Refused                 the request is refused, now and later (token, wire version, bad data)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CoordinatorError(Exception):
     """Base of all errors of this module."""
 
 
-class CoordinatorDown(CoordinatorError):
+class CoordinatorUnreachable(CoordinatorError):
     """The coordinator gave no usable response: it is restarting, unreachable or overloaded. It may have executed the request."""
 
 
@@ -124,7 +124,7 @@ class CoordinatorClient:
                 self._session, "POST", url, timeout, _MAX_ANSWER_BYTES, data=data, headers=self._headers
             )
         except Unanswered as error:
-            raise CoordinatorDown(f"{url}: {error}") from error
+            raise CoordinatorUnreachable(f"{url}: {error}") from error
         if status == 200:
             try:
                 return decode_msgpack(body, reply)
@@ -134,5 +134,5 @@ class CoordinatorClient:
         if status == 404 and problem.error == "unknown-member":
             raise UnknownMember(problem.message)
         if status >= 500 or status in (408, 429):
-            raise CoordinatorDown(f"{url}: {status} {problem.error}: {problem.message}")
+            raise CoordinatorUnreachable(f"{url}: {status} {problem.error}: {problem.message}")
         raise Refused(path, status, problem.error, problem.message)

@@ -13,8 +13,8 @@ from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Heartbeat, Register
 from scalerl_generator.coordinator_client import (
     CoordinatorClient,
-    CoordinatorDown,
     CoordinatorError,
+    CoordinatorUnreachable,
     UnknownMember,
 )
 from scalerl_generator.metrics import ActorMetrics
@@ -205,7 +205,7 @@ class Registration:
             except UnknownMember as error:
                 logger.warning("no longer a member: %s", error)
                 self._clear_member()
-            except CoordinatorDown as error:
+            except CoordinatorUnreachable as error:
                 if backoff.is_reset:
                     logger.warning("coordinator does not answer, retrying: %s", error)
                     self._metrics.coordinator_losses.inc()

@@ -50,7 +50,7 @@ class CoordinatorRefused(Exception):
     """The coordinator refused the request, and will refuse it again."""
 
 
-class OffsetSuperseded(CoordinatorRefused):
+class StaleOffset(CoordinatorRefused):
     """The decision log does not end at the given offset."""
 
 
@@ -123,7 +123,7 @@ class CoordinatorClient:
             problem += f": it does not accept wire version {WIRE_VERSION}"
         if code >= 500 or code < 300:
             raise CoordinatorUnreachable(problem)
-        raise (OffsetSuperseded if code == 409 else CoordinatorRefused)(problem)
+        raise (StaleOffset if code == 409 else CoordinatorRefused)(problem)
 
     def _opened(self) -> aiohttp.ClientSession:
         import aiohttp

@@ -34,7 +34,7 @@ def suspended(observed: LifecycleInput, persisted: PersistedState) -> LifecycleD
         return LifecycleDecision(
             Phase.SUSPENDED, replace(without_drain(persisted), suspension=Suspension.YES)
         )
-    if persisted.suspension is Suspension.ASKED:
+    if persisted.suspension is Suspension.REQUESTED:
         return LifecycleDecision(Phase.SUSPENDED, persisted, set_suspend=True)
     if {observed.prepare.state, observed.trainer.state} != {JobState.ABSENT}:
         return LifecycleDecision(

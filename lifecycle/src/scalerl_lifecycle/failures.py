@@ -29,7 +29,7 @@ def failed_outcome(
     if edited:
         fields = ", ".join(f"spec.{field}" for field in edited[:MAX_FIELDS])
         fields += f" and {len(edited) - MAX_FIELDS} more" if len(edited) > MAX_FIELDS else ""
-        message = f"{message[:MAX_CHARACTERS]}; revert or mend the edit of {fields}"
+        message = f"{message[:MAX_CHARACTERS]}; revert or fix the edit of {fields}"
         if reason is not Reason.PUBLISH_REFUSED:
             return RunOutcome(OutcomeKind.SUSPENDED, Reason.EDIT_FAILED, f"{reason}: {message}")
     return RunOutcome(OutcomeKind.SUSPENDED, reason, message)

@@ -14,10 +14,10 @@ Suspending     the same                                               the traine
 Suspended      the volume and other kept objects                      ``suspend`` becomes false
 Suspended      the same, and Jobs that have ended: after a failure    the spec is edited, or suspended and resumed
 Completed      the same                                               a limit is raised
-Failed         the same                                               the spec is mended
+Failed         the same                                               the spec is fixed
 =============  =====================================================  ==============================================
 
-A failure after an edit, or after a resumption, suspends a run that has trained (``OutcomeKind.SUSPENDED``): its spec has worked, and can be mended.
+A failure after an edit, or after a resumption, suspends a run that has trained (``OutcomeKind.SUSPENDED``): its spec has worked, and can be fixed.
 An ended run continues as a suspended one that is resumed: what is left of it is deleted first.
 
 A queue (Kueue) admits trainer, coordinator and generators as one gang: none of them exists before, and all are deleted when it is
@@ -199,7 +199,7 @@ def _run(spec: RunSpec, observed: LifecycleInput, persisted: PersistedState) -> 
         if by_forecast or stop_reason == BROKEN:
             return LifecycleDecision(
                 Phase.SUSPENDED,
-                replace(persisted, suspension=Suspension.ASKED, drain_since=None),
+                replace(persisted, suspension=Suspension.REQUESTED, drain_since=None),
                 set_suspend=True,
             )
         reason = Reason.STOPPED_BY_FORECAST if stop_reason == FORECAST else Reason.BUDGET_REACHED

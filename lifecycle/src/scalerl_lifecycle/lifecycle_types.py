@@ -132,16 +132,16 @@ class Suspension(enum.StrEnum):
     """Whether a run is suspended."""
 
     NO = ""
-    ASKED = "Asked"
+    REQUESTED = "Requested"
     """Stopped by the autoscaler and drained; ``spec.suspend`` is not true yet."""
-    YES = "Resting"
+    YES = "Suspended"
 
 
 class OutcomeKind(enum.StrEnum):
     COMPLETED = "Completed"
     """Continues when a limit is raised."""
     FAILED = "Failed"
-    """Continues when its spec is mended."""
+    """Continues when its spec is fixed."""
     SUSPENDED = "Suspended"
     """A run that has trained does not start with its present spec. It is not over: it continues when its spec is edited, or
     when a user suspends and resumes it."""

@@ -19,7 +19,7 @@ from scalerl_api.status import (
     Condition,
     ExportsStatus,
     ExportStatus,
-    HoldingStatus,
+    FailureStatus,
     RunStatus,
     TrainerStatus,
     UsageStatus,
@@ -38,7 +38,7 @@ from scalerl_lifecycle.problems import Problem
 
 PROGRESS: Final = frozenset(
     {
-        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "trouble"),
+        *("step", "progress", "eta", "budget", "lastStepTime", "reward", "points", "usage", "faults"),
         *("exports", "forecast", "outlook", "stopVotes", "decisions"),
     }
 )
@@ -54,7 +54,7 @@ DECIDED: Final = frozenset({Reason.SUSPENDED_BY_SPEC, *_SUSPENDED_BY.values()})
 
 def persisted_state(status: RunStatus) -> PersistedState:
     """The lifecycle's persisted state, from the last status."""
-    trainer, holding = status.trainer, status.holding
+    trainer, failure = status.trainer, status.suspending_for
     return PersistedState(
         attempt=trainer.attempt,
         last_recorded_attempt=trainer.last_recorded_attempt,
@@ -66,13 +66,13 @@ def persisted_state(status: RunStatus) -> PersistedState:
         drain_since=seconds(status.drain_start_time) or None,
         unreachable_since=seconds(status.coordinator_unreachable_time) or None,
         coordinator_attempt=status.coordinator_attempt,
-        suspension=Suspension(status.rest),
+        suspension=Suspension(status.suspension),
         resumed=status.resumed,
         has_trained=status.has_trained,
         unproven_since=status.unproven_since,
         suspending_for=None
-        if holding is None
-        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(holding.reason, holding.message)),
+        if failure is None
+        else RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(failure.reason, failure.message)),
         awaited_since=seconds(trainer.awaited_time) or None,
         outcome=_outcome(status),
     )
@@ -90,11 +90,12 @@ def persisted_fields(persisted: PersistedState) -> dict[str, Any]:
         "drain_start_time": _time(persisted.drain_since),
         "coordinator_unreachable_time": _time(persisted.unreachable_since),
         "coordinator_attempt": persisted.coordinator_attempt,
-        "rest": persisted.suspension.value,
+        "suspension": persisted.suspension.value,
         "resumed": persisted.resumed,
         "has_trained": persisted.has_trained,
         "unproven_since": persisted.unproven_since,
-        "holding": failure and HoldingStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE]),
+        "suspending_for": failure
+        and FailureStatus(reason=failure.reason, message=failure.message[:MAX_MESSAGE]),
         "trainer": _trainer(persisted),
     }
 
@@ -171,7 +172,7 @@ def _outcome(status: RunStatus) -> RunOutcome | None:
         if condition is not None and condition.status == "True":
             return RunOutcome(end, *Reason.understood(condition.reason, condition.message))
     suspended = status.condition(ConditionType.SUSPENDED)
-    if suspended is not None and suspended.status == "True" and not status.rest:
+    if suspended is not None and suspended.status == "True" and not status.suspension:
         return RunOutcome(OutcomeKind.SUSPENDED, *Reason.understood(suspended.reason, suspended.message))
     return None
 

@@ -466,7 +466,7 @@ def test_forecast_stop_suspends_until_resumed() -> None:
     assert (decision.phase, decision.set_suspend, decision.persisted.suspension) == (
         "Suspended",
         True,
-        Suspension.ASKED,
+        Suspension.REQUESTED,
     )
     gone = replace(over, status=None, trainer=Job(), prepare=Job())
     again = decide(SPEC, gone, decision.persisted)

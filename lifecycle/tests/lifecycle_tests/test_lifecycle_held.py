@@ -33,7 +33,7 @@ from scalerl_lifecycle.status_fields import persisted_fields, persisted_state
 
 FIELDS = ("recipe.loss.cispo.ratioCap", "podTemplate.volumeMounts.0.mountPath")
 SENTENCE = (
-    "; revert or mend the edit of spec.recipe.loss.cispo.ratioCap, spec.podTemplate.volumeMounts.0.mountPath"
+    "; revert or fix the edit of spec.recipe.loss.cispo.ratioCap, spec.podTemplate.volumeMounts.0.mountPath"
 )
 EDITED = replace(FIRST, has_trained=True, unproven_since=120)
 LIVE = replace(RUNNING, steps=120, unproven=FIELDS, status=status([], step=120, published_version=120))
@@ -190,7 +190,7 @@ def until_started(observed: LifecycleInput, persisted: PersistedState) -> Lifecy
     return decide(SPEC, replace(observed, prepare=Job(), trainer=Job()), persisted)
 
 
-def test_mended_spec_continues_from_the_checkpoint() -> None:
+def test_fixed_spec_continues_from_the_checkpoint() -> None:
     observed, persisted = held(edit=SpecEdit(("podTemplate.volumeMounts.0.mountPath",)))
     decision = decide(SPEC, observed, persisted)
     assert (decision.phase, exists(decision)) == ("Pending", (False, False, False, None))
@@ -205,7 +205,7 @@ def test_mended_spec_continues_from_the_checkpoint() -> None:
 @pytest.mark.parametrize(
     "field", ["ttlSecondsAfterFinished", "storage.onDelete", "generator.replicas", "autoscaling.mode"]
 )
-def test_edit_that_mends_nothing_starts_nothing(field: str) -> None:
+def test_edit_that_fixes_nothing_starts_nothing(field: str) -> None:
     observed, persisted = held(edit=SpecEdit((field,), raises_limit=True))
     assert decide(SPEC, observed, persisted).persisted.outcome == persisted.outcome
 
@@ -239,9 +239,9 @@ def test_generator_failure_saves_the_training_first() -> None:
     )
     told = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
     starting = replace(observed, generators=Service(starting=1), status=told)
-    mended = decide(SPEC, replace(starting, edit=SpecEdit(FIELDS)), decision.persisted)
-    assert (mended.phase, mended.request_stop, mended.persisted.drain_since) == ("Running", "", None)
-    assert mended.persisted.suspending_for is None
+    fixed = decide(SPEC, replace(starting, edit=SpecEdit(FIELDS)), decision.persisted)
+    assert (fixed.phase, fixed.request_stop, fixed.persisted.drain_since) == ("Running", "", None)
+    assert fixed.persisted.suspending_for is None
     left = replace(observed, trainer=Job(JobState.COMPLETE, 1), status=told)
     assert decide(SPEC, left, decision.persisted).phase == "Suspended"
 
@@ -325,11 +325,9 @@ def test_refused_publish_holds_the_run_whatever_it_has_trained() -> None:
     outcome = decide(SPEC, replace(observed, unproven=FIELDS), persisted).persisted.outcome
     assert outcome is not None
     assert (outcome.reason, outcome.message.endswith(SENTENCE)) == ("PublishRefused", True)
-    mended = replace(observed, edit=SpecEdit(("weightSync.probeLimit",)))
-    decision = decide(SPEC, mended, decision.persisted)
-    decision = decide(
-        SPEC, replace(mended, edit=SpecEdit(), prepare=Job(), trainer=Job()), decision.persisted
-    )
+    fixed = replace(observed, edit=SpecEdit(("weightSync.probeLimit",)))
+    decision = decide(SPEC, fixed, decision.persisted)
+    decision = decide(SPEC, replace(fixed, edit=SpecEdit(), prepare=Job(), trainer=Job()), decision.persisted)
     assert (decision.wanted.prepare, decision.persisted.record.publish_refused) == (True, False)
 
 
@@ -362,7 +360,7 @@ def test_raised_limit_continues_a_completed_run(reason: str) -> None:
     assert decision.phase == "Running"
 
 
-def test_mended_spec_continues_a_failed_run() -> None:
+def test_fixed_spec_continues_a_failed_run() -> None:
     failed = decide(SPEC, LifecycleInput(0.0, prepare=FAILED), PersistedState())
     assert failed.phase == "Failed"
     decision = decide(

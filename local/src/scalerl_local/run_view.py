@@ -34,7 +34,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Failure:
-    """An end of a unit that its own restarts cannot mend.
+    """An end of a unit that its own restarts cannot fix.
 
     Attributes:
         line: the last line of its log.

@@ -127,10 +127,10 @@ async def test_drained_run_is_suspended_and_resumed_by_its_status(tmp_path: Path
     await eventually(lambda: first.runtime.units[1].status.state is UnitState.READY)
     first.local.interrupt()
     await asyncio.wait_for(task, 120)
-    assert {key: stored(first)[key] for key in ("phase", "reason", "rest")} == {
+    assert {key: stored(first)[key] for key in ("phase", "reason", "suspension")} == {
         "phase": "Suspended",
         "reason": "SuspendedBySpec",
-        "rest": "Resting",
+        "suspension": "Suspended",
     }
     first.directory.release()
     again = running(tmp_path, "-c", "", resume=True)

@@ -16,7 +16,7 @@ from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Wanted
 from scalerl_lifecycle.problems import Problem
-from scalerl_operator.controller.coordinator_problems import update_trouble
+from scalerl_operator.controller.coordinator_problems import update_faults
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.types import Object
@@ -97,7 +97,7 @@ def findings(
         persisted or PersistedState(),
         state or RunState(),
     )
-    found = replace(observed or Observed(), coordinator=coordinator, trouble=status.trouble)
+    found = replace(observed or Observed(), coordinator=coordinator, faults=status.faults)
     if coordinator is not None:
-        found = replace(found, trouble=update_trouble(status.trouble, coordinator, unix_seconds))
+        found = replace(found, faults=update_faults(status.faults, coordinator, unix_seconds))
     return Findings(made, Accepted(run, invalid=invalid), found, decided, Checks(**checks), blocked)

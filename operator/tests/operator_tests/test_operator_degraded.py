@@ -112,7 +112,7 @@ def test_lost_slots_are_reported_and_expire(reconciles: Reconciles) -> None:
     assert reconciles.reconcile(499 + QUIET_SECONDS + 1) == Reason.HEALTHY
     counts = msgspec.structs.replace(counts, held_out_given_up=1)
     assert reconciles.reconcile(499 + QUIET_SECONDS + 6, counts=counts) == Reason.SLOTS_GIVEN_UP
-    assert reconciles.after.trouble.given_up_rollouts == 8 * 499 + 1
+    assert reconciles.after.faults.given_up_rollouts == 8 * 499 + 1
 
 
 def test_repeated_grading_failures_stay_degraded(reconciles: Reconciles) -> None:
@@ -126,7 +126,7 @@ def test_repeated_grading_failures_stay_degraded(reconciles: Reconciles) -> None
 def test_failed_checkpoint_clears_with_the_next(reconciles: Reconciles) -> None:
     reconciles.reconcile(0, checkpoint_version=40)
     assert reconciles.reconcile(5, checkpoint_failures=1) == Reason.CHECKPOINT_FAILED
-    assert reconciles.reconcile(1e6) == Reason.CHECKPOINT_FAILED, "time alone mends nothing"
+    assert reconciles.reconcile(1e6) == Reason.CHECKPOINT_FAILED, "time alone fixes nothing"
     assert reconciles.reconcile(1e6 + 5, checkpoint_version=60) == Reason.HEALTHY
     assert reconciles.reconcile(1e6 + 10) == Reason.HEALTHY
 
@@ -147,7 +147,7 @@ def test_checkpoint_failure_with_a_newer_version_is_cleared(reconciles: Reconcil
 @pytest.mark.parametrize("silent", [False, True])
 def test_counts_before_the_first_status_are_ignored(reconciles: Reconciles, *, silent: bool) -> None:
     reconciles.reconcile(0)
-    del reconciles.stored["trouble"]
+    del reconciles.stored["faults"]
     reconciles.reconcile(5, silent=silent, checkpoint_failures=3, grading_errors=7)
     assert reconciles.reconcile(10) == Reason.HEALTHY
     assert reconciles.reconcile(15, checkpoint_failures=4) == Reason.CHECKPOINT_FAILED

@@ -216,7 +216,7 @@ def test_edit_that_fails_is_held_and_its_revert_goes_on(edited: Edited) -> None:
     assert (suspended.status, suspended.reason) == ("True", "EditFailed")
     assert line in suspended.message
     assert f"spec.{edited.path.removesuffix('.none')}" in suspended.message
-    assert "revert or mend the edit" in suspended.message
+    assert "revert or fix the edit" in suspended.message
     for type_ in ("Failed", "Completed"):
         condition = found.condition(type_)
         assert condition is None or condition.status == "False"

@@ -116,7 +116,7 @@ KEPT = frozenset(
             "drain_start_time",
             "coordinator_attempt",
             "coordinator_unreachable_time",
-            "rest",
+            "suspension",
             "resumed",
         ),
         *("replicas", "selector", "generators", "trainer", "model", "source"),
@@ -137,10 +137,10 @@ def test_every_field_is_of_the_steps_or_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "mends"), [({}, False), ({"generator": {"replicas": 9}}, False), ({"trace": True}, True)]
+    ("change", "fixes"), [({}, False), ({"generator": {"replicas": 9}}, False), ({"trace": True}, True)]
 )
 def test_edit_of_a_spec_that_is_too_long_to_store(
-    change: dict[str, Any], mends: bool, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], fixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scalerl_lifecycle.edits_of_run.MAX_ACCEPTED_SPEC", 10)
     spec = {
@@ -160,7 +160,7 @@ def test_edit_of_a_spec_that_is_too_long_to_store(
     first = accepted(spec, RunStatus())
     assert (first.text, first.edit.fields) == (None, ())
     edited = accepted(spec | change, RunStatus(accepted_spec_hash=first.long_hash))
-    assert edited.edit.may_fix == mends
+    assert edited.edit.may_fix == fixes
     monkeypatch.undo()
     short = {name: value for name, value in spec.items() if name != "podTemplate"}
     assert accepted(short, RunStatus(accepted_spec_hash=first.long_hash)).edit.may_fix

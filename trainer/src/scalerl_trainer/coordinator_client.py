@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from scalerl_api import endpoints, wire
+from scalerl_api.attempts import AttemptSuperseded
 from scalerl_api.exports import Exports
 from scalerl_api.http_answers import MAX_ERROR_BYTES, BadAnswer, Body, decode_msgpack
 from scalerl_api.http_client import Backoff, decode_problem, wire_headers
@@ -42,10 +43,6 @@ class CoordinatorUnreachable(CoordinatorError):
 
 class VolumeFull(CoordinatorUnreachable):
     """The coordinator answers, but cannot write its files at present: its volume is full or read-only. Nothing was changed."""
-
-
-class Superseded(CoordinatorError):
-    """A newer trainer incarnation has registered; this one must exit."""
 
 
 class NotReady(CoordinatorError):
@@ -289,7 +286,7 @@ class Coordinator:
         if code >= 500:
             raise CoordinatorUnreachable(reason)
         if problem.error == "superseded":
-            raise Superseded(reason)
+            raise AttemptSuperseded(reason)
         if problem.error == "not-ready":
             raise NotReady(reason)
         raise Unresumable(reason) if problem.error in _UNRESUMABLE else CoordinatorError(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scalerl_api.attempts import AttemptSuperseded as AttemptSuperseded
 from scalerl_api.object_store import first_line as first_line  # of all libraries
 
 
@@ -42,10 +43,6 @@ class DivergedError(TrainerError):
 
 class PublishRefusedError(TrainerError):
     """Generators cannot load the weights, or compute something else with them."""
-
-
-class AttemptSuperseded(TrainerError):
-    """A later attempt of the trainer writes the run's checkpoints; this one must exit."""
 
 
 class ModelError(TrainerError):

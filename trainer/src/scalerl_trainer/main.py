@@ -65,7 +65,7 @@ from scalerl_trainer.checkpoints.object_store import CheckpointCopies, PrefixTak
 from scalerl_trainer.checkpoints.upload import Uploader
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
-from scalerl_trainer.coordinator_client import Coordinator, Superseded, Unresumable
+from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.device_memory import check_device_memory
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.errors import (
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None, timings: Timings = TIMINGS) -> int:
     except Stopped as problem:
         log.info("%s", problem)
         return 0
-    except (Superseded, AttemptSuperseded) as problem:
+    except AttemptSuperseded as problem:
         log.error("SUPERSEDED: %s", problem)
         return SUPERSEDED_EXIT_CODE
     except (CheckpointError, StoreError) as problem:

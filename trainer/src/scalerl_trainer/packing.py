@@ -69,12 +69,6 @@ class Sequence:
         """Number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.completion)
 
-    def trainable_places(self) -> list[int]:
-        """Indices of the trainable tokens in the completion."""
-        if self.trainable is None:
-            return list(range(len(self.completion)))
-        return [place for place, keep in enumerate(self.trainable) if keep]
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

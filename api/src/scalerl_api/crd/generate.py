@@ -28,6 +28,7 @@ from pydantic_core import core_schema
 
 from scalerl_api.crd import cel_rules
 from scalerl_api.crd.refused_edits import REFUSED_EDITS
+from scalerl_api.earlier_status import earlier_properties
 from scalerl_api.edits import nested_model
 from scalerl_api.environment_server import EnvironmentServerSpec
 from scalerl_api.fields import DECIMAL_FORM
@@ -74,6 +75,9 @@ _INT64: Final = {"minimum": -(2**63), "maximum": 2**63 - 1}
 
 
 def definition() -> dict[str, Any]:
+    """The CustomResourceDefinition."""
+    status = schema_of(RunStatus, "serialization")
+    status["properties"] |= earlier_properties()
     schema = {
         "type": "object",
         "description": "One run that trains a language model by reinforcement learning.",
@@ -84,7 +88,7 @@ def definition() -> dict[str, Any]:
             # The API server permits no other field here, not even a description.
             "metadata": {"type": "object"},
             "spec": schema_of(RunSpec),
-            "status": schema_of(RunStatus, "serialization"),
+            "status": status,
         },
     }
     cel_rules.add(schema, cel_rules.OF_THE_OBJECT)

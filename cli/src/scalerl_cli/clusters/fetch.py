@@ -10,7 +10,7 @@ from typing import Any, Final
 from scalerl_api.paths import RunPaths
 from scalerl_cli.clusters import volume
 from scalerl_cli.clusters.runs import Run, find, plain
-from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble, explained
+from scalerl_cli.clusters.session import ClusterProblem, CommandFailed, Interrupted, Session, explained
 from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND
 from scalerl_cli.output import echo, replace_text
 from scalerl_operator.kube import errors
@@ -32,9 +32,9 @@ def fetch(session: Session, arguments: argparse.Namespace) -> int:
     run = find(session, arguments.name)
     to: Path = arguments.to
     if arguments.what != "model" and (arguments.last or arguments.step is not None):
-        raise Trouble("--last and --step select a model", BAD_INPUT)
+        raise ClusterProblem("--last and --step select a model", BAD_INPUT)
     if to.exists() and not to.is_dir():
-        raise Trouble(f"{to} is not a directory", BAD_INPUT)
+        raise ClusterProblem(f"{to} is not a directory", BAD_INPUT)
     try:
         to.mkdir(parents=True, exist_ok=True)
         if arguments.what == "curve":
@@ -50,7 +50,7 @@ def fetch(session: Session, arguments: argparse.Namespace) -> int:
             missing = f"{run.name} has no rollouts yet"
             _copy(session, run, arguments, ROLLOUTS, target, missing, vanishing=True)
     except OSError as error:
-        raise Trouble(f"{error.filename or to}: {error.strerror or error}") from error
+        raise ClusterProblem(f"{error.filename or to}: {error.strerror or error}") from error
     echo(str(target))
     return DONE
 
@@ -60,7 +60,7 @@ def curve(session: Session, run: Run) -> tuple[str, int]:
     of a deleted run, from its record.
 
     Raises:
-        Trouble: there is none.
+        ClusterProblem: there is none.
     """
     if run.record is not None:
         table, left_out = run.curve
@@ -72,7 +72,7 @@ def curve(session: Session, run: Run) -> tuple[str, int]:
             table = str((found.get("data") or {}).get(CURVE_KEY) or "")
             left_out = int((found["metadata"].get("annotations") or {}).get(CURVE_LEFT_OUT, 0))
     if not table:
-        raise Trouble(f"{run.namespace}/{run.name} has no evaluation yet, so no curve", NOT_FOUND)
+        raise ClusterProblem(f"{run.namespace}/{run.name} has no evaluation yet, so no curve", NOT_FOUND)
     return table, left_out
 
 
@@ -85,7 +85,7 @@ def _model(session: Session, run: Run, arguments: argparse.Namespace) -> Path:
         model = exports.get(which)
         if model is None:
             problem = f": {plain(exports['problem'])}" if exports.get("problem") else ""
-            raise Trouble(
+            raise ClusterProblem(
                 f"{run.namespace}/{run.name} has exported no model yet{problem}; one is written after an evaluation",
                 NOT_FOUND,
             )
@@ -98,9 +98,9 @@ def _model(session: Session, run: Run, arguments: argparse.Namespace) -> Path:
     try:
         _copy(session, run, arguments, [path], target, missing, strip=f"{path}/")
     except errors.ApiError as error:
-        trouble = explained(error)
+        refused = explained(error)
         hint = "; with spec.trainer.export.to, models are copied to a bucket or hub, which needs no right on pods"
-        raise Trouble(f"{trouble}{copy or hint}", trouble.code) from error
+        raise ClusterProblem(f"{refused}{copy or hint}", refused.code) from error
     return target
 
 
@@ -115,12 +115,12 @@ def _copy(
 ) -> None:
     """Copy ``paths`` to a new directory. missing: the message if there are none; how: see :func:`.volume.copy`."""
     if target.exists():
-        raise Trouble(f"{target} exists: remove it, or choose another directory with -o", BAD_INPUT)
+        raise ClusterProblem(f"{target} exists: remove it, or choose another directory with -o", BAD_INPUT)
     with volume.opened(session, run, arguments.image) as opened:
         try:
             entries = opened.list(paths)
         except (CommandFailed, Interrupted) as error:
-            raise Trouble(f"the run directory cannot be listed: {plain(error)}") from error
+            raise ClusterProblem(f"the run directory cannot be listed: {plain(error)}") from error
         if not entries:
-            raise Trouble(missing, NOT_FOUND)
+            raise ClusterProblem(missing, NOT_FOUND)
         volume.copy(opened, entries, target, **how)

@@ -8,7 +8,7 @@ from typing import Any
 from scalerl_api.load import SpecError, run_from_object, to_yaml
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_cli.clusters.runs import find
-from scalerl_cli.clusters.session import Session, Trouble
+from scalerl_cli.clusters.session import ClusterProblem, Session
 from scalerl_cli.clusters.submit import read_objects
 from scalerl_cli.exits import BAD_INPUT, DONE
 from scalerl_cli.fork import changes_of, fork_name
@@ -20,7 +20,7 @@ from scalerl_operator.kube.types import Object
 def fork(session: Session, arguments: argparse.Namespace) -> int:
     """Print a run with the spec of the source, or of ``-f``, the changes, and ``spec.from``. The operator finds the checkpoint."""
     if arguments.out is not None:
-        raise Trouble(
+        raise ClusterProblem(
             "--out is for the directory of a run on this machine; a cluster's run needs --name", BAD_INPUT
         )
     source = find(session, arguments.source)
@@ -28,7 +28,7 @@ def fork(session: Session, arguments: argparse.Namespace) -> int:
     if arguments.file is not None:
         objects = read_objects(str(arguments.file))
         if len(objects) != 1 or not all(isinstance(objects[0].get(part), dict) for part in given):
-            raise Trouble(f"{arguments.file}: expected one {KIND}", BAD_INPUT)
+            raise ClusterProblem(f"{arguments.file}: expected one {KIND}", BAD_INPUT)
         given = objects[0]
     given_name = str(given["metadata"].get("name"))
     metadata: dict[str, Any] = {
@@ -47,6 +47,6 @@ def fork(session: Session, arguments: argparse.Namespace) -> int:
             replace_value(spec, path, value, "--set")
         run_from_object(manifest)
     except SpecError as error:
-        raise Trouble("\n".join(str(problem) for problem in error.problems), BAD_INPUT) from error
+        raise ClusterProblem("\n".join(str(problem) for problem in error.problems), BAD_INPUT) from error
     echo(to_yaml(manifest).rstrip())
     return DONE

@@ -12,7 +12,7 @@ from itertools import chain
 
 from scalerl_cli import output
 from scalerl_cli.clusters.runs import Run, find, plain
-from scalerl_cli.clusters.session import Session, Trouble
+from scalerl_cli.clusters.session import ClusterProblem, Session
 from scalerl_cli.exits import DONE, FAILED, NOT_FOUND
 from scalerl_cli.output import echo
 from scalerl_operator.kube import errors
@@ -31,7 +31,7 @@ def logs(session: Session, arguments: argparse.Namespace) -> int:
     pods = [] if run.record is not None else session.list("Pod", run.namespace, labels)
     pods.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp") or "", pod["metadata"]["name"]))
     if not pods:
-        raise Trouble(_no_pods(run, arguments.role), NOT_FOUND)
+        raise ClusterProblem(_no_pods(run, arguments.role), NOT_FOUND)
     sources = [
         (pod["metadata"]["name"], container["name"])
         for pod in pods

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase
 from scalerl_api.reasons import Reason
-from scalerl_cli.clusters.session import Session, Trouble, not_installed
+from scalerl_cli.clusters.session import ClusterProblem, Session, not_installed
 from scalerl_cli.exits import NOT_FOUND
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.kinds import RUN
@@ -122,7 +122,7 @@ def find(session: Session, name: str) -> Run:
     """The run of that name in the session's namespace, else the newest record of one that was deleted.
 
     Raises:
-        Trouble: there is neither, with similar names and other namespaces.
+        ClusterProblem: there is neither, with similar names and other namespaces.
         errors.ApiError: the user may not read runs.
     """
     if (obj := session.get(RUN, session.namespace, name)) is not None:
@@ -130,7 +130,7 @@ def find(session: Session, name: str) -> Run:
     found = [run for run in records(session, session.namespace, name) if run.name == name]
     if found:
         return found[0]
-    raise Trouble(_no_run(session, name), NOT_FOUND)
+    raise ClusterProblem(_no_run(session, name), NOT_FOUND)
 
 
 def records(session: Session, namespace: str | None, name: str | None = None) -> list[Run]:

@@ -39,7 +39,7 @@ _STDOUT, _STDERR, _RESULT = 1, 2, 3
 _MAX_STDERR: Final = 4096
 
 
-class Trouble(Refused):
+class ClusterProblem(Refused):
     """A command for a cluster cannot go on."""
 
     def __init__(self, message: str, code: int = FAILED) -> None:
@@ -251,7 +251,7 @@ def open_session(
     As in kubectl, KUBECONFIG may name several files, and in a pod without any kubeconfig its service account is used.
 
     Raises:
-        Trouble: there is no configuration, or it cannot be used.
+        ClusterProblem: there is no configuration, or it cannot be used.
     """
     named = arguments.kubeconfig or environ.get("KUBECONFIG") or None
     default = Path("~/.kube/config").expanduser()
@@ -265,7 +265,7 @@ def open_session(
         else:
             files = named or str(default)
             if not any(Path(file).expanduser().is_file() for file in files.split(os.pathsep) if file):
-                raise Trouble(f"no kubeconfig at {files}: set KUBECONFIG or --kubeconfig", BAD_INPUT)
+                raise ClusterProblem(f"no kubeconfig at {files}: set KUBECONFIG or --kubeconfig", BAD_INPUT)
             context = arguments.context or _current_context(files)
             config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=files,
@@ -277,7 +277,7 @@ def open_session(
             used = merged["contexts"].get_with_name(context)["context"]
             namespace = str(used.safe_get("namespace") or "")
     except (config.ConfigException, yaml.YAMLError, OSError, ValueError) as error:
-        raise Trouble(f"the kubeconfig cannot be used: {error}", BAD_INPUT) from error
+        raise ClusterProblem(f"the kubeconfig cannot be used: {error}", BAD_INPUT) from error
     return Session(configuration, arguments.namespace or namespace or "default", seconds)
 
 
@@ -301,31 +301,31 @@ def run_cluster_command(arguments: argparse.Namespace) -> int:
     return code
 
 
-def explained(error: errors.ApiError | Trouble) -> Trouble:
+def explained(error: errors.ApiError | ClusterProblem) -> ClusterProblem:
     """The message of a refused request: what the user may not do and what to ask for, or what is missing."""
-    if isinstance(error, Trouble):
+    if isinstance(error, ClusterProblem):
         return error
     if isinstance(error, errors.QuotaExceeded):
-        return Trouble(error.message, FORBIDDEN)
+        return ClusterProblem(error.message, FORBIDDEN)
     if isinstance(error, errors.Forbidden):
         # Admission refuses with the same code, and says why itself; only RBAC names a user.
         if "User " not in error.message:
-            return Trouble(f"{error.what}: {error.message}", FORBIDDEN)
+            return ClusterProblem(f"{error.what}: {error.message}", FORBIDDEN)
         verb, _, rest = error.what.partition(" ")
         resource = rest.split(" ")[0]
         verb = "patch" if verb == "apply" else verb
         text = (
             f"you may not {error.what}: ask for the verb {verb!r} of {resource!r} (docs/clusters.md, Rights)"
         )
-        return Trouble(f"{text}; the API server says: {error.message}", FORBIDDEN)
+        return ClusterProblem(f"{text}; the API server says: {error.message}", FORBIDDEN)
     if error.code == 401:
         text = "the API server does not accept your credentials: log in again, or choose another --context"
-        return Trouble(text, FORBIDDEN)
+        return ClusterProblem(text, FORBIDDEN)
     if isinstance(error, errors.NotFound) and _resource(kind_of(RUN)) in error.what:
-        return Trouble(not_installed(), NOT_FOUND)
+        return ClusterProblem(not_installed(), NOT_FOUND)
     if isinstance(error, errors.Invalid):
-        return Trouble(f"refused: {error.message}", BAD_INPUT)
-    return Trouble(f"{error}", NOT_FOUND if isinstance(error, errors.NotFound) else FAILED)
+        return ClusterProblem(f"refused: {error.message}", BAD_INPUT)
+    return ClusterProblem(f"{error}", NOT_FOUND if isinstance(error, errors.NotFound) else FAILED)
 
 
 def not_installed() -> str:

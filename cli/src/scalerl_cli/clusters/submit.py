@@ -13,7 +13,7 @@ from typing import Final
 from scalerl_api.load import SpecError, SpecProblem, parse_objects, run_from_object
 from scalerl_api.spec import API_VERSION
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
-from scalerl_cli.clusters.session import Session, Trouble, explained, not_installed
+from scalerl_cli.clusters.session import ClusterProblem, Session, explained, not_installed
 from scalerl_cli.exits import BAD_INPUT, DONE, NOT_FOUND, Refused
 from scalerl_cli.inputs import problems
 from scalerl_cli.output import echo
@@ -52,7 +52,7 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
     documents = [_document(session, source, obj, own_kinds, arguments.namespace) for source, obj in found]
     documents.sort(key=lambda document: document.kind.name not in (_CRD, _NAMESPACE))
     force = arguments.force_conflicts
-    refused: Trouble | None = None
+    refused: ClusterProblem | None = None
     untried: list[_Document] = []
     for document in documents:
         try:
@@ -65,7 +65,7 @@ def submit(session: Session, arguments: argparse.Namespace) -> int:
             refused = _refusal(document, error)
             echo(str(refused), error=True)
     if refused is not None:
-        raise Trouble("nothing was applied", refused.code)
+        raise ClusterProblem("nothing was applied", refused.code)
     for document in documents:
         if document.kind.name == RUN:
             spec = run_from_object(document.obj).spec
@@ -92,7 +92,7 @@ def _kinds_of(crd: Object) -> list[tuple[tuple[str, str], Kind]]:
     """The kinds of a CRD, by apiVersion and kind.
 
     Raises:
-        Trouble: it is no CRD.
+        ClusterProblem: it is no CRD.
     """
     try:
         spec = crd["spec"]
@@ -100,7 +100,9 @@ def _kinds_of(crd: Object) -> list[tuple[tuple[str, str], Kind]]:
         namespaced = spec["scope"] == "Namespaced"
         versions = [f"{spec['group']}/{version['name']}" for version in spec["versions"]]
     except (KeyError, TypeError) as error:
-        raise Trouble(f"{_CRD} {crd['metadata']['name']}: {error} is missing in spec", BAD_INPUT) from error
+        raise ClusterProblem(
+            f"{_CRD} {crd['metadata']['name']}: {error} is missing in spec", BAD_INPUT
+        ) from error
     return [((version, name), Kind(name, version, plural, namespaced=namespaced)) for version in versions]
 
 
@@ -109,14 +111,14 @@ def _shown(file: str) -> str:
 
 
 def read_objects(file: str) -> list[Object]:
-    """The objects of a file; ``-`` is standard input. Raises Trouble and SpecError."""
+    """The objects of a file; ``-`` is standard input. Raises ClusterProblem and SpecError."""
     source = _shown(file)
     try:
         if file == "-":
             return parse_objects(sys.stdin.buffer.read().decode("utf-8"), source)
         return parse_objects(Path(file).read_text(encoding="utf-8"), source)
     except (OSError, UnicodeDecodeError) as error:
-        raise Trouble(f"{source}: {getattr(error, 'strerror', None) or error}", BAD_INPUT) from error
+        raise ClusterProblem(f"{source}: {getattr(error, 'strerror', None) or error}", BAD_INPUT) from error
 
 
 def _problems(obj: Object, namespace: str) -> list[SpecProblem]:
@@ -145,10 +147,10 @@ def _document(
     if kind is None:
         is_run = (version, name) == (API_VERSION, RUN)
         missing = not_installed() if is_run else f"the cluster has no {name} of {version}"
-        raise Trouble(f"{source}: {missing}", NOT_FOUND)
+        raise ClusterProblem(f"{source}: {missing}", NOT_FOUND)
     given = obj["metadata"].get("namespace")
     if kind.namespaced and only and given and given != only:
-        raise Trouble(
+        raise ClusterProblem(
             f"{source}: {name} {obj['metadata']['name']} has the namespace {given}, not {only} of -n: leave out one of them",
             BAD_INPUT,
         )
@@ -156,12 +158,12 @@ def _document(
     return _Document(obj, kind, namespace)
 
 
-def _refusal(document: _Document, error: errors.ApiError) -> Trouble:
+def _refusal(document: _Document, error: errors.ApiError) -> ClusterProblem:
     """What the API server says, field by field."""
-    trouble = explained(error)
-    text, code = str(trouble), trouble.code
+    found = explained(error)
+    text, code = str(found), found.code
     if isinstance(error, errors.Invalid) and error.causes:
         text = "refused: " + "; ".join(f"{cause.field}: {cause.message}" for cause in error.causes)
     elif isinstance(error, errors.Conflict):
         text, code = f"{error.message}; --force-conflicts takes these fields over", BAD_INPUT
-    return Trouble(f"{document.shown}: {text}", code)
+    return ClusterProblem(f"{document.shown}: {text}", code)

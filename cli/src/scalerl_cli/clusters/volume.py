@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from scalerl_cli.clusters.runs import Run, plain
-from scalerl_cli.clusters.session import CommandFailed, Interrupted, Session, Trouble
+from scalerl_cli.clusters.session import ClusterProblem, CommandFailed, Interrupted, Session
 from scalerl_cli.exits import BAD_INPUT, NOT_FOUND
 from scalerl_cli.output import echo
 from scalerl_lifecycle.workloads import Role
@@ -69,24 +69,24 @@ class Volume:
         """All files under ``paths``, those that exist.
 
         Raises:
-            Trouble: the listing cannot be read, or has a path that leaves the run directory.
+            ClusterProblem: the listing cannot be read, or has a path that leaves the run directory.
         """
         *lines, rest = b"".join(self._run(_LIST, *paths)).split(b"\n")
         if rest:
-            raise Trouble("the listing of the volume ends within a line: repeat the command")
+            raise ClusterProblem("the listing of the volume ends within a line: repeat the command")
         entries = []
         for line in (raw.decode(errors="surrogateescape") for raw in lines):
             parsed = _LINE.fullmatch(line)
             if parsed is None:
-                raise Trouble(
+                raise ClusterProblem(
                     f"the listing of the volume has the line {line!a}, which is no file: a name with a line break?"
                 )
             size, path = parsed.groups()
             if not path.isprintable():
-                raise Trouble(f"the file {path!a} of the volume cannot be copied: rename it")
+                raise ClusterProblem(f"the file {path!a} of the volume cannot be copied: rename it")
             below = any(path == one or path.startswith(f"{one}/") for one in paths)
             if not below or not {"", ".", ".."}.isdisjoint(path.split("/")):
-                raise Trouble(f"the volume lists {path!r}, which is outside of what was asked for")
+                raise ClusterProblem(f"the volume lists {path!r}, which is outside of what was asked for")
             entries.append(Entry(path, int(size)))
         return sorted(entries, key=lambda entry: entry.path)
 
@@ -117,7 +117,7 @@ def copy(
         vanishing: files that no longer exist are left out, as segments of a journal.
 
     Raises:
-        Trouble: too little space, or a file changed or cannot be read.
+        ClusterProblem: too little space, or a file changed or cannot be read.
     """
     staging = target.with_name(f".{target.name}.partial")
     try:
@@ -126,7 +126,7 @@ def copy(
             file.stat().st_size for file in staging.rglob("*") if file.is_file()
         )
         if left > (free := shutil.disk_usage(staging).free):
-            raise Trouble(
+            raise ClusterProblem(
                 f"{target.parent} has {free / 1e9:.1f} GB free; {left / 1e9:.1f} GB more are needed"
             )
         for number, entry in enumerate(entries, 1):
@@ -138,7 +138,7 @@ def copy(
             echo(f"{number} of {len(entries)}: {plain(entry.path)}, {entry.size:,} bytes", error=True)
         os.rename(staging, target)
     except OSError as error:
-        raise Trouble(f"{error.filename or target}: {error.strerror or error}") from error
+        raise ClusterProblem(f"{error.filename or target}: {error.strerror or error}") from error
 
 
 def _continue_with(staging: Path, sizes: Mapping[str, int]) -> None:
@@ -183,7 +183,7 @@ def _copy_one(volume: Volume, entry: Entry, part: Path, *, vanishing: bool) -> b
                 if tries > 0:
                     time.sleep(1.0)
                     continue
-                raise Trouble(
+                raise ClusterProblem(
                     f"{plain(entry.path)}: the connection ended ({error}); {here:,} of {entry.size:,} bytes are here: "
                     "repeat the command to continue"
                 ) from error
@@ -193,7 +193,7 @@ def _copy_one(volume: Volume, entry: Entry, part: Path, *, vanishing: bool) -> b
     part.unlink()
     if vanishing and _is_gone(volume, entry):
         return False
-    raise Trouble(f"{plain(entry.path)}: {problem}; repeat the command")
+    raise ClusterProblem(f"{plain(entry.path)}: {problem}; repeat the command")
 
 
 def _is_gone(volume: Volume, entry: Entry) -> bool:
@@ -215,7 +215,7 @@ def opened(session: Session, run: Run, image: str | None) -> Iterator[Volume]:
     """The run's volume: in its coordinator while that runs, else in a pod of its own, which is deleted afterwards.
 
     Raises:
-        Trouble: the claim does not exist, or the pod does not start.
+        ClusterProblem: the claim does not exist, or the pod does not start.
     """
     pod = f"{run.names.coordinator}-0"
     if run.record is None and _runs(session, run, pod):
@@ -223,7 +223,7 @@ def opened(session: Session, run: Run, image: str | None) -> Iterator[Volume]:
         return
     image = image or (run.spec.get("images") or {}).get("coordinator")
     if image is None:
-        raise Trouble(
+        raise ClusterProblem(
             f"{run.name} has no running coordinator, and its spec names no image for a pod that reads the claim {run.claim}: "
             "give one with --image; any with sh, find, stat, dd, head, tail and sha256sum will do, such as busybox",
             BAD_INPUT,
@@ -293,7 +293,7 @@ def _wait(session: Session, run: Run, name: str) -> None:
     while True:
         found = session.get("Pod", run.namespace, name)
         if found is None:
-            raise Trouble(f"the pod {name} was deleted by somebody", NOT_FOUND)
+            raise ClusterProblem(f"the pod {name} was deleted by somebody", NOT_FOUND)
         status = found.get("status") or {}
         if status.get("phase") == "Running":
             return
@@ -302,5 +302,7 @@ def _wait(session: Session, run: Run, name: str) -> None:
             waiting = (one.get("state") or {}).get("waiting") or {}
             told += [f"{waiting.get('reason', '')}: {waiting['message']}"] if waiting.get("message") else []
         if status.get("phase") in ("Failed", "Succeeded") or time.monotonic() > deadline:
-            raise Trouble(f"the pod {name} does not run: {plain('; '.join(told) or status.get('phase'))}")
+            raise ClusterProblem(
+                f"the pod {name} does not run: {plain('; '.join(told) or status.get('phase'))}"
+            )
         time.sleep(0.5)

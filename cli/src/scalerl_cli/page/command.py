@@ -14,7 +14,7 @@ from typing import Final
 
 from aiohttp import web
 
-from scalerl_cli.clusters.session import Trouble, explained
+from scalerl_cli.clusters.session import ClusterProblem, explained
 from scalerl_cli.exits import DONE, Refused
 from scalerl_cli.output import echo, replace_text
 from scalerl_cli.page.runs import NotARun, Run
@@ -44,7 +44,7 @@ def _opened(where: Path, arguments: argparse.Namespace, stack: contextlib.ExitSt
         return Run(where)
     try:
         return stack.enter_context(mirrored(str(where), arguments))
-    except (Trouble, errors.ApiError) as error:
+    except (ClusterProblem, errors.ApiError) as error:
         raise NotARun(f"{where}: no such directory; as a run on a cluster: {explained(error)}") from error
 
 

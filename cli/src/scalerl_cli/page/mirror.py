@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec
 from scalerl_cli.clusters.runs import find, plain
-from scalerl_cli.clusters.session import CommandFailed, Interrupted, Trouble, open_session
+from scalerl_cli.clusters.session import ClusterProblem, CommandFailed, Interrupted, open_session
 from scalerl_cli.clusters.volume import Entry, opened
 from scalerl_cli.exits import NOT_FOUND
 from scalerl_cli.page.runs import Run
@@ -30,7 +30,7 @@ _ALL: Final = (*_FIRST, str(_PATHS.trace), f"{_PATHS.trace}.1", str(_PATHS.rollo
 _APPENDED: Final = ".jsonl"
 _KNOWN: Final = 4096
 """Bytes before the new part of a file that are read again: a run that returns to a checkpoint writes other lines."""
-_FAILURES: Final = (errors.ApiError, Trouble, CommandFailed, Interrupted, OSError)
+_FAILURES: Final = (errors.ApiError, ClusterProblem, CommandFailed, Interrupted, OSError)
 
 
 class Files(Protocol):
@@ -90,7 +90,7 @@ def mirrored(where: str, arguments: argparse.Namespace) -> Iterator[Run]:
     """The run ``NAMESPACE/NAME``, copied into a temporary directory as it grows.
 
     Raises:
-        Trouble, errors.ApiError: it cannot be read, or has no files yet.
+        ClusterProblem, errors.ApiError: it cannot be read, or has no files yet.
     """
     namespace, name = where.split("/")
     connection = argparse.Namespace(**(vars(arguments) | {"namespace": namespace}))
@@ -104,7 +104,7 @@ def mirrored(where: str, arguments: argparse.Namespace) -> Iterator[Run]:
         directory.mkdir()
         update(volume, directory, _FIRST)
         if not any(directory.iterdir()):
-            raise Trouble(f"{where} has no trained steps yet", NOT_FOUND)
+            raise ClusterProblem(f"{where} has no trained steps yet", NOT_FOUND)
         shown = Run(directory)
         shown.name = where
         ended = threading.Event()

@@ -283,8 +283,8 @@ const VIEWS = {
       const chosen = options.prompt ? { split: options.split, task: options.task, prompt_id: options.prompt } : first;
       if (!chosen) { place.replaceChildren(problem("no prompt was recorded yet")); return; }
       const same = { run, prompt: chosen.prompt_id, task: chosen.task, split: String(chosen.split).replace("_", "-") };
-      const { steps, problem: trouble } = await get("/api/prompt", same);
-      if (trouble || !steps.length) { place.replaceChildren(problem(trouble || `no completion of prompt ${chosen.prompt_id} is recorded`)); return; }
+      const { steps, problem: failed } = await get("/api/prompt", same);
+      if (failed || !steps.length) { place.replaceChildren(problem(failed || `no completion of prompt ${chosen.prompt_id} is recorded`)); return; }
       const left = options.from || String(steps[0].step), right = options.to || String(steps[steps.length - 1].step);
       const here = { run: options.run, prompt: same.prompt, task: same.task, split: same.split, from: left, to: right };
       const word = same.split === "held-out" ? "version" : "step";

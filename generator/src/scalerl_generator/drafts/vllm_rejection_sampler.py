@@ -1,4 +1,4 @@
-"""Bounds the memory in which vLLM (0.32) verifies drafts, and mends its steps without any draft.
+"""Bounds the memory in which vLLM (0.32) verifies drafts, and fixes its steps without any draft.
 
 - vLLM takes the log-softmax over rows × (longest draft of the step + 1) × vocabulary: one sequence of 64 that drafts 16 tokens
   makes 1,088 rows of 80. Here only rows that exist are computed, in chunks.

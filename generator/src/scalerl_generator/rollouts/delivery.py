@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Group, PushResult
-from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorUnreachable, UnknownMember
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration
 from scalerl_processes.waiting import pause
@@ -87,7 +87,7 @@ class Delivery:
                 self._registration.invalidate(member_id)
                 await backoff.wait()
                 continue
-            except CoordinatorDown as error:
+            except CoordinatorUnreachable as error:
                 if backoff.is_reset:
                     logger.warning("keeping %d finished groups: %s", len(self._queue), error)
                 await backoff.wait()

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from scalerl_api.http_client import Backoff
 from scalerl_api.wire import Lease, LeaseRequest, PartialGroup, ReleaseCause, Split
-from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, UnknownMember
+from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorUnreachable, UnknownMember
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration
 from scalerl_generator.rollouts.completion_streams import ServerLost
@@ -203,7 +203,7 @@ class Leasing:
             self._registration.invalidate(member_id)
             await self._backoff.wait()
             return
-        except CoordinatorDown as error:
+        except CoordinatorUnreachable as error:
             if self._backoff.is_reset:
                 logger.warning("no leases: %s", error)
             await self._backoff.wait()
@@ -383,7 +383,7 @@ class Leasing:
             async with asyncio.timeout(self._release_seconds):
                 while True:
                     member_id = await self._registration.member()
-                    with contextlib.suppress(CoordinatorDown):
+                    with contextlib.suppress(CoordinatorUnreachable):
                         await self._partials.send(member_id, partials)
                         await self._coordinator.release(member_id, lease_ids, reason, cause)
                         return

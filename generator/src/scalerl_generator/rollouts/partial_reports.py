@@ -16,7 +16,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup
-from scalerl_generator.coordinator_client import CoordinatorClient, CoordinatorDown, Refused, UnknownMember
+from scalerl_generator.coordinator_client import (
+    CoordinatorClient,
+    CoordinatorUnreachable,
+    Refused,
+    UnknownMember,
+)
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration, ServerMonitor
 from scalerl_generator.rollouts.completion_streams import TOGETHER_TOKENS, CompletionStreams
@@ -174,7 +179,7 @@ class PartialReports:
         while True:
             member_id = await self._registration.member()
             await asyncio.sleep(REPORT_HEARTBEATS * self._registration.interval_seconds)
-            with contextlib.suppress(CoordinatorDown, UnknownMember):  # Registration handles both
+            with contextlib.suppress(CoordinatorUnreachable, UnknownMember):  # Registration handles both
                 try:
                     await self._report(member_id)
                 except Refused as refused:
@@ -186,7 +191,7 @@ class PartialReports:
         Removes groups that are sent or refused from ``groups``.
 
         Raises:
-            CoordinatorDown, UnknownMember: the remaining ``groups`` are not sent.
+            CoordinatorUnreachable, UnknownMember: the remaining ``groups`` are not sent.
         """
         while groups:
             try:

@@ -215,7 +215,7 @@ def _degraded(findings: Findings) -> Value:
     if problem is None and phase in _TRAINING:
         problem = journal_problem(coordinator) or _role_problem(findings.observed)
     if problem is None and phase not in _SUSPENDED_OR_ENDED:
-        problem = problem_of_running(coordinator, findings.observed.trouble, findings.run.unix_seconds)
+        problem = problem_of_running(coordinator, findings.observed.faults, findings.run.unix_seconds)
     return problem is not None, problem or Problem(Reason.HEALTHY, "")
 
 

@@ -26,7 +26,7 @@ from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorR
 from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_lifecycle.workloads import Role
-from scalerl_operator.controller.coordinator_problems import update_trouble
+from scalerl_operator.controller.coordinator_problems import update_faults
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
 from scalerl_operator.controller.refusals import refused
 from scalerl_operator.kube import errors
@@ -303,10 +303,10 @@ async def ask_coordinator(
 ) -> Observed | None:
     """The observation with the coordinator's status. None: there is no response since the current observation of the pods; the
     poller wakes the run after a response or a failure."""
-    trouble = run.before.trouble
+    faults = run.before.faults
     if run.persisted.outcome is not None or (accepted.found is None and not run.deleted):
         await pollers.forget(run.key)
-        return replace(observed, trouble=trouble)
+        return replace(observed, faults=faults)
     pods = observed.of(Role.COORDINATOR)
     answer = await pollers.poll(
         run.key, pods, lambda again: read_token(api, run, again=again), (pods, observed.trainer)
@@ -314,8 +314,8 @@ async def ask_coordinator(
     if not answer.known:
         return None
     if answer.status is not None:
-        trouble = update_trouble(trouble, answer.status, run.unix_seconds)
-    return replace(observed, coordinator=answer.status, refusal=answer.refusal, trouble=trouble)
+        faults = update_faults(faults, answer.status, run.unix_seconds)
+    return replace(observed, coordinator=answer.status, refusal=answer.refusal, faults=faults)
 
 
 async def request_stop(api: KubeApi, pollers: CoordinatorPollers, run: Run, reason: str | None) -> None:

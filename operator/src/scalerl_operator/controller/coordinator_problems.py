@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from scalerl_api.reasons import Reason
-from scalerl_api.status import TroubleStatus
+from scalerl_api.status import FaultStatus
 from scalerl_api.wire import Status
 from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.status_fields import rfc3339, seconds
@@ -27,7 +27,7 @@ _COUNTED: Final = {
     "grading_errors": ("last_grading_error_time", Reason.GRADING_FAILED),
     "given_up_rollouts": ("last_given_up_time", Reason.SLOTS_GIVEN_UP),
 }
-"""Fields of :class:`TroubleStatus`: a count, the time of its last increase, and the reason of a run that it degrades."""
+"""Fields of :class:`FaultStatus`: a count, the time of its last increase, and the reason of a run that it degrades."""
 
 
 def journal_problem(coordinator: Status | None) -> Problem | None:
@@ -46,12 +46,12 @@ def unsaved_problem(coordinator: Status | None) -> Problem | None:
 
 
 def problem_of_running(
-    coordinator: Status | None, trouble: TroubleStatus, unix_seconds: float
+    coordinator: Status | None, faults: FaultStatus, unix_seconds: float
 ) -> Problem | None:
     """The first problem despite which a run continues: of what it needs, of its faults, of what it learns, of its copies."""
     return (
         _first(coordinator, _NEEDED)
-        or _fault(trouble, unix_seconds)
+        or _fault(faults, unix_seconds)
         or _first(coordinator, _LEARNING)
         or _copy_or_tracker_problem(coordinator)
     )
@@ -73,7 +73,7 @@ def _copy_or_tracker_problem(coordinator: Status | None) -> Problem | None:
     return Problem(Reason.TRACKER_FAILED, "; ".join(failing)) if failing else None
 
 
-def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: float) -> TroubleStatus:
+def update_faults(before: FaultStatus, coordinator: Status, unix_seconds: float) -> FaultStatus:
     """The faults of a run after the coordinator's last status.
 
     Counts are of the whole run, so a run is degraded for a time after a count has increased, not by the count. The first status
@@ -100,12 +100,12 @@ def update_trouble(before: TroubleStatus, coordinator: Status, unix_seconds: flo
     return before.model_copy(update=update | {"unsaved_since": unsaved})
 
 
-def _fault(trouble: TroubleStatus, unix_seconds: float) -> Problem | None:
+def _fault(faults: FaultStatus, unix_seconds: float) -> Problem | None:
     """The current fault. The message has no counts, which would change it at every increase."""
-    if trouble.unsaved_since is not None:
+    if faults.unsaved_since is not None:
         return Problem(Reason.CHECKPOINT_FAILED, "")
     for name, reason in _COUNTED.values():
-        last = getattr(trouble, name)
+        last = getattr(faults, name)
         if last is not None and unix_seconds - seconds(last) < QUIET_SECONDS:
             return Problem(reason, "")
     return None

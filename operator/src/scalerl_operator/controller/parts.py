@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from scalerl_api.spec import RunSpec, ScaleRLRun
-from scalerl_api.status import ModelStatus, RunStatus, TroubleStatus
+from scalerl_api.status import FaultStatus, ModelStatus, RunStatus
 from scalerl_api.wire import Status
 from scalerl_autoscaling.report import AutoscalerReport
 from scalerl_lifecycle.edits_of_run import SpecEdit
@@ -189,7 +189,7 @@ class Observed:
         gang: the run in the queue of a cluster with Kueue.
         coordinator: its last status; None while it does not respond.
         refusal: message of a coordinator that refuses the operator's requests.
-        trouble: faults of the run, by that status or, without one, as before.
+        faults: faults of the run, by that status or, without one, as before.
     """
 
     pods: tuple[PodView, ...] = ()
@@ -201,7 +201,7 @@ class Observed:
     gang: Gang | None = None
     coordinator: Status | None = None
     refusal: str = ""
-    trouble: TroubleStatus = field(default_factory=TroubleStatus)
+    faults: FaultStatus = field(default_factory=FaultStatus)
     autoscaler: AutoscalerReport = field(default_factory=AutoscalerReport)
 
     @property

@@ -34,7 +34,7 @@ def report(findings: Findings) -> RunStatus:
         "source": _source(findings),
         **decision_fields(before, decision, now),
         "model": findings.model,
-        "trouble": findings.observed.trouble,
+        "faults": findings.observed.faults,
         "selector": before.selector or ",".join(f"{key}={value}" for key, value in labels),
     }
     scaling = findings.observed.autoscaler

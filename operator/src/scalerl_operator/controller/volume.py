@@ -36,7 +36,7 @@ RETRY_SECONDS: Final = 300.0
 """From the refusal of a size to the next try."""
 OF_STEPS: Final = (
     *("step", "progress", "eta", "budget", "last_step_time", "reward", "points", "usage", "stop_reason"),
-    *("has_trained", "unproven_since", "trained_spec", "holding", "trouble", "exports"),
+    *("has_trained", "unproven_since", "trained_spec", "suspending_for", "faults", "exports"),
     *("forecast", "outlook", "decision", "stop_votes", "decisions"),
 )
 """Fields of the status that follow from the steps on the volume; the others stay when the steps are abandoned."""

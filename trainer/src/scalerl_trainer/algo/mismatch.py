@@ -43,7 +43,6 @@ class RatioStatistics:
     """
 
     tokens: float = 0.0
-    k1_sum: float = 0.0
     k3_sum: float = 0.0
     ratio_sum: float = 0.0
     ratio_square_sum: float = 0.0
@@ -52,11 +51,6 @@ class RatioStatistics:
     """Number of outliers (``BEYOND_RATIO``)."""
     ratio_max: float = 0.0
     """Largest ρ, the only field that is not a sum."""
-
-    @property
-    def kl_k1(self) -> float:
-        """Mean k1 estimate of KL(generator ‖ trainer), nats per token."""
-        return self.k1_sum / max(self.tokens, 1.0)
 
     @property
     def kl_k3(self) -> float:
@@ -91,7 +85,6 @@ class RatioStatistics:
     def __add__(self, other: RatioStatistics) -> RatioStatistics:
         return RatioStatistics(
             self.tokens + other.tokens,
-            self.k1_sum + other.k1_sum,
             self.k3_sum + other.k3_sum,
             self.ratio_sum + other.ratio_sum,
             self.ratio_square_sum + other.ratio_square_sum,
@@ -101,14 +94,14 @@ class RatioStatistics:
         )
 
 
-FIELDS = 8
+FIELDS = 7
 """Number of fields of :class:`RatioStatistics`; all are sums except for the last, which is a maximum."""
 
 
 def ratio_table(
     logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor, bucket_n: torch.Tensor, buckets: int
 ) -> torch.Tensor:
-    """The fields of ``RatioStatistics`` by bucket, in their order, float64 ``[buckets, 8]``.
+    """The fields of ``RatioStatistics`` by bucket, in their order, float64 ``[buckets, 7]``.
 
     ``bucket_n`` is the bucket of each token, int64. The result is on the device of the arguments.
     """
@@ -117,7 +110,6 @@ def ratio_table(
     columns = torch.stack(
         [
             torch.ones_like(ratio_n),
-            -difference_n,
             ratio_n - 1 - difference_n,
             ratio_n,
             ratio_n.square(),
@@ -148,7 +140,7 @@ def beyond_ratio(logprobs_n: torch.Tensor, generator_logprobs_n: torch.Tensor) -
 
 
 def add_tables(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The sum of two tables ``[..., 8]`` of ``ratio_table``."""
+    """The sum of two tables ``[..., 7]`` of ``ratio_table``."""
     total = left + right
     total[..., -1] = torch.maximum(left[..., -1], right[..., -1])
     return total

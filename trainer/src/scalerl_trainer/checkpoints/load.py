@@ -62,6 +62,8 @@ _FAILURES: dict[str, type[Exception]] = {
     "store": StoreError,
 }
 """Errors of a task that are raised on all ranks; the first counts."""
+_EXPECTED = (TrainerError, AttemptSuperseded, StoreError, OSError)
+"""Errors whose text says enough."""
 
 
 class CheckpointLoader:
@@ -254,7 +256,7 @@ class CheckpointLoader:
             except Exception as error:
                 kinds = (kind for kind, raised in _FAILURES.items() if isinstance(error, raised))
                 failure = next(kinds, "disk" if isinstance(error, OSError) else "store")
-                text = str(error) if isinstance(error, TrainerError | StoreError | OSError) else repr(error)
+                text = str(error) if isinstance(error, _EXPECTED) else repr(error)
                 outcome[0] = _Outcome(ended=True, failure=failure, message=text)
 
         thread = threading.Thread(target=guarded, name="read", daemon=True)

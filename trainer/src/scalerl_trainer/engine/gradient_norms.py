@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from scalerl_api.task_figures import GRADIENT_KINDS
+from scalerl_api.metrics_fields import GRADIENT_KINDS
 from scalerl_trainer.engine.distributed import gather_vectors
 
 _KINDS: Final = tuple(GRADIENT_KINDS)

@@ -282,7 +282,7 @@ class Passes:
         logprobs_m: torch.Tensor,
         generator_m: torch.Tensor,
     ) -> torch.Tensor:
-        """Ratio tables ``[2, positions, 8]`` of all tokens and of the fresh ones."""
+        """Ratio tables ``[2, positions, 7]`` of all tokens and of the fresh ones."""
         position_m = micro.position_ids_bt.flatten()[micro.predict_at_m] + 1
         bucket_m = self._move(position_buckets(position_m))
         every = ratio_table(logprobs_m, generator_m, bucket_m, len(POSITIONS))

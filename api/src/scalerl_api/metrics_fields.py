@@ -1,6 +1,7 @@
-"""Figures of a step in the lines of ``metrics.jsonl``, and of each task of a mix: ``reward_task_NAME`` beside ``reward``.
+"""Fields of a line of ``metrics.jsonl``: of the coordinator, of the trainer, and of each task of a mix (``reward_task_NAME`` beside ``reward``).
 
-``docs/reference/metrics.md`` lists them.
+``docs/reference/metrics.md`` lists them. Not listed are the parts of verdicts (``reward_part_NAME``), what a loss of a package counts
+(``ratio_NAME_fraction``), and the ranges of positions of a mismatch (:mod:`.mismatch`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,26 @@ STEP_FIGURES: Final[Mapping[str, str]] = {
     "consumed_tokens_per_second": "Completion tokens of the step, filtered groups included, per second",
 }
 """Figures of a step as a whole, from the coordinator; absent if the step before is not known."""
+RUN_FIGURES: Final[Mapping[str, str]] = {
+    "step": "Number of the step, from 0",
+    "version": "Version of the weights after it",
+    "wall_seconds": "Seconds of mid-training and since the first lease, up to the report of the step",
+    "device_seconds": "The same, times the devices",
+    "generator_busy_fraction": "Part of the generators' time with a request in flight, over the run",
+    "trainer_busy_fraction": "Part of `wall_seconds` in which the trainer computed",
+    "work_tokens": "Completion tokens of the steps up to this one, filtered groups included",
+    "generated_tokens": "Completion tokens that the generators sampled, over the run",
+    "checkpoint_failures": "Checkpoints that could not be written, over the run",
+    "skipped": "1 if the update was not applied because a figure was not finite or ratios were too far from 1; else 0",
+    "refilled_groups": "Filtered groups whose slots got another prompt",
+    "masked_tokens": "Completion tokens that are not trained on, such as an inserted interruption or an environment's messages",
+    "unusable_tokens": "The part of them that is masked because the generator's log-probability was not finite",
+    "trained_tokens": "Completion tokens with a gradient; 0 for a skipped step",
+    "staleness_mean": "Mean age of the trained tokens, in versions: that of the step minus that which sampled the token",
+    "staleness_max": "The largest such age",
+    "prompts_crc32": "CRC-32 of the step's prompts, to see whether two runs had the same ones",
+}
+"""Fields that every line has, from the coordinator."""
 GRADIENT_KINDS: Final[Mapping[str, str]] = {
     "embedding": "embeddings, also where they are the output's",
     "attention": "attention",
@@ -57,6 +78,18 @@ GRADIENT_KINDS: Final[Mapping[str, str]] = {
     "other": "other weights, such as those of state-space layers",
 }
 TRAINER_FIGURES: Final[Mapping[str, str]] = {
+    "loss": "Loss of the batch, as the recipe weights it",
+    "learning_rate": "Learning rate of the update",
+    "applied": "1 if the weights changed; 0 for a skipped step, and for one without a trained token",
+    "computed_tokens": "Tokens of prompts and completions in the forward pass; of a prompt that rows share, once",
+    "padding_fraction": "Part of the computed positions that hold no token",
+    "guard_masked_tokens": "Trained tokens left out of the step because they would have had most of its squared gradient",
+    "filtered_fraction": "Part of the groups without a gradient",
+    "ungraded_completions": "Completions without a verdict, which are not trained on",
+    "reward_mean": "Mean score of the graded completions of the step's groups, in [0, 1]; of filled slots, without the tries before them",
+    "reward_std": "Standard deviation of these scores",
+    "shaped_reward_mean": "Mean of the rewards that are trained on, which depend on the length as well",
+    "completion_tokens_mean": "Mean tokens of a completion of these groups",
     "wait_seconds": "Seconds that the trainer waited for rollouts, evaluations or generators",
     "shard_seconds": "Seconds to fetch the step's rollouts; as the next two a mean over the ranks",
     "forward_backward_seconds": "Seconds of packing, forward and backward passes",
@@ -64,9 +97,23 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "busy_seconds": "Sum of the last two",
     "publish_wait_seconds": "Seconds in which a publish delayed the trainer: its own part of the probe, and where the publish took longer than "
     "the forward and backward passes beside it",
-    "publish_seconds": "Seconds to publish the weights, beside the step, if they were",
+    "publish_seconds": "Seconds to publish the weights, beside the step, if they were; as the fields below, of the last publish before the step was reported",
+    "publish_open_seconds": "Seconds to open the group with the generators, in the last attempt; 0 from files",
+    "publish_gather_seconds": "Seconds to gather the weights, in the last attempt; to files, and to write them",
+    "publish_send_seconds": "Seconds in which rank 0 sent, in the last attempt; 0 from files",
+    "publish_pause_seconds": "Seconds until generation paused, at the slowest generator",
+    "publish_transfer_seconds": "Seconds to receive or to read the weights, at the slowest generator",
+    "publish_load_seconds": "Seconds to load them into vLLM, at the slowest generator",
+    "publish_resume_seconds": "Seconds until generation resumed, at the slowest generator",
+    "publish_rounds": "Attempts of the publish; from files 1, or 0 if they could not be written",
+    "publish_members": "Generators that got the version",
+    "publish_failed_members": "Generators that did not",
+    "publish_bytes": "Bytes of the weights",
+    "probe_seconds": "Seconds of the probe: the trainer's part, and the generators'",
+    "probe_failed": "1 if no generator answered the probe, or the trainer's own log-probabilities were not finite; else absent",
     "checkpoint_seconds": "Seconds in which a checkpoint delayed the trainer",
     "export_seconds": "Seconds in which an export delayed it",
+    "checkpoint_uploaded": "With `checkpoint.to`, the step of the newest complete copy",
     "entropy": "Mean entropy of the policy over the trained tokens, in nats",
     "router_entropy": "With experts, the entropy of the routers' softmax, in nats: mean over trained tokens and layers. Even: log of the number "
     "of experts",
@@ -84,7 +131,20 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "and recomputed activations not included, as part of the devices' peak in bfloat16. Absent on CPUs, on GPUs of unknown peak, in "
     "float32, and with mixtures of experts",
     "sampled_kl": "KL estimate (k3) of trainer against generators in nats per token, on tokens sampled by the step's weights",
+    "sampled_tokens": "Number of these tokens",
+    "probe_kl": "The same on sequences that a generator scored in one pass after the last publish",
+    "probe_tokens": "Number of their tokens",
+    "probe_max_difference": "Largest difference of the two log-probabilities of a token of them, in nats",
     "ratio_kl": "The same on all trained tokens: how far the policy has moved since they were sampled",
+    "ratio_tokens": "Number of these tokens",
+    "ratio_mean": "Mean ratio of the trainer's to the generator's probability of a trained token",
+    "ratio_max": "The largest such ratio",
+    "ratio_beyond_fraction": "Part of the trained tokens whose ratio, or its inverse, is an outlier, or not a number",
+    "effective_sample_fraction": "Effective sample size of the ratios as importance weights, as part of the tokens: (Σρ)² / (N Σρ²)",
+    "ratio_truncated_fraction": "Part of the trained tokens whose ratio the loss truncates (CISPO, DPPO)",
+    "ratio_clipped_fraction": "Part of the trained tokens without a gradient because of the loss's clip or mask (PPO, GSPO, DPPO)",
+    "ratio_corrected_fraction": "Part of the trained tokens that `recipe.correction` truncates or masks",
+    "ratio_off_policy_masked_fraction": "Part of the trained tokens that `recipe.offPolicyMask` masks",
     "start_kl": "KL(start ‖ now) in nats per token (k3), of the last published weights from those of the start of the run, or of the end of its "
     "warm start; of a fork, from the start of its source. Over tokens that the start sampled: up to 32 completions of the first batch, of prompts "
     "with a gradient, shortened to some 8,192 tokens, which ride in the checkpoint. Measured with the probe of every fourth version; absent after a "
@@ -92,6 +152,7 @@ TRAINER_FIGURES: Final[Mapping[str, str]] = {
     "start_kl_k1": "The same by k1, the mean of log π_start - log π_now, which may be negative",
     "reference_kl": "KL estimate to the start of the run, or to another reference, in nats per token: with `recipe.kl.penalty`, which "
     "holds a second model and scores the batch with it",
+    "teacher_kl": "KL estimate to the teacher of `recipe.distillation`, in nats per token",
 }
 """Figures of a step from the trainer, by name in ``metrics.jsonl`` and in ``scalerl_trainer_step_stat``."""
 _BETWEEN: Final = "_task_"
