@@ -27,7 +27,7 @@ this package imports neither reasoning-gym, sympy, tokenizers nor transformers; 
 imports its dependencies.
 """
 
-from scalerl_tasks.answer_checks import check_answers
+from scalerl_tasks.answer_checks import Rejected, check_answers
 from scalerl_tasks.answers.extraction import extract_answer
 from scalerl_tasks.dataset import DatasetSource, open_dataset
 from scalerl_tasks.errors import (
