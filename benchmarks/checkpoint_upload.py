@@ -33,8 +33,8 @@ sys.path += [str(Path(__file__).resolve().parents[1] / p) for p in ("trainer/tes
 
 import numpy as np
 import torch
+from checkpoint_copies import Relay, Trainer
 from s3_server import BUCKET, S3Server
-from test_trainer_checkpoint_copies import Relay, Trainer
 
 OPERATIONS, SIZE, WAIT_SECONDS = 30, 256, 0.005
 SETTLE_SECONDS = 0.06

@@ -14,14 +14,12 @@ from torch.nn import functional
 from scalerl_trainer.models import Policy, varlen
 from scalerl_trainer.models.precision import cast_parameters
 from scalerl_trainer.packing import MicroBatch, Sequence, pack
-from support.gpu_device import CannotRun, Options, open_device, peak_bytes, seconds_of
+from support.gpu_device import TOLERANCE, CannotRun, Options, open_device, peak_bytes, seconds_of
 from support.gpu_models import SHAPES, TINY, make
 
 HEADS = ((14, 2, 64, None), (32, 8, 128, None), (8, 4, 256, 512))
 """Heads of queries and of keys, their size, and a window: those of Qwen2.5 0.5B, Llama 3 8B and Gemma 3 1B."""
 LENGTHS = (1, 4095, 700, 2048, 3, 1345)
-TOLERANCE = 0.02
-"""As of the check ``positions``."""
 
 
 def check_attention(options: Options) -> dict[str, Any]:

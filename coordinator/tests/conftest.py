@@ -163,6 +163,14 @@ async def serve(
 
 
 @pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """The directory of a run that has only a token."""
+    found = RunPaths(tmp_path)
+    found.token.write_text(TOKEN)
+    return found
+
+
+@pytest.fixture
 def world() -> World:
     """Decisions alone: a trainer and a generator at version 0, whose point is made."""
     return ready(World(make_settings()))

@@ -1,6 +1,7 @@
 """Environments that misbehave, from the class to the episode: one message each, and no other episode is lost.
 
-What servers do is in ``tasks/tests/test_tasks_environment_server.py``, and what chat templates do in ``test_tasks_messages.py``.
+What servers do is in ``test_tasks_environment_outages.py`` and ``test_tasks_environment_failures.py``, and what chat templates do in
+``test_tasks_messages.py``.
 """
 
 from __future__ import annotations

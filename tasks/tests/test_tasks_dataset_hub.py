@@ -1,4 +1,5 @@
-"""Data sets of a hub: the real client against a server on loopback with the hub's API; revisions, access, cache."""
+"""Data sets of a hub: the real client against a server on loopback with the hub's API; revisions, access, cache;
+which files a split has."""
 
 import json
 import os
@@ -6,8 +7,14 @@ import subprocess
 import sys
 import textwrap
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from dataset_hub_server import Hub, Repository
+
+from scalerl_api.dataset_source import HubDataset
+from scalerl_tasks import SourceError
+from scalerl_tasks.dataset.hub import choose_files
 
 OLD, NEW = "1" * 40, "2" * 40
 CARD = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
@@ -164,3 +171,100 @@ def test_hub_that_fails_or_cannot_be_reached(tmp_path, hub):
     assert offline.endswith(
         "HF_HUB_OFFLINE is set and it is not in the cache: download it first, or unset the variable"
     )
+
+
+HUB = HubDataset.model_validate({"name": "a/b"})
+
+
+PARTS = [
+    "main/train-00000-of-00001.parquet",
+    "main/test-00000-of-00001.parquet",
+    "socratic/train-00000-of-00001.parquet",
+]
+
+
+CONFIGS = [
+    {
+        "config_name": "main",
+        "data_files": [{"split": "train", "path": "main/train-*"}, {"split": "test", "path": "main/test-*"}],
+    },
+    {"config_name": "socratic", "data_files": [{"split": "train", "path": "socratic/train-*"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "card", "hub", "found"),
+    [
+        (PARTS, {"configs": CONFIGS}, {"config": "main"}, [PARTS[0]]),
+        (PARTS, {"configs": CONFIGS}, {"config": "main", "split": "test"}, [PARTS[1]]),
+        (PARTS, {"configs": CONFIGS[:1]}, {}, [PARTS[0]]),
+        (PARTS, {"configs": [CONFIGS[0], CONFIGS[1] | {"default": True}]}, {}, [PARTS[2]]),
+        (PARTS, {}, {"config": "socratic"}, [PARTS[2]]),
+        (PARTS, {"configs": CONFIGS}, {}, "has several configurations; set config to one of main, socratic"),
+        (
+            PARTS,
+            {"configs": CONFIGS},
+            {"config": "min"},
+            "has no configuration 'min'; set config to one of main, socratic",
+        ),
+        (
+            PARTS,
+            {"configs": CONFIGS},
+            {"config": "main", "split": "dev"},
+            "no split 'dev'; set split to one of test, train",
+        ),
+        (PARTS, {}, {}, "has several configurations; set config to one of main, socratic"),
+        (["README.md", "deepscaler.json"], {}, {}, ["deepscaler.json"]),
+        (["x.jsonl.gz", "test.jsonl", "dataset_infos.json"], {}, {}, ["x.jsonl.gz"]),
+        (["loader.py"], {}, {}, "no data files of split 'train'; its data files: none"),
+        (["a.jsonl"], {"configs": [{"data_files": "a.jsonl"}]}, {}, ["a.jsonl"]),
+    ],
+)
+def test_hub_files_of_a_split(names, card, hub, found):
+    asked = HUB.model_copy(update=hub)
+    if isinstance(found, str):
+        with pytest.raises(SourceError) as caught:
+            choose_files(names, card, asked, "task.dataset.hub: a/b")
+        assert found in str(caught.value)
+    else:
+        assert choose_files(names, card, asked, "") == found
+
+
+def test_hub_dataset_is_read_offline_at_its_commit(tmp_path):
+    """From the hub's cache, by the hub's client; the commit is kept in the table."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub/datasets--openai--gsm8k"
+    snapshot = repository / "snapshots" / commit
+    (snapshot / "main").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n---\n# A card\n"
+    (snapshot / "README.md").write_text(card)
+    rows = [{"question": "q", "answer": "#### 3"}]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), snapshot / "main/train-00000-of-00001.parquet"
+    )
+    code = """
+        import sys
+        from pathlib import Path
+        from scalerl_api.source import DatasetSource
+        from scalerl_tasks import SourceError, open_dataset
+        for name in ("openai/gsm8k", "openai/other"):
+            try:
+                source = open_dataset(DatasetSource(hub={"name": name}), Path(sys.argv[1]))
+                print(source[0].answer, source.table.info.revision)
+            except SourceError as error:
+                print(error)
+    """
+    env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
+    )
+    read, missing = done.stdout.splitlines()
+    assert read == f"3 {commit}"
+    assert "openai/other at revision main" in missing
+    assert "HF_HUB_OFFLINE is set and it is not in the cache" in missing

@@ -121,3 +121,50 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from s3_server import S3Server
+
+    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module's :class:`s3_server.S3Server`, which the environment names."""
+    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    for variable, value in s3_server.environ.items():
+        monkeypatch.setenv(variable, value)
+    s3_server.refuse(float("inf"))
+    return s3_server
+
+
+@pytest.fixture
+def to(s3: Any, request: pytest.FixtureRequest) -> str:
+    """A test's own prefix in the bucket."""
+    from s3_server import BUCKET
+
+    return f"s3://{BUCKET}/{request.node.name}"
+
+
+@pytest.fixture
+def slow(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A slow connection to the server."""
+    from checkpoint_copies import Relay
+
+    relay = Relay(int(s3.url.rpartition(":")[2]), 2e6)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+    yield relay
+    relay.close()
+
+
+@pytest.fixture
+def uploads_end() -> Iterator[None]:
+    from checkpoint_copies import end_uploads
+
+    yield
+    end_uploads()

@@ -243,22 +243,6 @@ def test_hub_errors(tmp_path: Path, hub: HubServer) -> None:
 # --- a bucket --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
-        monkeypatch.delenv(variable)
-    for variable, value in s3_server.environ.items():
-        monkeypatch.setenv(variable, value)
-    return s3_server
-
-
 def put_in_bucket(to: str, directory: Path, best: int, last: int, known: int = -1) -> dict[int, str]:
     """``known``: the version that the bucket has already."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -13,6 +14,11 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+# Appended: `benchmarks` has an operator.py, which must not come before the standard library's.
+sys.path.append(str(SCRIPT.parent))
+
+from support import gpu_device, gpu_group, gpu_head  # noqa: E402
+
 ENGINE = ("engine-FSDP2", "engine-ZeRO1", "engine-ZeRO3")
 CHECKS = (
     *("machine", "attention", "head", "positions", *ENGINE, "offload", "offload-ZeRO"),
@@ -95,7 +101,6 @@ def test_head_check_finds_what_the_head_leaves_out(wrong: str, monkeypatch: pyte
     from scalerl_trainer.models import head
     from scalerl_trainer.models.logits import PLAIN
 
-    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
     logits, forward = head._logits, head.LogprobHead.forward
     if wrong == "bias":
         monkeypatch.setattr(head, "_logits", lambda s, m, bias, *rest: logits(s, m, None, *rest))
@@ -106,7 +111,7 @@ def test_head_check_finds_what_the_head_leaves_out(wrong: str, monkeypatch: pyte
     else:
         monkeypatch.setattr(torch.Tensor, "square_", lambda self: self.zero_())
     with pytest.raises(AssertionError, match=r"^bias, cap and temperature: "):
-        module["check_head"](module["Options"]("cpu", tiny=True))
+        gpu_head.check_head(gpu_device.Options("cpu", tiny=True))
 
 
 def test_gpu_check_writes_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,18 +135,100 @@ def test_gpu_check_writes_after_each_check(tmp_path: Path, monkeypatch: pytest.M
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_gpu_check_counts_devices_before_group_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_that_time_runs_out_for_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are named have their own limits alone."""
     module: dict[str, Any] = runpy.run_path(str(SCRIPT))
+    run_check, given = module["run_check"], dict[str, float]()
+
+    def with_seconds(context: object, name: str, options: object, left: float) -> dict[str, Any]:
+        given[name] = left
+        return run_check(context, name, options, left) if left < math.inf else {"status": "ok"}
+
+    module["main"].__globals__.update(TOTAL_SECONDS=4.4, run_check=with_seconds)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out)])
+    assert module["main"]() == 0
+    results = json.loads(out.read_text())["checks"]
+    assert list(results) == list(module["CHECKS"])
+    assert results["machine"] == {"status": "not run", "reason": "4 s left, it needs 60"}
+    assert results["run"] == {"status": "not run", "reason": "4 s left, it needs 240"}
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--only", "vllm,run", "--out", str(out)])
+    assert module["main"]() == 0
+    assert given["vllm"] == given["run"] == math.inf
+
+
+HANGING = """
+import os, subprocess, sys, time
+from multiprocessing import connection, get_context
+from pathlib import Path
+
+sys.path.append({benchmarks!r})
+import gpu_check
+
+PIDS = Path({folder!r})
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def hang(options):
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, time; print(subprocess.Popen({{SLEEP}}, start_new_session=True).pid, flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )
+    grandchild = child.stdout.readline().decode().strip()
+    (PIDS / "new").write_text(f"{{os.getpid()}} {{child.pid}} {{grandchild}}")
+    (PIDS / "new").rename(PIDS / "pids")
+    {end}
+
+
+gpu_check.CHECKS["hang"] = (hang, 7.0)
+
+
+def poll(self, seconds):
+    print(seconds)
+    while not (PIDS / "pids").exists():  # the time is over when the processes are there
+        time.sleep(0.02)
+    return {answers} and own_poll(self, 60)
+
+
+if __name__ == "__main__":
+    own_poll, connection.Connection.poll = connection.Connection.poll, poll
+    print(gpu_check.run_check(get_context("forkserver"), "hang", gpu_check.Options("cpu", True), {left}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "left", "found"),
+    [
+        ("time.sleep(600)", "1e9", "14.0\n{'status': 'failed', 'reason': 'did not end within 14 s'"),
+        ("time.sleep(600)", "8.0", "8.0\n{'status': 'not run', 'reason': '8 s left, it needs 14'"),
+        ("return {}", "1e9", "14.0\n{'status': 'ok'"),
+    ],
+    ids=["deadline", "time-over", "ends"],
+)
+def test_gpu_check_leaves_no_process_of_a_check(end: str, left: str, found: str, tmp_path: Path) -> None:
+    """Of those with a session of their own too, whose parents end before."""
+    answers = end.startswith("return")
+    script = tmp_path / "hanging.py"
+    folders = {"benchmarks": str(SCRIPT.parent), "folder": str(tmp_path)}
+    script.write_text(HANGING.format(end=end, left=left, answers=answers, **folders))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=350)
+    assert done.stdout.startswith(found), done
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 3
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_gpu_check_counts_devices_before_group_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     opened: list[int] = []
-    module["check_group"].__globals__["group_of"] = lambda world, _: opened.append(world) or {"status": "ok"}
-    options = module["Options"]("cuda", tiny=True)
+    monkeypatch.setattr(gpu_group, "group_of", lambda world, _: opened.append(world) or {"status": "ok"})
+    options = gpu_device.Options("cuda", tiny=True)
     with pytest.raises(
-        module["CannotRun"], match=r"^2 GPUs are needed, this process sees 1: NCCL takes no two"
+        gpu_device.CannotRun, match=r"^2 GPUs are needed, this process sees 1: NCCL takes no two"
     ):
-        module["check_group"](options, 2)
-    module["check_group"](options, 1)
+        gpu_group.check_group(options, 2)
+    gpu_group.check_group(options, 1)
     assert opened == [1]
 
 
@@ -168,9 +255,8 @@ def test_gpu_check_run_on_cpu(tmp_path: Path) -> None:
 
 
 def test_gpu_check_names_missing_package() -> None:
-    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
-    with pytest.raises(module["CannotRun"], match=r"^no_such_package is not installed$"):
-        module["require"]("json", "no_such_package")
+    with pytest.raises(gpu_device.CannotRun, match=r"^no_such_package is not installed$"):
+        gpu_device.require("json", "no_such_package")
 
 
 def test_gpu_check_unknown_check_raises() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,22 +19,6 @@ from scalerl_trainer import fetch_model, prepare
 from scalerl_trainer.object_store_folders import fetch, upload
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
-        monkeypatch.delenv(variable)
-    for variable, value in s3_server.environ.items():
-        monkeypatch.setenv(variable, value)
-    return s3_server
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

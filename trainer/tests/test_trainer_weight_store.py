@@ -42,23 +42,6 @@ ELSEWHERE = Path("/nonexistent")
 MEMBER = wire.Member(member_id="g", name="g", control_url="http://127.0.0.1:9", weight_version=-1)
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    server = S3Server(tmp_path_factory.mktemp("s3") / "server.log")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in s3_server.environ.items():
-        monkeypatch.setenv(name, value)
-    s3_server.refuse(float("inf"))
-    return s3_server
-
-
 @pytest.fixture
 def to(s3: S3Server, tmp_path: Path) -> str:
     return f"s3://{BUCKET}/{tmp_path.name}"
