@@ -136,6 +136,16 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
         (
             [{"prompt": "p", "answer": "1"}],
             {"filter": {"where": ["rate > 0.5"]}},
+            "filter.where[0]: 'rate > 0.5': no row has 'rate' (names: answer, prompt)",
+        ),
+        (
+            [{"prompt": "p", "answer": "1"}],
+            {"filter": {"where": ["anser != '2'"]}},
+            "no row has 'anser'; did you mean 'answer'?",
+        ),
+        (
+            [{"prompt": "p", "answer": "1", "rate": None}],
+            {"filter": {"where": ["rate > 0.5"]}},
             "'rate > 0.5' has no value in any row",
         ),
         (

@@ -100,6 +100,16 @@ def test_trl_function_gets_columns_and_may_not_apply():
         scores(given, ROW, "4")
 
 
+def test_trl_function_gets_no_solution_that_the_row_does_not_have(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def same(completions, solution, **kwargs): return [float(a == b) for a, b in zip(completions, solution)]\n"
+    )
+    given = PythonFunction("same", path=str(tmp_path / "r.py"), signature="trl")
+    assert scores(given, Prompt("a", "q", "4", solution="2 + 2"), "2 + 2", "4") == [1.0, 0.0]
+    with pytest.raises(VerifierError, match=r"needs the column 'solution', .* \(it has answer, row\)"):
+        scores(given, ROW, "4")
+
+
 def test_trl_function_of_token_ids_or_of_the_other_format(tmp_path):
     (tmp_path / "r.py").write_text(
         "def ids(completions_ids, **kwargs): return [len(ids) for ids in completions_ids]\n"

@@ -175,6 +175,16 @@ def test_task_problems_of_every_file(tmp_path):
     assert {p.field for p in quick} == {"task.mix.0.jsonl.path", "warmStart.jsonl.path"}
 
 
+def test_bad_template_is_one_problem_also_with_a_function_of_trl(tmp_path):
+    (tmp_path / "r.py").write_text("def one(completions, **kwargs): return [1.0 for _ in completions]\n")
+    verifier = {"python": {"path": "r.py", "function": "one", "signature": "trl"}}
+    path = write(tmp_path / "a.jsonl", rows(30))
+    bad = task(path) | {"verifier": verifier, "prompt": {"template": "{prompt} {x}"}, "heldOut": {"size": 1}}
+    (problem,) = task_problems(run(task=bad), tmp_path)
+    assert problem.field == "task.prompt.template"
+    assert "unknown placeholder {x}" in str(problem)
+
+
 def test_task_problems_is_empty_for_a_good_run(tmp_path):
     path = write(tmp_path / "a.jsonl", rows(30))
     assert task_problems(run(task=task(path, heldOut={"size": 2}))) == []

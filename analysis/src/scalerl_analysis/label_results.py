@@ -83,8 +83,8 @@ def read_labels(directory: Path) -> dict[Key, Cell]:
             rows = list(csv.DictReader(file, strict=True))
     except FileNotFoundError:
         raise AnalysisProblem(
-            f"{path}: no such file; it is written with the first evaluation of prompts that have labels: give a run "
-            "directory, or the lines of task.jsonl a difficulty"
+            f"{path}: no such file; a run writes it with the first evaluation of prompts that have labels: give the lines "
+            "of task.jsonl a difficulty, or task.dataset columns.labels"
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise AnalysisProblem(f"{path}: {error}") from error

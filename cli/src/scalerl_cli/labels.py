@@ -50,7 +50,7 @@ def waiting(snapshot: Snapshot) -> str:
     if status is None:
         preparing = any(u.role is Role.PREPARE and u.state is not UnitState.DONE for u in snapshot.units)
         return ("preparing the model" if preparing else "waiting for the coordinator") + failing
-    if status.phase is Phase.WAITING and status.waiting_for and not status.stop_reason:
+    if status.phase is Phase.WAITING and status.waiting_for:
         return f"waiting for {status.waiting_for}{failing}"
     text = str(status.phase)
     if status.stop_reason:

@@ -64,6 +64,8 @@ def run_spec(
     claimed = _claim(spec, directory, resume)
     echo(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
     echo(f"its page: {view_command(claimed.paths.root)}")
+    for edit in claimed.edits:
+        echo(f"edited: {edit}")
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         return _finish(spec, claimed, outcome, interrupts, fresh=not resume)

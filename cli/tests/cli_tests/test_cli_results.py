@@ -243,6 +243,8 @@ def test_waiting_line_has_the_last_error_of_what_it_waits_for() -> None:
     waiting = status(phase=Phase.WAITING, waiting_for="a generator to register", step=0, points=[])
     seen = snapshot(5.0, waiting, {"generator-0-server": UnitState.BACK_OFF})
     assert labels.waiting(seen) == "waiting for a generator to register"
+    before = status(phase=Phase.WAITING, waiting_for="a generator to register", stop_reason="maxSteps")
+    assert labels.waiting(snapshot(5.0, before)) == "waiting for a generator to register"  # it goes on
     seen.units[-1].last_error = "generator-0-server exited with code 1 before it was ready: no such layer"
     assert labels.waiting(seen) == (
         "waiting for a generator to register "

@@ -171,6 +171,7 @@ def test_first_interrupt_drains_and_run_resumes(tmp_path: Path, number: signal.S
     assert again.summary()["steps"] == before + 20
     assert again.summary()["stop_reason"] == "maxSteps"
     assert "run: resumed after: interrupted" in again.text()
+    assert f"edited: spec.budget.maxSteps: 100000 → {before + 20}" in again.text()
 
 
 def test_second_interrupt_ends_everything_now(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ _WARNINGS: Final = {
         "a checkpoint could not be written ({count} so far{why}); the last good one stays",
     ),
     "skipped_steps": (1, "a step was skipped ({count} so far): {reason}"),
-    "grading_errors": (2, "the verifier failed on a completion ({count} so far), which is left out"),
+    "grading_errors": (
+        2,
+        "the verifier failed on a completion ({count} so far), which is left out; the generators' logs say why",
+    ),
     "counts.given_up": (
         2,
         "{count} rollouts are given up so far: too long, or failed; the coordinator's log says which",
@@ -132,12 +135,14 @@ def _waiting_for(units: Sequence[UnitStatus], status: Status | None) -> str:
         return "the coordinator to start"
     if status.phase is Phase.WAITING and _in_mid_training(status):
         return "the end of mid-training"
-    return status.waiting_for or "the first lease"
+    # At its end it is saved, and not published yet: its steps are no cause of their own.
+    return status.waiting_for.partition(", which has done")[0] or "the first lease"
 
 
 def _waits_for_lease(status: Status) -> bool:
-    """Whether no lease can have been issued, also while a stop ends mid-training."""
-    return status.phase is Phase.WAITING or (status.phase is Phase.FINISHING and _in_mid_training(status))
+    """Whether no lease can have been issued, also while a stop ends mid-training, or before that of an earlier command is taken back."""
+    ends = status.phase is Phase.FINISHING and (_in_mid_training(status) or not status.members)
+    return status.phase is Phase.WAITING or ends
 
 
 def _in_mid_training(status: Status) -> bool:

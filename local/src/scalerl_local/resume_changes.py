@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from scalerl_api.edits import Effect, edit_of, flat
@@ -23,12 +24,24 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     >>> forbidden_changes({"spec": {"warmStart": {"steps": 1}}}, {"spec": {"budget": {"maxSteps": 10}}})
     ['spec.warmStart.steps: 1 → (not set) (warmStart cannot change: it runs before the first step. Create another run)']
     """
+    return [f"{text} ({why})" for path, text in _changes(before, after) if (why := _refusal(path))]
+
+
+def accepted_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """``field: old → new`` of each change with which the run goes on; arguments as of :func:`forbidden_changes`.
+
+    >>> accepted_changes({"spec": {"budget": {"maxSteps": 5}}}, {"spec": {"budget": {"maxSteps": 10}}})
+    ['spec.budget.maxSteps: 5 → 10']
+    """
+    return [text for path, text in _changes(before, after) if not _refusal(path)]
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The path and the text of each change."""
     old, new = dict(flat(before)), dict(flat(after))
-    return [
-        f"{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')} ({why})"
-        for path in sorted(old.keys() | new.keys())
-        if old.get(path) != new.get(path) and (why := _refusal(path))
-    ]
+    for path in sorted(old.keys() | new.keys()):
+        if old.get(path) != new.get(path):
+            yield path, f"{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')}"
 
 
 def _refusal(path: str) -> str:

@@ -8,7 +8,7 @@ import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -21,7 +21,7 @@ from scalerl_api.load import SpecError, accepted_run, lost_data_fields, to_yaml
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_autoscaling.earlier_runs import select
-from scalerl_local.resume_changes import forbidden_changes
+from scalerl_local.resume_changes import accepted_changes, forbidden_changes
 from scalerl_processes.process_table import kill_marked
 
 LOCK_FILE: Final = "lock"
@@ -40,12 +40,14 @@ class RunDirectory:
 
     Args:
         resumed: it had a run before.
+        edits: the changes of its spec since, as text.
     """
 
-    def __init__(self, root: Path, lock_fd: int, *, resumed: bool = False) -> None:
+    def __init__(self, root: Path, lock_fd: int, *, resumed: bool = False, edits: Sequence[str] = ()) -> None:
         self.paths = RunPaths(root)
         self.lock_fd = lock_fd
         self.resumed = resumed
+        self.edits = edits
 
     @classmethod
     def create(cls, root: Path, run: ScaleRLRun) -> Self:
@@ -82,15 +84,16 @@ class RunDirectory:
             raise DirectoryProblem(f"{root}: {error}; start a new run with another --dir") from error
         if lost := lost_data_fields(stored["spec"]):
             raise DirectoryProblem(f"{root}: cannot resume:\n  " + "\n  ".join(map(str, lost)))
-        changes = forbidden_changes(before, run.to_manifest())
-        if changes:
+        after = run.to_manifest()
+        if changes := forbidden_changes(before, after):
             raise DirectoryProblem(
                 f"{root}: cannot resume with a changed spec:\n  "
                 + "\n  ".join(changes)
                 + "\nundo the change, or start a new run with another --dir"
             )
         try:
-            directory = cls(root.resolve(), _lock(root, wait_seconds=LEFTOVER_SECONDS), resumed=True)
+            lock, edits = _lock(root, wait_seconds=LEFTOVER_SECONDS), accepted_changes(before, after)
+            directory = cls(root.resolve(), lock, resumed=True, edits=edits)
             # The lock is free, so the runtime and the subreapers of any process that still uses this directory were killed.
             kill_marked(api.DIR, str(directory.paths.root), directory.paths.logs)
             directory._write(run)

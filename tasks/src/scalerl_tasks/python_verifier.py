@@ -185,10 +185,9 @@ class PythonVerifier:
                 "ground_truths": [truth for _, truth, _ in rows],
                 "extra_infos": [extra for _, _, extra in rows],
             }
-        columns = {"answer": prompt.answer, "solution": prompt.solution, **prompt.labels, **prompt.metadata}
         given: dict[str, Any] = {
             name: [_copied(value) for _ in completions]
-            for name, value in columns.items()
+            for name, value in _columns(prompt).items()
             if self._takes_all or name in self._takes
         }
         rendered = render_prompt(prompt, self._given.template, self._given.system)
@@ -211,10 +210,7 @@ class PythonVerifier:
                 del given[name]
             return given
         if missing := self._required - given.keys():
-            name = min(missing)
-            known = sorted(
-                {"answer", *prompt.labels, *prompt.metadata} | ({"solution"} if prompt.solution else set())
-            )
+            name, known = min(missing), sorted(_columns(prompt))
             raise VerifierError(
                 f"{self._given.label} needs {name}, but functions get texts, not token ids: use recipe.length, or the length of the text"
                 if name in _TOKEN_IDS
@@ -355,6 +351,12 @@ def _verl_row(prompt: Prompt) -> tuple[str, Any, dict[str, Any]]:
     model, extra = metadata.get("reward_model"), metadata.get("extra_info")
     truth = model["ground_truth"] if isinstance(model, Mapping) and "ground_truth" in model else prompt.answer
     return source, _copied(truth), dict(_copied(extra)) if isinstance(extra, Mapping) else {}
+
+
+def _columns(prompt: Prompt) -> dict[str, Any]:
+    """What functions of TRL get of a row. A solution that it does not have is a missing column, not None."""
+    solution = {} if prompt.solution is None else {"solution": prompt.solution}
+    return {"answer": prompt.answer, **solution, **prompt.labels, **prompt.metadata}
 
 
 def _copied(value: Any) -> Any:

@@ -30,7 +30,7 @@ from scalerl_tasks.errors import (
 )
 from scalerl_tasks.jsonl import JsonlSource
 from scalerl_tasks.open_graders import grading_digest, group_problem, open_episodes, open_grading_pool
-from scalerl_tasks.prompts import PromptSource
+from scalerl_tasks.prompts import PromptSource, check_template
 from scalerl_tasks.row_problems import RowProblems
 from scalerl_tasks.sources import RunTasks, open_source, open_tasks, open_warm_start
 
@@ -127,6 +127,8 @@ def _section_problems(
     """
     source: PromptSource | None = None
     try:
+        if section.prompt is not None:  # before functions of TRL, which are given prompts in it
+            check_template(section.prompt.template)
         grader = open_grading_pool(section, directory=directory)
         try:
             open_episodes(section, grader)
@@ -179,7 +181,7 @@ def _section_problems(
             yield TaskProblem(f"{field}{_verifier_field(section)}", text)
     except AnswersError as error:
         yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
-    except (SourceError, VerifierError) as error:
+    except (SourceError, TemplateError, VerifierError) as error:
         yield _source_problem(field, section, error)
     finally:
         if isinstance(source, JsonlSource | DatasetSource):

@@ -84,7 +84,7 @@ class Mapper:
             if layout is None
             else {k: v for k, v in layout.columns.items() if k in REQUIRED or _reads(v, first)}
         )
-        self._given = frozenset(given)
+        self._first, self._given = first, frozenset(given)
         texts = known | given
         if "prompt" not in texts:  # without answers, the verifier is code of the user
             raise unknown_layout(first, [name for name in REQUIRED if name not in texts])
@@ -119,6 +119,8 @@ class Mapper:
         self.without_value = [0] * len(self._where)
         """Number of rows for which each has no value."""
         self._filter_problems: dict[int, str] = {}
+        self._unseen = {name for expression in self._where for name in expression.columns}
+        """Names of the filter that no row so far has had."""
         self._found = Counter[str]()
         self._problems: dict[str, str] = {}
         self.rows = 0
@@ -184,6 +186,12 @@ class Mapper:
                     "leave it out"
                 )
         for at, expression in enumerate(self._where):
+            if self.rows and (unseen := sorted(expression.columns & self._unseen)):  # `x != 1` would be true
+                known = {**self._first, **self._fields}
+                raise SourceError(
+                    f"{expression.field}: {expression.text!r}: no row has {unseen[0]!r}{did_you_mean(unseen[0], known)} "
+                    f"(names: {names(known)})"
+                )
             if self.rows and self.without_value[at] == self.rows:
                 raise SourceError(
                     f"{expression.field}: {expression.text!r} has no value in any row: {self._filter_problems[at]}"
@@ -312,6 +320,8 @@ class Mapper:
             return True
         ours = {name: values.get(name) for name in self._fields}
         names_of = {**row, "row": row, **ours}
+        if self._unseen:
+            self._unseen -= names_of.keys()
         for at, expression in enumerate(self._where):
             try:
                 if not expression(names_of):
