@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _RUN_FILES = (".yaml", ".yml")
 _SHOWN = 3
 _MAX_SHOWN_CHARACTERS = 2000
+_NUMBER = re.compile(r"[-+]?[$]?\d[\d,]*(?:\.\d+)?%?")
 _MEASURED = 20_000
 """Prompts whose lengths are measured."""
 _GUESSED = 200
@@ -195,6 +196,3 @@ def _check(source: PromptSource, section: ProblemSpec, arguments: argparse.Names
     what = "scores 1 as a reply" if named else "gets a reward as a reply"
     echo(f"  answers: {count:,} checked by {titles}: {each} {what}")
     return True
-
-
-_NUMBER = re.compile(r"[-+]?[$]?\d[\d,]*(?:\.\d+)?%?")

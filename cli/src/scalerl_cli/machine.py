@@ -22,6 +22,8 @@ from scalerl_api.memory.limits import TooLittle, device_memory_problem, host_mem
 from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.spec import RunSpec
 
+NUMA: Final = "libnuma.so.1"
+
 
 def model_size(spec: RunSpec) -> ModelSize | None:
     """Size of the model; None if it has to be downloaded first, or ``config.json`` does not give the size."""
@@ -96,9 +98,6 @@ def _problem(size: ModelSize, found: TooLittle | None, where: str) -> SpecProble
     return SpecProblem(where, f"{size.parameters / 1e6:,.0f} M parameters: {found.problem}", found.advice)
 
 
-NUMA = "libnuma.so.1"
-
-
 def vllm_problem(spec: RunSpec, path: Sequence[str] | None = None, numa: str = NUMA) -> SpecProblem | None:
     """An installed vLLM build that does not run on the devices of the spec: one build is for CPUs, another for GPUs.
 
@@ -155,8 +154,7 @@ def gpu_problem(spec: RunSpec, root: Path = Path("/"), include: Path | None = No
     if version is not None and int(version[1]) < MIN_DRIVER:
         return SpecProblem(
             f"spec.{role}.devices",
-            f"NVIDIA's driver {version[0].strip()} of this machine is too old for the locked builds of PyTorch and vLLM, which are "
-            f"for CUDA 13",
+            f"NVIDIA's driver {version[0].strip()} is too old for the locked builds of PyTorch and vLLM, which are for CUDA 13",
             f"install driver {MIN_DRIVER} or newer, or set devices to 0",
         )
     header = (include or Path(sysconfig.get_path("include"))) / "Python.h"

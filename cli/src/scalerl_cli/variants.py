@@ -62,9 +62,8 @@ class _Loader(yaml.SafeLoader):
     """YAML in which a decimal number is text, as in specs, so that ``--vary`` needs no quotes within its quotes."""
 
 
-_LEFT_OUT: Final = "tag:yaml.org,2002:float"
 _Loader.yaml_implicit_resolvers = {
-    first: [resolver for resolver in resolvers if resolver[0] != _LEFT_OUT]
+    first: [resolver for resolver in resolvers if resolver[0] != "tag:yaml.org,2002:float"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
