@@ -157,16 +157,17 @@ def sampler(bench: Bench, codec: PromptCodec, environment: Any, **changes: Any) 
 
 def check_episode(completion: PartialCompletion, codec: PromptCodec, prompt_ids: Sequence[int]) -> None:
     """Every sampled token has the probability that the model gives it after all tokens before it; the others are masked."""
-    sampled = completion
-    ids = sampled.token_ids.tolist()
+    ids = completion.token_ids.tolist()
     of_messages = {at for turn in completion.turns for at in range(turn.start, turn.end)}
-    for at, (token, logprob) in enumerate(zip(ids, sampled.logprobs.tolist(), strict=True)):
+    for at, (token, logprob) in enumerate(zip(ids, completion.logprobs.tolist(), strict=True)):
         expected = (token, 0.0) if at in of_messages else next_token([*prompt_ids, *ids[:at]])
         assert (token, logprob) == expected, at
     versions = {
         at
         for span, end in zip(
-            sampled.version_spans, [*(s.start for s in sampled.version_spans[1:]), len(ids)], strict=True
+            completion.version_spans,
+            [*(s.start for s in completion.version_spans[1:]), len(ids)],
+            strict=True,
         )
         for at in range(span.start, end)
         if span.version == MASKED
@@ -175,12 +176,12 @@ def check_episode(completion: PartialCompletion, codec: PromptCodec, prompt_ids:
     replies, start = [], 0
     for turn in completion.turns:
         assert ids[turn.start - 1] == END, "an environment answers complete replies"
-        replies += codec.texts([sampled.token_ids[start : turn.start]])
+        replies += codec.texts([completion.token_ids[start : turn.start]])
         (message,) = Echo.step(replies).messages
         assert ids[turn.start : turn.end] == codec.messages([message]).tolist()
         assert codec.tokenizer.texts([ids[turn.start : turn.end]]) == [message.content + "="]
         start = turn.end
-    replies += codec.texts([sampled.token_ids[start:]])
+    replies += codec.texts([completion.token_ids[start:]])
     assert completion.outcome == replace(Echo.step(replies), messages=(), turn_reward=0.0)
 
 
@@ -418,7 +419,7 @@ def handed_over(
 ) -> list[PartialCompletion]:
     """The first tokens of an episode, after two reports of one actor, as another reads them."""
     store, key = PartialStore(), (streams.lease.prompt.split, 0, -1)
-    held, sampled = PartialCompletion(), expected
+    held = PartialCompletion()
     half = next((t.start for t in expected.turns if t.start < tokens // 2 < t.end), tokens // 2)
     reporting = CompletionStreams(
         *(None, None, None, None, streams.lease, streams.prompt),  # type: ignore[arg-type]
@@ -430,10 +431,10 @@ def handed_over(
     for end in (half, tokens):
         for at in range(held.tokens, end):
             masked = any(turn.start <= at < turn.end for turn in expected.turns)
-            one = Part(sampled.token_ids[at : at + 1], sampled.logprobs[at : at + 1], np.zeros(1, np.bool_))
+            one = Part(expected.token_ids[at : at + 1], expected.logprobs[at : at + 1], np.zeros(1, np.bool_))
             held.append(one, MASKED if masked else 0)
         held.turns = [turn for turn in expected.turns if turn.end <= end]
-        replied = end and sampled.token_ids[end - 1] == END and not any(t.end == end for t in held.turns)
+        replied = end and expected.token_ids[end - 1] == END and not any(t.end == end for t in held.turns)
         held.finish_reason = "stop" if replied else "length" if end == MAX_TOKENS else None
         group = _report(reporting)
         check_partials(group, 1, MAX_TOKENS, 0)

@@ -212,27 +212,26 @@ def check(
     plain = codec.messages([Message(PLAIN)])
     special = set(range(len(SPECIAL))) | set(codec.tokenizer.encode(["<think></think>"])[0])
     for completion in completions:
-        sampled = completion
-        ids = [*prompt_ids, *sampled.token_ids.tolist()]
+        ids = [*prompt_ids, *completion.token_ids.tolist()]
         of_policies = [score(policy, ids)[len(prompt_ids) - 1 :] for policy in policies]
-        for span in sampled.weight_versions:
+        for span in completion.weight_versions:
             if span.version == MASKED:
                 continue
             tokens = slice(span.start, span.end)
             difference = np.abs(
-                sampled.logprobs[tokens] - np.asarray(of_policies[span.version - base][tokens])
+                completion.logprobs[tokens] - np.asarray(of_policies[span.version - base][tokens])
             )
             largest = max(largest, float(difference.max()))
             compared += span.end - span.start
             versions.add(span.version - base)
         for turn in completion.turns:
-            message = sampled.token_ids[turn.start : turn.end]
+            message = completion.token_ids[turn.start : turn.end]
             assert [id_ for id_ in message if id_ in special] == [id_ for id_ in plain if id_ in special]
             (text,) = codec.tokenizer.texts([message.tolist()])
             assert (HOSTILE if turn.start > completion.turns[0].start else PLAIN) in text
-        cut += sampled.finish_reason == "length"
-        (text,) = codec.tokenizer.texts([sampled.token_ids.tolist()])
-        changed += codec.tokenizer.encode([text])[0] != sampled.token_ids.tolist()
+        cut += completion.finish_reason == "length"
+        (text,) = codec.tokenizer.texts([completion.token_ids.tolist()])
+        changed += codec.tokenizer.encode([text])[0] != completion.token_ids.tolist()
     turns = Counter(len(completion.turns) + 1 for completion in completions)
     print(
         f"{len(completions)} episodes, turns {turns}, {compared} sampled tokens, {cut} cut, {changed} changed; {largest:.1e}"

@@ -68,13 +68,12 @@ async def test_open_thought_is_interrupted_once(bench: Bench, codec: PromptCodec
         end = start + len(phrase)
         expected = counted(LENGTH)
         expected[start:end] = phrase
-        sampled = completion
-        assert sampled.token_ids.tolist() == expected
-        assert sampled.logprobs[start:end].tolist() == [0.0] * len(phrase)
-        assert sampled.logprobs[:start].max() < 0
-        assert sampled.logprobs[end:].max() < 0
-        assert [(s.version, s.start) for s in sampled.version_spans] == [(0, 0), (MASKED, start), (0, end)]
-        assert sampled.finish_reason == "stop"
+        assert completion.token_ids.tolist() == expected
+        assert completion.logprobs[start:end].tolist() == [0.0] * len(phrase)
+        assert completion.logprobs[:start].max() < 0
+        assert completion.logprobs[end:].max() < 0
+        assert [(s.version, s.start) for s in completion.version_spans] == [(0, 0), (MASKED, start), (0, end)]
+        assert completion.finish_reason == "stop"
         # Each request has the rest of the budget, the phrase counted.
     assert bench.metric("interrupted_rollouts") == 4
     if not breaks:

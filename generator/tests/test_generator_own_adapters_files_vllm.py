@@ -99,13 +99,12 @@ def check(
     Args:
         spans: version and first token of each.
     """
-    sampled = completion
-    assert [(span.version, span.start) for span in sampled.weight_versions] == list(spans)
-    tokens = [*PROMPT, *sampled.token_ids.tolist()]
+    assert [(span.version, span.start) for span in completion.weight_versions] == list(spans)
+    tokens = [*PROMPT, *completion.token_ids.tolist()]
     scores = {version: score(policy, tokens)[len(PROMPT) - 1 :] for version, policy in of.items()}
-    for span in sampled.weight_versions:
+    for span in completion.weight_versions:
         differences = {
-            version: float(np.abs(sampled.logprobs - scored)[span.start : span.end].max())
+            version: float(np.abs(completion.logprobs - scored)[span.start : span.end].max())
             for version, scored in scores.items()
         }
         print(f"tokens {span.start} to {span.end} of version {span.version}: {differences}")

@@ -66,7 +66,7 @@ async def test_completions_finish_on_their_own_version(server: Server) -> None:
         }
         for version, tasks in running.items():
             difference = dict.fromkeys(running, 0.0)
-            for completion in [(await one) for one in tasks]:
+            for completion in [await one for one in tasks]:
                 assert [(s.version, s.start) for s in completion.weight_versions] == [(version, 0)]
                 tokens = [*PROMPT, *completion.token_ids.tolist()]
                 for v, policy in policies.items():

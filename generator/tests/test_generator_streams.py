@@ -94,11 +94,13 @@ async def bench() -> AsyncIterator[Bench]:
 
 def check_counted(completion: PartialCompletion, length: int = LENGTH) -> None:
     """No token is lost or repeated, and all arrays are of one length."""
-    sampled = completion
-    assert sampled.token_ids.tolist() == counted(length)
-    assert len(sampled.logprobs) == len(sampled.masked) == length == completion.tokens
-    assert [s.start for s in sampled.weight_versions] == [0, *(s.end for s in sampled.weight_versions[:-1])]
-    assert sampled.weight_versions[-1].end == length
+    assert completion.token_ids.tolist() == counted(length)
+    assert len(completion.logprobs) == len(completion.masked) == length == completion.tokens
+    assert [s.start for s in completion.weight_versions] == [
+        0,
+        *(s.end for s in completion.weight_versions[:-1]),
+    ]
+    assert completion.weight_versions[-1].end == length
 
 
 @pytest.mark.parametrize("max_tokens", [2000, 450], ids=["one-by-one", "together"])
@@ -390,11 +392,10 @@ def test_completion_is_its_parts_in_order(answers: list[tuple[list[int], bool]])
             completion.settle(since, spans)
             versions[since + tokens // 2 :] = [10 * version + 1] * (tokens - tokens // 2)
     completion.finish_reason = "stop"
-    sampled = completion
-    assert sampled.token_ids.tolist() == list(range(len(versions)))
-    assert sampled.logprobs.tolist() == [-float(i) for i in range(len(versions))]
-    assert sampled.masked.tolist() == [i % 7 == 3 for i in range(len(versions))]
-    spans = sampled.weight_versions
+    assert completion.token_ids.tolist() == list(range(len(versions)))
+    assert completion.logprobs.tolist() == [-float(i) for i in range(len(versions))]
+    assert completion.masked.tolist() == [i % 7 == 3 for i in range(len(versions))]
+    spans = completion.weight_versions
     assert [s.version for s in spans for _ in range(s.start, s.end)] == versions
     assert all(a.version != b.version and a.end == b.start for a, b in itertools.pairwise(spans))
 

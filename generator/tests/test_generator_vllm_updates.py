@@ -260,14 +260,13 @@ async def test_vllm_broken_streams_continue_as_one_completion(server: Server) ->
     # Not more: a busy machine has few, long parts.
     assert metrics.registry.get_sample_value("scalerl_actor_resubmitted_requests_total") == breaks > 1
     for completion in streams.completions:
-        sampled = completion
-        tokens = sampled.token_ids.tolist()
-        assert (tokens[-1] == 1) == (sampled.finish_reason == "stop")
+        tokens = completion.token_ids.tolist()
+        assert (tokens[-1] == 1) == (completion.finish_reason == "stop")
         assert 1 not in tokens[:-1]
-        assert len(tokens) == SPAN_LIMIT or sampled.finish_reason == "stop"
-        assert sampled.weight_versions == (Span(6, 0, len(tokens)),)
+        assert len(tokens) == SPAN_LIMIT or completion.finish_reason == "stop"
+        assert completion.weight_versions == (Span(6, 0, len(tokens)),)
         expected = score(policy, prompt + tokens)[len(prompt) - 1 :]
-        np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
 async def test_vllm_interrupted_completions_score_as_whole(server: Server) -> None:
@@ -295,12 +294,12 @@ async def test_vllm_interrupted_completions_score_as_whole(server: Server) -> No
         await strategy(streams)
     assert sum(c.has_forced for c in streams.completions) > 2
     for sample, completion in enumerate(streams.completions):
-        sampled, start = completion, strategy.position(LEASE, sample)
-        tokens, policys = sampled.token_ids.tolist(), np.ones(completion.tokens, dtype=bool)
+        start = strategy.position(LEASE, sample)
+        tokens, policys = completion.token_ids.tolist(), np.ones(completion.tokens, dtype=bool)
         if completion.has_forced:
             assert tokens[start : start + 4] == phrase
             policys[start : start + 4] = False
-            assert [(s.version, s.start) for s in sampled.version_spans] == [
+            assert [(s.version, s.start) for s in completion.version_spans] == [
                 (7, 0),
                 (MASKED, start),
                 (7, start + 4),
@@ -308,8 +307,8 @@ async def test_vllm_interrupted_completions_score_as_whole(server: Server) -> No
         else:
             assert len(tokens) <= start
         expected = score(policy, prompt + tokens)[len(prompt) - 1 :]
-        np.testing.assert_allclose(sampled.logprobs[policys], expected[policys], atol=1e-4)
-        assert not sampled.logprobs[~policys].any()
+        np.testing.assert_allclose(completion.logprobs[policys], expected[policys], atol=1e-4)
+        assert not completion.logprobs[~policys].any()
 
 
 async def test_vllm_logprobs_are_of_sampled_distribution(server: Server) -> None:
