@@ -23,8 +23,8 @@ from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import Prompt
 from scalerl_tasks.environments.episodes import EnvironmentGrader
-from scalerl_tasks.environments.openenv_server import EnvironmentServer
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
+from scalerl_tasks.environments.server_settings import EnvironmentServer
 from scalerl_tasks.environments.timings import Timings
 
 EPISODES = 80

@@ -31,7 +31,7 @@ from scalerl_coordinator import frames
 from scalerl_coordinator import journal_records as r
 from scalerl_generator.rollouts import partial_reports
 from scalerl_tasks import open_graders
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
 from scalerl_tasks.environments.timings import Timings
 
 MAX_TURNS, STEPS, LONGEST, MEAN = 8, 40, 1100, 30

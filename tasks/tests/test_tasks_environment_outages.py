@@ -15,7 +15,7 @@ from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 
 from scalerl_tasks import Graded, Prompt, Verdict
 from scalerl_tasks.environments.protocol import Message
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
 
 
 def _status(status: int, text: str = "", kind: str = "text/plain") -> Any:

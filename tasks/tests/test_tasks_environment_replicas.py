@@ -16,9 +16,9 @@ from free_port import free_port
 from openenv_stand_in import Echo, OpenEnvServer, observed, serving
 
 from scalerl_tasks import Graded, Prompt, Verdict
-from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
+from scalerl_tasks.environments.server_settings import EnvironmentServer
 from scalerl_tasks.environments.timings import Timings
 
 TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, first_avoided=0.05, max_avoided=0.2, resolved=0.05)

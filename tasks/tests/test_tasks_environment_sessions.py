@@ -13,8 +13,8 @@ from openenv_stand_in import Echo, observed, serving
 
 from scalerl_api.spec import TaskSpec
 from scalerl_tasks import Graded, Prompt, Verdict, VerifierError, open_grading_pool
-from scalerl_tasks.environments.openenv_server import EnvironmentServer
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
+from scalerl_tasks.environments.server_settings import EnvironmentServer
 from scalerl_tasks.open_graders import _environment_server, grading_digest
 
 

@@ -31,7 +31,7 @@ BOUNDED = {
     "local/src/scalerl_local/prober.py",
     "tasks/src/scalerl_tasks/environments/openenv.py",
     "tasks/src/scalerl_tasks/environments/openenv_schema.py",
-    "tasks/src/scalerl_tasks/environments/server.py",
+    "tasks/src/scalerl_tasks/environments/server_grader.py",
     "tasks/src/scalerl_tasks/grading/http_grader.py",
     "trainer/src/scalerl_trainer/coordinator_client.py",
     "trainer/src/scalerl_trainer/publish/actor_control.py",

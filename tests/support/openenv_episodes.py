@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from scalerl_tasks import Graded, Prompt, Verdict
-from scalerl_tasks.environments.openenv_server import EnvironmentServer
 from scalerl_tasks.environments.protocol import Message, write_replies
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
+from scalerl_tasks.environments.server_settings import EnvironmentServer
 from scalerl_tasks.environments.timings import Timings
 
 TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, waiting=0.02)

@@ -14,8 +14,8 @@ from scalerl_api.registry import Kind
 from scalerl_tasks.code_digest import code_digest
 from scalerl_tasks.environments.environment_verifier import EnvironmentConfig
 from scalerl_tasks.environments.episodes import EnvironmentGrader, EpisodeGrader, Retry, ToolsGrader
-from scalerl_tasks.environments.openenv_server import EnvironmentServer
-from scalerl_tasks.environments.server import ServerGrader
+from scalerl_tasks.environments.server_grader import ServerGrader
+from scalerl_tasks.environments.server_settings import EnvironmentServer
 from scalerl_tasks.environments.tool_calls import tools_of
 from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.grading.combined import CombinedGrader, GroupGrader

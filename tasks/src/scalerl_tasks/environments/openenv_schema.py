@@ -16,7 +16,7 @@ from scalerl_tasks.prompts import Prompt
 
 if TYPE_CHECKING:
     import aiohttp
-from scalerl_tasks.environments.openenv_server import (
+from scalerl_tasks.environments.server_settings import (
     MAX_ANSWER_BYTES,
     Address,
     Down,

@@ -27,7 +27,7 @@ import time
 
 from scalerl_processes.waiting import cancel
 from scalerl_tasks.environments.openenv import Session
-from scalerl_tasks.environments.openenv_server import Address, Down, EnvironmentServer
+from scalerl_tasks.environments.server_settings import Address, Down, EnvironmentServer
 from scalerl_tasks.environments.timings import Timings
 
 
@@ -72,7 +72,7 @@ class Replica:
 
 
 class Sessions:
-    """The sessions of a grader: at most :attr:`~.openenv_server.EnvironmentServer.sessions`, and at each address no more than it has."""
+    """The sessions of a grader: at most :attr:`~.server_settings.EnvironmentServer.sessions`, and at each address no more than it has."""
 
     def __init__(self, server: EnvironmentServer, timings: Timings) -> None:
         self._most, self._timings = server.sessions, timings

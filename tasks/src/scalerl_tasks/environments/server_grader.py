@@ -15,7 +15,7 @@ another one is answered
 another answer to the same replies, a reward out of   the same, at once
 its range, a message that is too long
 a reply that is no valid action                       a message that says so, and the lowest reward, or the sum so far
-a field of the parameters is not in its schema        :class:`~.openenv_server.Unfit`, which ends the run
+a field of the parameters is not in its schema        :class:`~.server_settings.Unfit`, which ends the run
 ====================================================  ============================================================
 """
 
@@ -36,7 +36,8 @@ from scalerl_api.http_client import open_session
 from scalerl_processes.waiting import calling, pause
 from scalerl_tasks.environments.openenv import Observed, Session
 from scalerl_tasks.environments.openenv_schema import Schema, encoded, read_schema, reset_arguments
-from scalerl_tasks.environments.openenv_server import (
+from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_content, read_replies
+from scalerl_tasks.environments.server_settings import (
     TOKEN,
     Address,
     Down,
@@ -47,7 +48,6 @@ from scalerl_tasks.environments.openenv_server import (
     Raised,
     Unfit,
 )
-from scalerl_tasks.environments.protocol import Continued, Step, checked_step, read_content, read_replies
 from scalerl_tasks.environments.sessions import Sessions
 from scalerl_tasks.environments.timings import TIMINGS, Timings
 from scalerl_tasks.errors import GradingError, VerifierError
@@ -58,7 +58,7 @@ from scalerl_tasks.verdict import REWARD, SCORE_RANGE
 if TYPE_CHECKING:
     import aiohttp
 
-log = logging.getLogger("scalerl_tasks.environments.server")
+log = logging.getLogger("scalerl_tasks.environments.server_grader")
 
 _RETRIES: Final = 5
 _RAISES: Final = 2
