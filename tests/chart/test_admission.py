@@ -15,6 +15,8 @@ from queries import ROOT
 from test_chart_values import merged
 from testcluster import KubectlError
 
+from scalerl_operator.names import PRIORITY
+
 if TYPE_CHECKING:
     from testcluster import Cluster
 
@@ -28,6 +30,7 @@ VALUES = {
     "volumeKinds": ["configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"],
     "secrets": ["hub"],
     "priorityClasses": ["batch"],
+    "queuePriorityClasses": ["low"],
     "runtimeClasses": ["nvidia"],
     "serviceAccounts": ["reader"],
     "schedulers": ["volcano"],
@@ -146,9 +149,18 @@ class Tenant:
         self.cluster = cluster
         self.quota: Object = {}
 
-    def create(self, spec: Object, namespace: str = TENANT, *, name: str = "r", dry: bool = True) -> str:
+    def create(
+        self,
+        spec: Object,
+        namespace: str = TENANT,
+        *,
+        name: str = "r",
+        dry: bool = True,
+        labels: dict[str, str] | None = None,
+    ) -> str:
         """The refusal; empty if the run is taken."""
-        run = merged(RUN, {"metadata": {"name": name, "namespace": namespace}, "spec": spec})
+        metadata = {"name": name, "namespace": namespace, "labels": labels or {}}
+        run = merged(RUN, {"metadata": metadata, "spec": spec})
         words = ("create", "-f", "-", *(("--dry-run=server",) if dry else ()))
         try:
             self.cluster.kubectl(*words, stdin=json.dumps(run))
@@ -198,6 +210,11 @@ def test_image_of_another_registry_is_refused(tenant: Tenant, role: str) -> None
 def test_what_the_values_name_is_taken(tenant: Tenant) -> None:
     assert tenant.create({}) == ""
     assert tenant.create(ALLOWED) == ""
+    assert tenant.create({}, labels={PRIORITY: "low"}) == ""
+
+
+def test_priority_in_a_queue_beyond_the_values_is_refused(tenant: Tenant) -> None:
+    assert f"the label {PRIORITY}: allowed are low" in tenant.create({}, labels={PRIORITY: "of-production"})
 
 
 def test_other_namespaces_are_not_restricted(tenant: Tenant) -> None:
@@ -225,6 +242,8 @@ def test_change_is_judged_and_the_number_of_runs_is_limited(tenant: Tenant, cont
         body = json.dumps({"spec": spec})
         control_plane.kubectl("patch", "scalerlrun", "first", "-n", TENANT, "--type=merge", "-p", body, *more)
 
+    with pytest.raises(KubectlError, match="allowed are low"):
+        control_plane.kubectl("label", "scalerlrun", "first", "-n", TENANT, f"{PRIORITY}=of-production")
     with pytest.raises(KubectlError, match="allowed kinds"):
         patch({"generator": {"podTemplate": {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}}})
     patch({"suspend": True})
