@@ -68,7 +68,7 @@ def test_tables_without_pass_at_k_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{none}"], "give a run directory, or the lines of task.jsonl a difficulty"),
+        (["{none}"], "give the lines of task.jsonl a difficulty, or task.dataset columns.labels"),
         (["{bad}"], "labels.csv, line 2"),
         (["{one}", "--label", "difficulty"], "there is set held-out, label context"),
         (["x={one}", "x={fewer}"], "give them different names"),
