@@ -88,7 +88,7 @@ def test_dataset_filter_counts_what_it_drops(tmp_path):
         (
             [{"prompt": "p", "answer": "#### 1"}, {"prompt": "q", "answer": "2"}],
             {"answerPattern": "Hashes"},
-            "line 2, answer: answerPattern Hashes is not in '2'; drop such rows with filter.where: len(answer) > 0",
+            "line 2, answer: answerPattern Hashes is not in '2'; correct it, or drop such rows with filter.where: len(answer) > 0",
         ),
         (
             [{"prompt": "p", "answer": "1", "difficulty": "hard"}],
@@ -200,6 +200,8 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
     assert len(listed) == 20
     assert "50 of 100 rows cannot be used (50 type of answer); the first 20 are listed" in summary
     assert "line 1, answer: is a list of 1" in listed[0]
+    (summary,) = problems(tmp_path, [{"prompt": f"p{i}", "answer": ["1"]} for i in range(100)])
+    assert "100 of 100 rows cannot be used (100 type of answer); the first: " in summary
 
 
 def test_seen_is_a_set():

@@ -44,16 +44,19 @@ class RowProblems:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The first problems by line, and, if there are several problems, one line with their counts and the first."""
+        """The first problems by line, and, if there are several, one line with their counts and the first: alone, if all of
+        many rows have that problem."""
         listed = [message for _, _, message in sorted(self._first, reverse=True)]
         if self.total <= 1:
             return tuple(listed)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in self._kinds.most_common())
-        beyond = f"; the first {MAX_LISTED} are listed" if self.total > MAX_LISTED else ""
+        # A wrong name, for instance, which one row shows as well as 20.
+        everywhere = MAX_LISTED < self.total == self.rows and len(self._kinds) == 1
+        beyond = f"; the first {MAX_LISTED} are listed" if self.total > MAX_LISTED and not everywhere else ""
         note = f"; {self.note}" if self.note else ""
         first = listed[0].removeprefix(f"{self.where}, ")
         summary = f"{self.where}: {self.total:,} of {self.rows:,} rows cannot be used ({kinds}){beyond}{note}; the first: {first}"
-        return (*listed, summary)
+        return (summary,) if everywhere else (*listed, summary)
 
     def check(self) -> None:
         """Raise ``JsonlError`` for the problems so far, which are those of lines."""

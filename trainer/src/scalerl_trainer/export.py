@@ -205,7 +205,10 @@ def export_checkpoint(paths: RunPaths, target: Path, step: int | None = None) ->
     if step is None:
         step = steps[0]
     if step not in steps:
-        raise ExportError(f"{paths.checkpoints} holds no checkpoint of step {step}, only of {steps}")
+        kept = ", ".join(map(str, sorted(steps)))
+        raise ExportError(
+            f"{paths.checkpoints} holds no checkpoint of step {step}, only of {kept}: choose one of them"
+        )
     try:
         store.verify(store.manifest(step))
         saved = SavedState(store.directory(step))

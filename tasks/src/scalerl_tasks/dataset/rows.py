@@ -305,7 +305,7 @@ class Mapper:
                 tail = text if len(text) <= 60 else "… " + text[-60:]
                 raise RowProblem(
                     where,
-                    f"answerPattern {self.pattern} is not in {tail!r}; drop such rows with filter.where: len(answer) > 0",
+                    f"answerPattern {self.pattern} is not in {tail!r}; correct it, or drop such rows with filter.where: len(answer) > 0",
                     "without answerPattern",
                 )
             text = found.strip()
