@@ -28,12 +28,12 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
 
 
 def accepted_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """``field: old → new`` of each change with which the run goes on; arguments as of :func:`forbidden_changes`.
+    """``field: old → new`` of each change that has an effect on the run, which goes on; arguments as of :func:`forbidden_changes`.
 
     >>> accepted_changes({"spec": {"budget": {"maxSteps": 5}}}, {"spec": {"budget": {"maxSteps": 10}}})
     ['spec.budget.maxSteps: 5 → 10']
     """
-    return [text for path, text in _changes(before, after) if not _refusal(path)]
+    return [text for path, text in _changes(before, after) if not _of_a_cluster(path) and not _refusal(path)]
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -44,9 +44,13 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[st
             yield path, f"{path}: {old.get(path, '(not set)')} → {new.get(path, '(not set)')}"
 
 
+def _of_a_cluster(path: str) -> bool:
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in OF_A_CLUSTER)
+
+
 def _refusal(path: str) -> str:
     """Why the field cannot change; empty where it can."""
-    if any(path == prefix or path.startswith(prefix + ".") for prefix in OF_A_CLUSTER):
+    if _of_a_cluster(path):
         return ""
     section, _, field = path.partition(".")
     if section != "spec":

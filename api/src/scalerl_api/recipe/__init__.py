@@ -18,3 +18,16 @@ from scalerl_api.recipe.spec import (
     RecipeSpec,
     TeacherSpec,
 )
+
+__all__ = [
+    "MAX_BATCH_COMPLETIONS",
+    "ONE_OF",
+    "PRESETS",
+    "Credit",
+    "CurriculumSpec",
+    "KlEstimator",
+    "LengthSpec",
+    "LossSpec",
+    "RecipeSpec",
+    "TeacherSpec",
+]
