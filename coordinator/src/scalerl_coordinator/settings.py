@@ -13,7 +13,7 @@ import msgspec
 from scalerl_api.recipe import Credit, CurriculumSpec, LengthSpec, RecipeSpec
 from scalerl_api.rollouts import EVALUATION_FACTOR, RolloutsSpec, in_sample
 from scalerl_api.schedule import ScheduleSpec
-from scalerl_api.spec import EvaluationSetSpec, ScaleRLRun
+from scalerl_api.spec import EvaluationSetSpec, RunSpec, ScaleRLRun
 from scalerl_api.speculation import HistorySpec
 from scalerl_api.wire import (
     HELD_OUT_SET,
@@ -84,6 +84,38 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """Digest of the code that scores each task, then each further evaluation set; empty for a verifier with a name."""
     credit: Credit = "Episode"
     """``recipe.advantage.credit``."""
+
+    @classmethod
+    def of_spec(
+        cls, spec: RunSpec, sets: Sequence[EvaluationSet], train_digest: str, grading: Sequence[str]
+    ) -> Identity:
+        """The identity of a run with ``sets``, of which the first is that of the first task's held-out prompts."""
+        recipe, (first, *others) = spec.recipe, sets
+        return cls(
+            prompts_per_step=recipe.prompts_per_step,
+            completions_per_prompt=recipe.completions_per_prompt,
+            max_completion_tokens=recipe.max_completion_tokens,
+            max_staleness_steps=recipe.max_staleness_steps,
+            zero_variance_filter=recipe.zero_variance_filter,
+            seed=spec.seed,
+            train_digest=train_digest,
+            held_out_digest=first.digest,
+            held_out_prompts=first.prompts,
+            evaluation_samples=first.samples,
+            evaluation_temperature=float(spec.evaluation.temperature),
+            steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
+            max_tries=REFILL_TRIES if recipe.refill else 1,
+            tasks=tuple(task.name for task in spec.task.tasks),
+            reference=recipe.kl.penalty is not None,
+            credit=recipe.advantage.credit,
+            held_out_name=first.name,
+            held_out_k=first.k,
+            grading=tuple(grading) if any(grading) else (),
+            sets=tuple(others),
+            task_max_tokens=tuple(
+                task.max_completion_tokens or recipe.max_completion_tokens for task in spec.task.mix or ()
+            ),
+        )
 
     def evaluation_set(self, task: int) -> EvaluationSet:
         """The evaluation set of ``task``; for 0, the held-out prompts of the first task."""
@@ -238,54 +270,17 @@ class Settings:
             forked_step: see :attr:`forked_step`.
         """
         spec, recipe, evaluation = run.spec, run.spec.recipe, run.spec.evaluation
-        tasks = spec.task.tasks
-        all_sets = spec.evaluation_sets
-        set_of_task = {one.held_out_of or MAIN_TASK: one for one in all_sets if one.task is None}
-        # By PromptRef.task; held-out prompts that are not evaluated have a set without a name.
-        unnamed = EvaluationSetSpec.model_construct(name="")
-        set_specs = [set_of_task.get(task.name, unnamed) for task in tasks]
-        set_specs += [one for one in all_sets if one.task is not None]
-        every_steps = [one.every_steps or evaluation.every_steps for one in set_specs]
-        first, *others = [
-            EvaluationSet(
-                one.name, digest, prompts, one.samples_per_prompt or evaluation.samples_per_prompt, one.k or 0
-            )
-            for one, (digest, prompts) in zip(set_specs, [*held_out, *sets], strict=True)
-        ]
-        names = [first.name, *(other.name for other in others)]
+        all_sets, every_steps = _evaluation_sets(spec, [*held_out, *sets])
+        names = [one.name for one in all_sets]
         return cls(
-            identity=Identity(
-                prompts_per_step=recipe.prompts_per_step,
-                completions_per_prompt=recipe.completions_per_prompt,
-                max_completion_tokens=recipe.max_completion_tokens,
-                max_staleness_steps=recipe.max_staleness_steps,
-                zero_variance_filter=recipe.zero_variance_filter,
-                seed=spec.seed,
-                train_digest=train_digest,
-                held_out_digest=first.digest,
-                held_out_prompts=first.prompts,
-                evaluation_samples=first.samples,
-                evaluation_temperature=float(evaluation.temperature),
-                steps_per_batch=recipe.off_policy.ppo.steps_per_batch if recipe.off_policy.ppo else 0,
-                max_tries=REFILL_TRIES if recipe.refill else 1,
-                tasks=tuple(task.name for task in tasks),
-                reference=recipe.kl.penalty is not None,
-                credit=recipe.advantage.credit,
-                held_out_name=first.name,
-                held_out_k=first.k,
-                grading=tuple(grading) if any(grading) else (),
-                sets=tuple(others),
-                task_max_tokens=tuple(
-                    task.max_completion_tokens or recipe.max_completion_tokens for task in spec.task.mix or ()
-                ),
-            ),
+            identity=Identity.of_spec(spec, all_sets, train_digest, grading),
             temperature=float(recipe.temperature),
             evaluation_every=every_steps[0],
             set_every=tuple(every_steps[1:]),
             forecast_task=MEAN_TASK
             if spec.task.mix is not None and spec.forecast_set == MEAN_SET
             else names.index(spec.forecast_set),
-            weights=tuple(task.weight for task in tasks),
+            weights=tuple(task.weight for task in spec.task.tasks),
             hold_seconds=float(evaluation.hold_seconds),
             evaluation_generators=evaluation.generators,
             lease_seconds=float(spec.lease_seconds),
@@ -305,3 +300,26 @@ class Settings:
             rollouts=spec.rollouts if spec.rollouts.per_step else None,
             router_replay=spec.trainer.router_replay,
         )
+
+
+def _evaluation_sets(
+    spec: RunSpec, prompts: Sequence[tuple[str, int]]
+) -> tuple[list[EvaluationSet], list[int]]:
+    """The evaluation sets by :attr:`~scalerl_api.wire.PromptRef.task`, and ``everySteps`` of each. Held-out prompts that are not
+    evaluated have a set without a name.
+
+    Args:
+        prompts: digest and number of the prompts of each.
+    """
+    evaluation, all_sets = spec.evaluation, spec.evaluation_sets
+    set_of_task = {one.held_out_of or MAIN_TASK: one for one in all_sets if one.task is None}
+    unnamed = EvaluationSetSpec.model_construct(name="")
+    specs = [set_of_task.get(task.name, unnamed) for task in spec.task.tasks]
+    specs += [one for one in all_sets if one.task is not None]
+    sets = [
+        EvaluationSet(
+            one.name, digest, number, one.samples_per_prompt or evaluation.samples_per_prompt, one.k or 0
+        )
+        for one, (digest, number) in zip(specs, prompts, strict=True)
+    ]
+    return sets, [one.every_steps or evaluation.every_steps for one in specs]

@@ -31,9 +31,24 @@ class ActorMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counter = partial(Counter, namespace="scalerl_actor", registry=self.registry)
-        gauge = partial(Gauge, namespace="scalerl_actor", registry=self.registry)
-        histogram = partial(Histogram, namespace="scalerl_actor", registry=self.registry)
+        self._counter = partial(Counter, namespace="scalerl_actor", registry=self.registry)
+        self._gauge = gauge = partial(Gauge, namespace="scalerl_actor", registry=self.registry)
+        self._histogram = partial(Histogram, namespace="scalerl_actor", registry=self.registry)
+        self._measure_completions()
+        self._measure_episodes()
+        self._measure_groups()
+        self._measure_drafts()
+        self._measure_connections()
+        self._measure_generation_and_updates()
+        in_flight = gauge("in_flight_groups", "Requests in flight at the server")
+        in_flight.set_function(lambda: busy.in_flight)
+        version = gauge("weight_version", "Weight version the server holds; -1 before the first")
+        version.set_function(lambda: state.version)
+        gauge("server_up", "1 while the vLLM server answers").set_function(lambda: float(state.up))
+        self.registry.register(_BusySeconds(busy))
+
+    def _measure_completions(self) -> None:
+        counter = self._counter
         self.rollouts = counter("rollouts", "Completions sampled and graded", ["split"])
         self.tokens = counter("tokens", "Completion tokens sampled", ["split"])
         self.truncated = counter("truncated_rollouts", "Completions truncated at max_tokens")
@@ -43,6 +58,9 @@ class ActorMetrics:
         self.grading_errors = counter(
             "grading_errors", "Completions whose verifier failed; excluded from training"
         )
+
+    def _measure_episodes(self) -> None:
+        counter = self._counter
         self.episode_turns = counter("episode_turns", "Replies in episodes with an environment")
         self.episode_tokens = counter(
             "episode_tokens",
@@ -57,11 +75,14 @@ class ActorMetrics:
         self.tool_calls = counter(
             "tool_calls", "Calls of tools in episodes, by result: made, or malformed", ["result"]
         )
-        self.environment_seconds = histogram(
+        self.environment_seconds = self._histogram(
             "environment_seconds",
             "Time of a step of the environment, with the wait for its process",
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
         )
+
+    def _measure_groups(self) -> None:
+        counter = self._counter
         self.groups = counter(
             "groups", "Groups pushed, by the response of the coordinator, or `expired`", ["result"]
         )
@@ -99,6 +120,9 @@ class ActorMetrics:
             "refused_partials",
             "Reports of a lease's unfinished completions that the coordinator had no room for",
         )
+
+    def _measure_drafts(self) -> None:
+        counter, gauge = self._counter, self._gauge
         self.past_responses = counter(
             "past_responses", "Past responses from the coordinator that the server was given to draft from"
         )
@@ -125,13 +149,19 @@ class ActorMetrics:
             "draft_threshold",
             "Least probability of acceptance at which the server drafts a token; 1: none pays",
         )
-        self.concurrency = gauge(
+
+    def _measure_connections(self) -> None:
+        counter = self._counter
+        self.concurrency = self._gauge(
             "concurrency_limit",
             "Sequences that the actor keeps at the server at once, with generator.adaptiveConcurrency",
         )
         self.server_losses = counter("server_losses", "Times the server stopped responding")
         self.coordinator_losses = counter("coordinator_losses", "Times the coordinator stopped responding")
         self.registrations = counter("registrations", "Registrations with the coordinator")
+
+    def _measure_generation_and_updates(self) -> None:
+        histogram = self._histogram
         self.staleness = histogram(
             "lease_staleness_versions",
             "Weight versions between a group's oldest token and the weights held when the group was complete",
@@ -144,16 +174,10 @@ class ActorMetrics:
         self.update_seconds = histogram(
             "update_seconds", "Seconds of weight updates, by phase", ["phase"], buckets=_UPDATE_SECONDS
         )
-        self.update_failures = counter("update_failures", "Weight updates that failed")
-        self.occupancy = gauge(
+        self.update_failures = self._counter("update_failures", "Weight updates that failed")
+        self.occupancy = self._gauge(
             "group_occupancy", "Mean fraction of a group's sequences that is still generating"
         )
-        in_flight = gauge("in_flight_groups", "Requests in flight at the server")
-        in_flight.set_function(lambda: busy.in_flight)
-        version = gauge("weight_version", "Weight version the server holds; -1 before the first")
-        version.set_function(lambda: state.version)
-        gauge("server_up", "1 while the vLLM server answers").set_function(lambda: float(state.up))
-        self.registry.register(_BusySeconds(busy))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format, for ``/metrics``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import (
@@ -37,73 +38,48 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.version = Gauge("scalerl_trainer_version", "Optimizer updates applied.", registry=self.registry)
-        self.published_version = Gauge(
-            "scalerl_trainer_published_version", "Last published version.", registry=self.registry
-        )
-        self.step_stat = Gauge(
-            "scalerl_trainer_step_stat",
-            "Scalars of the last step, by name (rank 0).",
-            ["name"],
-            registry=self.registry,
-        )
-        self.seconds = Counter(
-            "scalerl_trainer_seconds", "Wall-clock seconds by phase.", ["phase"], registry=self.registry
-        )
-        self.step_seconds = Histogram(
-            "scalerl_trainer_step_seconds",
+        counter = partial(Counter, namespace="scalerl_trainer", registry=self.registry)
+        gauge = partial(Gauge, namespace="scalerl_trainer", registry=self.registry)
+        histogram = partial(Histogram, namespace="scalerl_trainer", registry=self.registry)
+        self.version = gauge("version", "Optimizer updates applied.")
+        self.published_version = gauge("published_version", "Last published version.")
+        self.step_stat = gauge("step_stat", "Scalars of the last step, by name (rank 0).", ["name"])
+        self.seconds = counter("seconds", "Wall-clock seconds by phase.", ["phase"])
+        self.step_seconds = histogram(
+            "step_seconds",
             "Seconds to fetch, compute and apply a step, without waiting; mean over ranks (rank 0).",
             buckets=_STEP_SECONDS,
-            registry=self.registry,
         )
-        self.publish_seconds = Histogram(
-            "scalerl_trainer_publish_seconds",
+        self.publish_seconds = histogram(
+            "publish_seconds",
             "Seconds to publish a version to all generators (rank 0).",
             buckets=_PUBLISH_SECONDS,
-            registry=self.registry,
         )
-        self.tokens = Counter(
-            "scalerl_trainer_tokens", "Completion tokens trained (rank 0).", registry=self.registry
+        self.tokens = counter("tokens", "Completion tokens trained (rank 0).")
+        self.publishes = counter("publishes", "Publishes by outcome.", ["outcome"])
+        self.publish_members_failed = counter(
+            "publish_members_failed", "Generators that failed to receive a version."
         )
-        self.publishes = Counter(
-            "scalerl_trainer_publishes", "Publishes by outcome.", ["outcome"], registry=self.registry
-        )
-        self.publish_members_failed = Counter(
-            "scalerl_trainer_publish_members_failed",
-            "Generators that failed to receive a version.",
-            registry=self.registry,
-        )
-        self.checkpoints = Counter(
-            "scalerl_trainer_checkpoints", "Checkpoints by outcome.", ["outcome"], registry=self.registry
-        )
-        self.checkpoint_step = Gauge(
-            "scalerl_trainer_checkpoint_step", "Step of the newest checkpoint.", registry=self.registry
-        )
-        self.uploads = Counter(
-            "scalerl_trainer_checkpoint_uploads",
+        self.checkpoints = counter("checkpoints", "Checkpoints by outcome.", ["outcome"])
+        self.checkpoint_step = gauge("checkpoint_step", "Step of the newest checkpoint.")
+        self.uploads = counter(
+            "checkpoint_uploads",
             "Checkpoints copied to checkpoint.to, and failed attempts (of each rank), by outcome.",
             ["outcome"],
-            registry=self.registry,
         )
-        self.uploaded_bytes = Counter(
-            "scalerl_trainer_checkpoint_uploaded_bytes",
-            "Bytes copied to checkpoint.to by this rank.",
-            registry=self.registry,
+        self.uploaded_bytes = counter(
+            "checkpoint_uploaded_bytes", "Bytes copied to checkpoint.to by this rank."
         )
-        self.uploaded_step = Gauge(
-            "scalerl_trainer_checkpoint_uploaded_step",
+        self.uploaded_step = gauge(
+            "checkpoint_uploaded_step",
             "Step of the newest checkpoint that is complete in checkpoint.to; -1 without one.",
-            registry=self.registry,
         )
-        self.exports = Counter(
-            "scalerl_trainer_exports",
+        self.exports = counter(
+            "exports",
             "Models written to the volume (write) and copied to trainer.export.to (copy), by outcome.",
             ["operation", "outcome"],
-            registry=self.registry,
         )
-        self.export_version = Gauge(
-            "scalerl_trainer_export_version", "Version of the newest exported model.", registry=self.registry
-        )
+        self.export_version = gauge("export_version", "Version of the newest exported model.")
 
     def show(self, stats: Mapping[str, float]) -> None:
         """Set the gauges to a step's scalars, by name."""
