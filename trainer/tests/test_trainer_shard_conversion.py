@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.errors import BadBatchError, DivergedError
-from scalerl_trainer.shard_conversion import (
-    MIN_COMPARED_TOKENS,
+from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS
+from scalerl_trainer.publish.probe_sequences import (
     MIN_PROBED_TOKENS,
     PROBE_TOKENS,
     START_SEQUENCES,
-    Staleness,
-    check_logprobs,
     probe_sequences,
-    rank_batch,
-    recorded,
     start_sequences,
 )
+from scalerl_trainer.shard_conversion import Staleness, check_logprobs, rank_batch, recorded
 
 STEP = 7
 

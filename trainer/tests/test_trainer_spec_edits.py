@@ -68,7 +68,7 @@ def test_edited_run_resumes_from_checkpoint(results: dict[str, Any], edited: Edi
     )
 
 
-BEFORE_THE_RUN = {"prepare.py", "checks.py", "model_checks.py", "fork.py"}
+BEFORE_THE_RUN = {"prepare.py", "checks.py", "model_checks.py", "tokenizer_checks.py", "fork.py"}
 """Of the Job before the run, with the fields that repeat it in :data:`scalerl_api.edits.EDITS`, and of a run without a checkpoint."""
 SOURCES = sorted(
     path for path in Path(scalerl_trainer.__file__).parent.rglob("*.py") if path.name not in BEFORE_THE_RUN

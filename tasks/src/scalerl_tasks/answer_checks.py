@@ -108,7 +108,7 @@ def check_answers(
     where = source.path if isinstance(source, JsonlSource) else spec.source_field
     if isinstance(source, DatasetSource) and spec.dataset is not None:
         found = Rejected()
-        asyncio.run(_check_answers(source, spec, directory, count, found, progress, timings))
+        asyncio.run(_AnswerChecker(source, spec, count, found, progress, timings).run(directory))
         texts = found.texts(spec, count, len(source))
         if found.too_many(spec, count, len(source)):
             raise AnswersError(texts)
@@ -119,7 +119,7 @@ def check_answers(
         return
     rows = count + source.problems.total if isinstance(source, JsonlSource) else count
     problems = RowProblems(where, rows)
-    asyncio.run(_check_answers(source, spec, directory, count, problems, progress, timings))
+    asyncio.run(_AnswerChecker(source, spec, count, problems, progress, timings).run(directory))
     if problems.total:
         raise AnswersError(problems.texts)
 
@@ -234,97 +234,129 @@ def _reason(error: str) -> str:
     return _QUOTED.sub("…", error).partition(";")[0][:_MAX_REASON]
 
 
-async def _check_answers(
-    source: PromptSource,
-    spec: ProblemSpec,
-    directory: Path | None,
-    count: int,
-    problems: RowProblems | Rejected,
-    progress: Progress,
-    timings: Timings,
-) -> None:
-    workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
-    total, once = (
-        len(source),
-        spec.own_environment is None and all(one.name in _OF_THE_ANSWER for one in spec.scoring),
-    )
-    known: dict[bytes, str | None] = {}
-    """Result by key of the answer."""
-    waiting: dict[bytes, list[int]] = {}
-    """Indices of the prompts in a chunk that is being checked, by that key."""
-    started = reported = time.monotonic()
-    done = 0
+class _AnswerChecker:
+    """Checks the answers of ``count`` evenly spread prompts, and adds those that cannot be graded to ``problems``."""
 
-    def record(index: int, error: str | None) -> None:
-        nonlocal done
-        done += 1
-        if error is None:
-            return
-        kind = f"answers that {_titles(spec)} cannot use"
-        if isinstance(source, JsonlSource):
-            line = source.line(index)
-            problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
-        elif isinstance(source, DatasetSource):
-            place, field = source.place(index), source.table.info.fields.get("answer")
-            problems.add(index, f"{f'{place}, {field}' if field else place}: {error}", _reason(error))
+    def __init__(
+        self,
+        source: PromptSource,
+        spec: ProblemSpec,
+        count: int,
+        problems: RowProblems | Rejected,
+        progress: Progress,
+        timings: Timings,
+    ) -> None:
+        self._source, self._spec, self._count, self._problems = source, spec, count, problems
+        self._progress, self._timings = progress, timings
+        self._once = spec.own_environment is None and all(one.name in _OF_THE_ANSWER for one in spec.scoring)
+        """Whether each different answer is checked once."""
+        self._known: dict[bytes, str | None] = {}
+        """Result by key of the answer."""
+        self._waiting: dict[bytes, list[int]] = {}
+        """Indices of the prompts in a chunk that is being checked, by that key."""
+        self._running: set[asyncio.Task[None]] = set()
+        """Of each chunk that is being checked."""
+        self._done = 0
+        self._started = self._reported = time.monotonic()
+
+    async def run(self, directory: Path | None) -> None:
+        """Check all answers, or end with a note in ``problems`` after too many checks that took too long."""
+        count, total = self._count, len(self._source)
+        workers = min(len(os.sched_getaffinity(0)), _MAX_WORKERS, max(1, count // _CHUNK))
+        chunk: dict[bytes, Prompt] = {}
+        async with open_grading_pool(self._spec, workers, directory=directory) as pool:
+            try:
+                for rank in range(count):
+                    is_last = rank == count - 1
+                    self._enqueue(rank * total // count, chunk)
+                    if len(chunk) < _CHUNK and not is_last:
+                        continue
+                    if chunk:
+                        self._running.add(asyncio.create_task(self._check(pool, chunk)))
+                        chunk = {}
+                    while self._running and (len(self._running) > workers or is_last):
+                        await self._wait()
+                        self._report_progress()
+                        if pool.counts.timeouts >= self._timings.max_timeouts:
+                            self._problems.note = self._timeouts_note()
+                            return
+            finally:
+                await cancel(*self._running)
+
+    def _enqueue(self, index: int, chunk: dict[bytes, Prompt]) -> None:
+        """Add the prompt at ``index`` to ``chunk``, unless its answer is known or being checked."""
+        prompt = self._source[index]
+        if self._once:
+            key = blake2b(prompt.answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         else:
-            problems.add(index, error, kind)
+            key = index.to_bytes(8)
+        if key in self._known:
+            self._record(index, self._known[key])
+        elif key in self._waiting:
+            self._waiting[key].append(index)
+        else:
+            self._waiting[key], chunk[key] = [index], prompt
 
-    async def check(pool: GroupGrader, chunk: dict[bytes, Prompt]) -> None:
+    async def _check(self, pool: GroupGrader, chunk: dict[bytes, Prompt]) -> None:
         todo = iter(chunk.items())
 
         def checked(error: str | None) -> None:
             key, prompt = next(todo)
             # Other rows have the same answer.
-            if error is not None and (once or isinstance(source, DatasetSource)):
-                error = error.removeprefix(f"prompt {prompt.id}").lstrip(": ")
-                error = error.replace(f" for the prompt {prompt.id}", "")
-                error = error.replace(f"the prompt {prompt.id}", "the row")
-            if once and len(known) < _MAX_KNOWN:
-                known[key] = error
-            for index in waiting.pop(key):
-                record(index, error)
+            if error is not None and (self._once or isinstance(self._source, DatasetSource)):
+                error = _without_id(error, prompt.id)
+            if self._once and len(self._known) < _MAX_KNOWN:
+                self._known[key] = error
+            for index in self._waiting.pop(key):
+                self._record(index, error)
 
         await pool.check(list(chunk.values()), checked)
 
-    async with open_grading_pool(spec, workers, directory=directory) as pool:
-        running: set[asyncio.Task[None]] = set()
-        chunk: dict[bytes, Prompt] = {}
-        try:
-            for rank in range(count):
-                index = rank * total // count
-                prompt = source[index]
-                key = blake2b(prompt.answer.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-                key = key if once else index.to_bytes(8)
-                if key in known:
-                    record(index, known[key])
-                elif key in waiting:
-                    waiting[key].append(index)
-                else:
-                    waiting[key], chunk[key] = [index], prompt
-                if len(chunk) < _CHUNK and rank < count - 1:
-                    continue
-                if chunk:
-                    running.add(asyncio.create_task(check(pool, chunk)))
-                    chunk = {}
-                while running and (len(running) > workers or rank == count - 1):
-                    finished, running = await asyncio.wait(
-                        running, timeout=timings.progress_seconds, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for task in finished:
-                        task.result()
-                    if (now := time.monotonic()) - reported >= timings.progress_seconds:
-                        reported = now
-                        left = (now - started) * (count - done) / max(done, 1)
-                        progress(
-                            f"checked {done:,} of {count:,} answers of {problems.where}; about {left:,.0f} s left"
-                        )
-                    if pool.counts.timeouts >= timings.max_timeouts:
-                        text = (
-                            f"stopped after {done:,} of {count:,} answers: the checks of {timings.max_timeouts} took longer than "
-                            f"{_limit(spec)} each"
-                        )
-                        problems.note = text
-                        return
-        finally:
-            await cancel(*running)
+    def _record(self, index: int, error: str | None) -> None:
+        self._done += 1
+        if error is None:
+            return
+        source, kind = self._source, f"answers that {_titles(self._spec)} cannot use"
+        if isinstance(source, JsonlSource):
+            line = source.line(index)
+            self._problems.add(line, f"{source.path}, line {line}, field 'answer': {error}", kind)
+        elif isinstance(source, DatasetSource):
+            place, field = source.place(index), source.table.info.fields.get("answer")
+            where = f"{place}, {field}" if field else place
+            self._problems.add(index, f"{where}: {error}", _reason(error))
+        else:
+            self._problems.add(index, error, kind)
+
+    async def _wait(self) -> None:
+        """Wait for a chunk, at most until the next line of progress; raises what its check raised."""
+        finished, self._running = await asyncio.wait(
+            self._running, timeout=self._timings.progress_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in finished:
+            task.result()
+
+    def _report_progress(self) -> None:
+        now, done, count = time.monotonic(), self._done, self._count
+        if now - self._reported < self._timings.progress_seconds:
+            return
+        self._reported = now
+        left = (now - self._started) * (count - done) / max(done, 1)
+        self._progress(
+            f"checked {done:,} of {count:,} answers of {self._problems.where}; about {left:,.0f} s left"
+        )
+
+    def _timeouts_note(self) -> str:
+        return (
+            f"stopped after {self._done:,} of {self._count:,} answers: the checks of {self._timings.max_timeouts} took longer than "
+            f"{_limit(self._spec)} each"
+        )
+
+
+def _without_id(error: str, prompt_id: str) -> str:
+    """An error without the id of the prompt.
+
+    >>> _without_id("prompt 7: no number in the answer of the prompt 7", "7")
+    'no number in the answer of the row'
+    """
+    error = error.removeprefix(f"prompt {prompt_id}").lstrip(": ")
+    return error.replace(f" for the prompt {prompt_id}", "").replace(f"the prompt {prompt_id}", "the row")

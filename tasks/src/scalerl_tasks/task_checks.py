@@ -7,6 +7,7 @@ processes that grade completions, with the same limits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,17 +82,16 @@ def _problems(
         for at, one in enumerate(spec.evaluation.sets or ())
         if one.task is not None
     ]
-    checked: dict[tuple[str, str], tuple[str, ...]] = {}
-    rejected: dict[Path, Rejected] = {}
+    checks = _SectionChecks(directory, answers, progress)
     problems: list[TaskProblem] = []
     for field, section in sections:
-        problems += _section_problems(field, section, directory, answers, progress, checked, rejected)
+        problems += checks.problems(field, section)
     problems += _warm_start_file_problems(spec, directory)
     if problems:  # a file with invalid rows cannot be opened
         yield from problems
         return
     try:
-        for path, rows in rejected.items():
+        for path, rows in checks.rejected.items():
             table = Table(path)
             rows.left_out(table.info.digest).write(path)
             table.close()
@@ -111,81 +111,91 @@ def _problems(
     yield from _joint_problems(spec, tasks)
 
 
-def _section_problems(
-    field: str,
-    section: ProblemSpec,
-    directory: Path | None,
-    answers: bool,
-    progress: Progress,
-    checked: dict[tuple[str, str], tuple[str, ...]],
-    rejected: dict[Path, Rejected],
-) -> Iterator[TaskProblem]:
-    """Problems of a task or an evaluation set by itself: its source, its rows, and its answers.
+class _SectionChecks:
+    """Checks each task and each evaluation set by itself: its source, its rows, and its answers.
 
-    ``checked``: the problems of the answers of each file and verifier so far. ``rejected``: the rows that verifiers have rejected so
-    far of each table in the run's directory.
+    Args:
+        directory, answers, progress: as in :func:`task_problems`.
     """
-    source: PromptSource | None = None
-    try:
-        if section.prompt is not None:  # before functions of TRL, which are given prompts in it
-            check_template(section.prompt.template)
-        grader = open_grading_pool(section, directory=directory)
+
+    def __init__(self, directory: Path | None, answers: bool, progress: Progress) -> None:
+        self._directory, self._answers, self._progress = directory, answers, progress
+        self._checked: dict[tuple[str, str], tuple[str, ...]] = {}
+        """The problems of the answers of each file and verifier so far."""
+        self.rejected: dict[Path, Rejected] = {}
+        """The rows that verifiers have rejected so far of each table in the run's directory."""
+
+    def problems(self, field: str, section: ProblemSpec) -> Iterator[TaskProblem]:
         try:
-            open_episodes(section, grader)
-        except VerifierError as error:
-            name = "name" if group_problem(section) else "parameters"
-            yield TaskProblem(f"{field}.environment.{name}", str(error))
-            return
-        scoring = f"{section.scoring!r} {grading_digest(section, directory)}"
-        if section.dataset is not None:
-            source = open_dataset(section.dataset, directory, progress)
+            if section.prompt is not None:  # before functions of TRL, which are given prompts in it
+                check_template(section.prompt.template)
+            grader = open_grading_pool(section, directory=self._directory)
+            try:
+                open_episodes(section, grader)
+            except VerifierError as error:
+                name = "name" if group_problem(section) else "parameters"
+                yield TaskProblem(f"{field}.environment.{name}", str(error))
+                return
+            scoring = f"{section.scoring!r} {grading_digest(section, self._directory)}"
+            if section.dataset is not None:
+                with closing(open_dataset(section.dataset, self._directory, self._progress)) as source:
+                    self._check_dataset(field, section, scoring, source)
+            elif section.jsonl is not None:
+                path = (self._directory or Path()) / section.jsonl.path
+                with closing(JsonlSource(path, keep_valid=True)) as rows:
+                    yield from self._jsonl_problems(field, section, scoring, rows)
+            elif self._answers:
+                self._check_answers(open_source(section, self._directory), section)
+        except AnswersError as error:
+            yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
+        except (SourceError, TemplateError, VerifierError) as error:
+            yield _source_problem(field, section, error)
 
-            def say(text: str) -> None:
-                progress(f"{field}.dataset: {text}")
+    def _check_dataset(self, field: str, section: ProblemSpec, scoring: str, source: DatasetSource) -> None:
+        """Describe a data set by ``progress``, and check its answers.
 
-            for line in description(source):
-                say(line)
-            open_source(section, directory)  # whether the prompt format fits
-            key = str(source.table.path), scoring
-            parts = by_kind(section) if answers and key not in checked else ()
-            checked[key] = ()
-            for part in parts:
-                if has_own_code(part):  # it is asked about some rows, at each start, and no row is left out
-                    check_answers(source, part, directory=directory, progress=say)
-                elif directory is None:
-                    check_answers(source, part, progress=say)
-                elif source.left_out is None:  # rows are left out once for the whole run
-                    of_table = rejected.setdefault(source.table.path, Rejected())
-                    check_answers(
-                        source, part, len(source), directory=directory, progress=say, rejected=of_table
-                    )
-            return
-        if section.jsonl is None:
-            if answers:
+        Raises:
+            AnswersError, SourceError, TemplateError, VerifierError: problems of it.
+        """
+
+        def say(text: str) -> None:
+            self._progress(f"{field}.dataset: {text}")
+
+        for line in description(source):
+            say(line)
+        open_source(section, self._directory)  # whether the prompt format fits
+        key = str(source.table.path), scoring
+        parts = by_kind(section) if self._answers and key not in self._checked else ()
+        self._checked[key] = ()
+        for part in parts:
+            if has_own_code(part):  # it is asked about some rows, at each start, and no row is left out
+                check_answers(source, part, directory=self._directory, progress=say)
+            elif self._directory is None:
+                check_answers(source, part, progress=say)
+            elif source.left_out is None:  # rows are left out once for the whole run
+                of_table = self.rejected.setdefault(source.table.path, Rejected())
                 check_answers(
-                    open_source(section, directory), section, directory=directory, progress=progress
+                    source, part, len(source), directory=self._directory, progress=say, rejected=of_table
                 )
-            return
-        path = (directory or Path()) / section.jsonl.path
-        source = JsonlSource(path, keep_valid=True)
+
+    def _jsonl_problems(
+        self, field: str, section: ProblemSpec, scoring: str, source: JsonlSource
+    ) -> Iterator[TaskProblem]:
+        """Problems of the rows of a file, and of the answers of its valid ones."""
         for text in source.problems.texts:
             yield TaskProblem(f"{field}.jsonl.path", text)
-        key = (str(path.resolve()), scoring)
-        if answers and key not in checked:
-            checked[key] = ()
+        key = str(source.path.resolve()), scoring
+        if self._answers and key not in self._checked:
+            self._checked[key] = ()
             try:
-                check_answers(source, section, directory=directory, progress=progress)
+                self._check_answers(source, section)
             except AnswersError as error:
-                checked[key] = error.texts
-        for text in checked.get(key, ()):
+                self._checked[key] = error.texts
+        for text in self._checked.get(key, ()):
             yield TaskProblem(f"{field}{_verifier_field(section)}", text)
-    except AnswersError as error:
-        yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
-    except (SourceError, TemplateError, VerifierError) as error:
-        yield _source_problem(field, section, error)
-    finally:
-        if isinstance(source, JsonlSource | DatasetSource):
-            source.close()
+
+    def _check_answers(self, source: PromptSource, section: ProblemSpec) -> None:
+        check_answers(source, section, directory=self._directory, progress=self._progress)
 
 
 def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:

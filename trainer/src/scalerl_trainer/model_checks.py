@@ -1,7 +1,7 @@
 """Checks the folder of a model for everything that would end a run of it later, without torch in this process.
 
 ``scalerl validate`` and ``prepare`` call the same function, so what passes one passes the other. The checks are in the order of
-their cost: config, weights by their headers, tokenizer, and last, in a process with torch, the model itself
+their cost: config, weights by their headers, tokenizer (:mod:`.tokenizer_checks`), and last, in a process with torch, the model itself
 (:mod:`.models.structure`).
 """
 
@@ -21,10 +21,6 @@ from scalerl_api.load import SpecProblem
 from scalerl_api.memory.model_size import Dtype
 from scalerl_api.spec import RunSpec
 from scalerl_api.wire import MAX_ROUTED_BYTES
-from scalerl_tasks.environments.tool_calls import tools_of
-from scalerl_tasks.errors import TokenizerError, VerifierError
-from scalerl_tasks.tokenizer import ModelTokenizer
-from scalerl_tasks.tokenizer_config import TokenizerConfig
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.config_values import (
     HEADS,
@@ -34,22 +30,19 @@ from scalerl_trainer.models.config_values import (
     value_problems,
 )
 from scalerl_trainer.models.files import (
-    check_not_lfs,
     named,
     quantisation,
     read_json,
     stored_tensors,
 )
 from scalerl_trainer.models.served import serving_problem
+from scalerl_trainer.tokenizer_checks import tokenizer_problems
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's ``CPUAttentionBackend`` supports; with any other size, its server exits after it has started."""
 STRUCTURE_SECONDS = 600.0
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _ATTENTION_CAPS = ("attn_logit_softcapping", "attention_logit_cap", "conf_attention_logit_cap")
-_PLACEHOLDERS = ("image", "img", "audio", "video", "vision")
-"""Words in added tokens that stand for other media than text: their ids may be outside a text model's vocabulary."""
 
 
 def model_problems(folder: Path, spec: RunSpec, *, structure: bool = True) -> Iterator[SpecProblem]:
@@ -103,46 +96,11 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
     except ModelError as error:
         yield SpecProblem(where, f"{folder}: {error}", "point to a model saved by transformers")
         return
-    if method := quantisation(config, folder, {}):
-        yield SpecProblem(
-            where,
-            f"{folder}: the checkpoint is quantised ({method}), and only unquantised weights can be trained",
-            "take the original model, or save it dequantised",
-        )
-        return
-    if kind := _kind_problem(config):
-        yield SpecProblem(where, f"{folder}: {kind}", "choose a causal language model of text")
-        return
-    names = config.get("architectures")
-    if not isinstance(names, list) or not names:
-        yield SpecProblem(
-            where,
-            f"{folder}: config.json has no list of architectures, by which vLLM chooses its own class",
-            'add it, such as "architectures": ["LlamaForCausalLM"]',
-        )
-        return
-    if served := serving_problem(names):
-        yield SpecProblem(where, f"{folder}: {served}", "choose a model that vLLM serves")
-        return
-    if (own := config.get("_attn_implementation")) not in (None, spec.model.attention):
-        yield SpecProblem(
-            where,
-            f"{folder}: config.json sets _attn_implementation = {own!r}, which loaders prefer to model.attention",
-            "remove it there",
-        )
-        return
     text = config.get("text_config")
     settings = {**config, **text} if isinstance(text, Mapping) else config
-    if wrong := list(value_problems(settings)):
-        yield SpecProblem(where, f"{folder}: config.json: {'; '.join(wrong)}", "correct config.json")
-        return
-    if settings.get("kv_lora_rank"):
-        yield SpecProblem(
-            where,
-            f"{folder}: its attention is multi-head latent attention (kv_lora_rank in config.json), whose weights in vLLM cannot "
-            "be updated",
-            "choose a model with another attention",
-        )
+    unusable = _kind_problem(folder, config, where) or _settings_problem(folder, config, settings, spec)
+    if unusable is not None:
+        yield unusable
         return
     for name in _ATTENTION_CAPS:
         if settings.get(name) and spec.model.attention == "sdpa":
@@ -165,6 +123,55 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
                 "lower it",
             )
             break
+
+
+def _kind_problem(folder: Path, config: Mapping[str, Any], where: str) -> SpecProblem | None:
+    """A kind of checkpoint or model that cannot be trained or served."""
+    if method := quantisation(config, folder, {}):
+        return _quantised_problem(folder, method, where)
+    if kind := _other_kind(config):
+        return SpecProblem(where, f"{folder}: {kind}", "choose a causal language model of text")
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        return SpecProblem(
+            where,
+            f"{folder}: config.json has no list of architectures, by which vLLM chooses its own class",
+            'add it, such as "architectures": ["LlamaForCausalLM"]',
+        )
+    if served := serving_problem(names):
+        return SpecProblem(where, f"{folder}: {served}", "choose a model that vLLM serves")
+    return None
+
+
+def _quantised_problem(folder: Path, method: str, where: str) -> SpecProblem:
+    return SpecProblem(
+        where,
+        f"{folder}: the checkpoint is quantised ({method}), and only unquantised weights can be trained",
+        "take the original model, or save it dequantised",
+    )
+
+
+def _settings_problem(
+    folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any], spec: RunSpec
+) -> SpecProblem | None:
+    """A setting in config.json with which no run can use the model; ``settings`` are those of its text model."""
+    where = f"spec.model.{_source(spec)}"
+    if (own := config.get("_attn_implementation")) not in (None, spec.model.attention):
+        return SpecProblem(
+            where,
+            f"{folder}: config.json sets _attn_implementation = {own!r}, which loaders prefer to model.attention",
+            "remove it there",
+        )
+    if wrong := list(value_problems(settings)):
+        return SpecProblem(where, f"{folder}: config.json: {'; '.join(wrong)}", "correct config.json")
+    if settings.get("kv_lora_rank"):
+        return SpecProblem(
+            where,
+            f"{folder}: its attention is multi-head latent attention (kv_lora_rank in config.json), whose weights in vLLM cannot "
+            "be updated",
+            "choose a model with another attention",
+        )
+    return None
 
 
 def spec_problems(spec: RunSpec) -> Iterator[SpecProblem]:
@@ -198,7 +205,7 @@ def replay_problems(of_token: int) -> Iterator[SpecProblem]:
         )
 
 
-def _kind_problem(config: Mapping[str, Any]) -> str | None:
+def _other_kind(config: Mapping[str, Any]) -> str | None:
     """Why a model of this kind is not a causal language model of text, else None."""
     kind = config.get("model_type")
     if config.get("is_encoder_decoder"):
@@ -243,7 +250,7 @@ def head_problem(config: Mapping[str, Any], spec: RunSpec) -> SpecProblem | None
     )
 
 
-# --- weights and tokenizer -------------------------------------------------------------------------------
+# --- weights ---------------------------------------------------------------------------------------------
 
 
 def _file_problems(folder: Path, spec: RunSpec, where: str) -> Iterator[SpecProblem]:
@@ -262,103 +269,8 @@ def _file_problems(folder: Path, spec: RunSpec, where: str) -> Iterator[SpecProb
     if wrong := layer_problem({**config, **text} if isinstance(text, Mapping) else config, tensors):
         yield SpecProblem(where, f"{folder}: config.json: {wrong}", "download config.json and weights again")
     if tensors and not quantisation(config, folder, {}) and (method := quantisation({}, folder, tensors)):
-        yield SpecProblem(
-            where,
-            f"{folder}: the checkpoint is quantised ({method}), and only unquantised weights can be trained",
-            "take the original model, or save it dequantised",
-        )
-    yield from _tokenizer_problems(folder, spec, config, where)
-
-
-def _tokenizer_problems(
-    folder: Path, spec: RunSpec, config: Mapping[str, Any], where: str
-) -> Iterator[SpecProblem]:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield SpecProblem(
-            where, f"{folder}: no tokenizer ({', '.join(_TOKENIZER_FILES)})", "save the tokenizer there too"
-        )
-        return
-    try:
-        for name in _TOKENIZER_FILES:
-            if (folder / name).is_file():
-                with (folder / name).open("rb") as file:
-                    check_not_lfs(folder / name, file.read(64))
-        if (folder / "generation_config.json").is_file():
-            read_json(folder / "generation_config.json")
-        settings = TokenizerConfig.read(folder)
-    except (ModelError, TokenizerError, OSError) as error:
-        yield SpecProblem(
-            where, f"{folder}: {str(error).removeprefix('model: ')}", "save the tokenizer there again"
-        )
-        return
-    if (
-        "eos_token" not in settings.special
-        and not settings.end_token_ids
-        and (folder / "tokenizer.json").is_file()
-    ):
-        yield SpecProblem(
-            where,
-            f"{folder}: the tokenizer has no end-of-sequence token, so no completion could end",
-            "set eos_token in tokenizer_config.json",
-        )
-        return
-    tokenizer: ModelTokenizer | None = None
-    given = [(one.section.prompt, one.section.environment, f"{one.field}.prompt") for one in spec.task.tasks]
-    for at, of_set in enumerate(spec.evaluation.sets or ()):
-        if (task := of_set.task) is not None and (task.prompt or task.environment):
-            field = f"evaluation.sets.{at}.task.prompt"
-            given.append((task.prompt or spec.task.prompt, task.environment, field))
-    for prompt, episodes, field in given:
-        if prompt.format == "Chat" and not (settings.chat_template or prompt.chat_template):
-            yield SpecProblem(
-                f"spec.{field}.format",
-                f"Chat needs a chat template, and the tokenizer in {folder} has none",
-                "use format: Raw, give chatTemplate, or a model with a template",
-            )
-            continue
-        try:
-            tokenizer = ModelTokenizer(folder, prompt, field, tools_of(episodes))
-            if episodes is not None:
-                tokenizer.check_turns()
-        except ImportError:  # without torch, a tokenizer is only made from tokenizer.json
-            return
-        except VerifierError:  # of the environment's parameters, which the checks of tasks report
-            continue
-        except TokenizerError as error:
-            for path in (f"{field}.chatTemplate", field):
-                if str(error).startswith(f"{path}: "):
-                    yield SpecProblem(f"spec.{path}", str(error).removeprefix(f"{path}: "))
-                    break
-            else:
-                yield SpecProblem(
-                    where, f"{folder}: {str(error).removeprefix('model: ')}", "save the tokenizer there again"
-                )
-                return
-            continue
-    if tokenizer is not None:
-        yield from _vocabulary_problems(folder, tokenizer, config, where)
-
-
-def _vocabulary_problems(
-    folder: Path, tokenizer: ModelTokenizer, config: Mapping[str, Any], where: str
-) -> Iterator[SpecProblem]:
-    """Tokens of the tokenizer that the model has no embedding for."""
-    text = config.get("text_config")
-    rows = (text if isinstance(text, Mapping) else config).get("vocab_size")
-    if type(rows) is not int:
-        return
-    outside = {id_: token for token, id_ in tokenizer.vocabulary.items() if id_ >= rows}
-    for token in tokenizer.added_tokens:
-        if any(word in token.lower() for word in _PLACEHOLDERS):
-            outside.pop(tokenizer.vocabulary[token], None)
-    if outside:
-        shown = named(f"{token!r} ({id_})" for id_, token in outside.items())
-        yield SpecProblem(
-            where,
-            f"{folder}: the tokenizer has {len(outside)} tokens beyond the {rows} of the model's embedding "
-            f"(vocab_size in config.json): {shown}",
-            "save the tokenizer of this model there, or resize its embedding",
-        )
+        yield _quantised_problem(folder, method, where)
+    yield from tokenizer_problems(folder, spec, config, where)
 
 
 # --- the model itself ------------------------------------------------------------------------------------

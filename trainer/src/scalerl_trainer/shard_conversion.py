@@ -10,8 +10,9 @@ The coordinator computes the rewards, from score and length (``scalerl_coordinat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +23,10 @@ from scalerl_trainer.algo.advantages import advantages, turn_advantages
 from scalerl_trainer.algo.aggregation import sequence_weights
 from scalerl_trainer.errors import BadBatchError, DivergedError
 from scalerl_trainer.packing import RoutedExperts, Sequence
-from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS, ProbeSequence
 from scalerl_trainer.train_batch import TrainBatch
 
 UNUSABLE_FRACTION = 0.5
 """Part of a step's tokens without a finite log-probability above which the run ends. Fewer are left out of the step."""
-
-PROBE_TOKENS = 8192
-"""Tokens of a probe besides the sequence with its longest completion, prompts included. A token counts at most ``OUTLIER_LIMITS`` = 20 times the limit, so a mean of k3
-at the limit has a standard deviation of at most √(19 / n) of it: 5 % at this n. More only cost time."""
-START_SEQUENCES = 32
-"""Completions that the weights are compared on with those of the start."""
-MIN_PROBED_TOKENS = 64
-"""Of a completion, so that most of what is computed is also compared."""
 
 _LARGEST = float(np.finfo(np.float16).max)
 
@@ -71,6 +63,22 @@ class RankBatch:
     """Statistics of the whole step, equal on all ranks."""
 
 
+@dataclass(frozen=True)
+class _Converted:
+    """A sequence from the wire, and values of its trained tokens."""
+
+    sequence: Sequence
+    trained: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Whether each token of the completion is trained on."""
+    staleness: Staleness
+    logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
+    """Of the generator, of the trained tokens."""
+    teacher: np.ndarray[tuple[int], np.dtype[np.float32]]
+    """Log-probabilities of the teacher, of the trained tokens; empty without a distillation."""
+    fresh: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """As :attr:`TrainBatch.fresh_n`."""
+
+
 def rank_batch(shard: wire.Shard, recipe: RecipeSpec, *, router_replay: bool = False) -> RankBatch:
     """Convert this rank's shard to a batch.
 
@@ -82,63 +90,24 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec, *, router_replay: bool = F
     """
     advantage_s, weight_s, first = _whole_step(shard.groups, recipe)
     by_turn = _by_turn(shard.groups, recipe)
-    sequences: list[Sequence] = []
-    logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
-    teacher: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
-    fresh: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []
+    has_teacher = recipe.distillation is not None
+    converted: list[_Converted] = []
     by_token: list[torch.Tensor] = []
     places: list[int] = []
-    staleness = Staleness()
     for sequence in shard.sequences:
         where = f"step {shard.step}, group {sequence.group}, sample {sequence.sample}"
         meta = shard.groups[sequence.group]
-        if meta.filtered:
-            raise BadBatchError(f"{where}: belongs to a filtered group")
-        if sequence.sample in meta.ungraded:
-            raise BadBatchError(f"{where}: has no verdict")
-        tokens = np.frombuffer(sequence.token_ids, dtype=Int32)
-        scores = np.frombuffer(sequence.logprobs, dtype=Float32)
-        if not len(tokens) == len(scores) == meta.completion_tokens[sequence.sample]:
-            raise BadBatchError(
-                f"{where}: {len(tokens)} tokens, {len(scores)} log-probabilities, "
-                f"{meta.completion_tokens[sequence.sample]} announced"
-            )
-        version = _versions(sequence, len(tokens), where)
-        trained = version != wire.MASKED
-        if int(trained.sum()) != meta.trained_tokens[sequence.sample]:
-            raise BadBatchError(
-                f"{where}: {int(trained.sum())} tokens are not masked, "
-                f"{meta.trained_tokens[sequence.sample]} announced"
-            )
-        age = shard.step - version[trained]
-        stale = np.maximum(age, 0)  # tokens of a lost lineage may be newer than their step
-        staleness += Staleness(len(age), int(stale.sum()), int(stale.max(initial=0)))
-        prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
-        record = sequence.routed if router_replay else None
-        routed = _routed(record, len(prompt) + len(tokens), where)
-        sequences.append(Sequence(prompt, tokens, None if trained.all() else trained, routed))
-        logprobs.append(scores[trained])
-        if recipe.distillation is not None:
-            teacher_logprobs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)
-            if len(teacher_logprobs) != len(tokens):
-                raise BadBatchError(
-                    f"{where}: {len(tokens)} tokens, but {len(teacher_logprobs)} log-probabilities of the teacher"
-                )
-            teacher.append(teacher_logprobs[trained])
-        # A token is fresh only if the current weights sampled all tokens before it too: the KV cache has the states of the
-        # weights that sampled those.
-        fresh.append(np.logical_and.accumulate((age == 0) & (not shard.ambiguous)))
+        one = _converted(shard, sequence, where, has_teacher=has_teacher, router_replay=router_replay)
+        converted.append(one)
         place = first[sequence.group] + sequence.sample
         places.append(place)
         if by_turn is not None:
-            turn = np.searchsorted(
-                [message.end for message in sequence.turns], np.arange(len(tokens)), "right"
-            )
             own = by_turn[place]
             if len(own) <= len(sequence.turns) and meta.returns:
                 raise BadBatchError(f"{where}: {len(own)} returns for {len(sequence.turns) + 1} turns")
-            by_token.append(own[torch.from_numpy(turn[trained]).clamp(max=len(own) - 1)])
+            by_token.append(own[_turns(sequence, one.trained).clamp(max=len(own) - 1)])
             advantage_s[place] = by_token[-1].mean() if len(by_token[-1]) else 0.0
+    sequences = [one.sequence for one in converted]
     if len({one.routed.experts.shape[1:] for one in sequences if one.routed is not None}) > 1:
         raise BadBatchError(
             f"step {shard.step}: the generators recorded experts of several models: they must have the same one"
@@ -148,14 +117,70 @@ def rank_batch(shard: wire.Shard, recipe: RecipeSpec, *, router_replay: bool = F
         sequences=sequences,
         weights_s=weight_s[index_s].float(),
         advantages_s=advantage_s[index_s],
-        generator_logprobs_n=torch.from_numpy(np.concatenate([*logprobs, np.empty(0, Float32)])),
-        fresh_n=torch.from_numpy(np.concatenate([*fresh, np.empty(0, np.bool_)])),
-        teacher_logprobs_n=None
-        if recipe.distillation is None
-        else torch.from_numpy(np.concatenate([*teacher, np.empty(0, Float32)])),
+        generator_logprobs_n=_joined([one.logprobs for one in converted], Float32),
+        fresh_n=_joined([one.fresh for one in converted], np.dtype(np.bool_)),
+        teacher_logprobs_n=_joined([one.teacher for one in converted], Float32) if has_teacher else None,
         advantages_n=None if by_turn is None else torch.cat([*by_token, torch.empty(0)]),
     )
+    staleness = sum((one.staleness for one in converted), Staleness())
     return RankBatch(batch, staleness, _step_stats(shard.groups))
+
+
+def _converted(
+    shard: wire.Shard, sequence: wire.Sequence, where: str, *, has_teacher: bool, router_replay: bool
+) -> _Converted:
+    """Check a sequence against its group, and convert it."""
+    meta = shard.groups[sequence.group]
+    if meta.filtered:
+        raise BadBatchError(f"{where}: belongs to a filtered group")
+    if sequence.sample in meta.ungraded:
+        raise BadBatchError(f"{where}: has no verdict")
+    tokens = np.frombuffer(sequence.token_ids, dtype=Int32)
+    logprobs = np.frombuffer(sequence.logprobs, dtype=Float32)
+    announced = meta.completion_tokens[sequence.sample]
+    if not len(tokens) == len(logprobs) == announced:
+        raise BadBatchError(
+            f"{where}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, {announced} announced"
+        )
+    version = _versions(sequence, len(tokens), where)
+    trained = version != wire.MASKED
+    count, announced = int(trained.sum()), meta.trained_tokens[sequence.sample]
+    if count != announced:
+        raise BadBatchError(f"{where}: {count} tokens are not masked, {announced} announced")
+    age = shard.step - version[trained]
+    stale = np.maximum(age, 0)  # tokens of a lost lineage may be newer than their step
+    prompt = np.frombuffer(sequence.prompt_token_ids, dtype=Int32)
+    record = sequence.routed if router_replay else None
+    routed = _routed(record, len(prompt) + len(tokens), where)
+    return _Converted(
+        Sequence(prompt, tokens, None if trained.all() else trained, routed),
+        trained,
+        Staleness(len(age), int(stale.sum()), int(stale.max(initial=0))),
+        logprobs[trained],
+        _teacher_logprobs(sequence, len(tokens), where)[trained] if has_teacher else np.empty(0, Float32),
+        # A token is fresh only if the current weights sampled all tokens before it too: the KV cache has the states of the
+        # weights that sampled those.
+        np.logical_and.accumulate((age == 0) & (not shard.ambiguous)),
+    )
+
+
+def _teacher_logprobs(
+    sequence: wire.Sequence, tokens: int, where: str
+) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    logprobs = np.frombuffer(sequence.teacher_logprobs, dtype=Float32)
+    if len(logprobs) != tokens:
+        raise BadBatchError(f"{where}: {tokens} tokens, but {len(logprobs)} log-probabilities of the teacher")
+    return logprobs
+
+
+def _turns(sequence: wire.Sequence, trained: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> torch.Tensor:
+    """The turn of each trained token, from 0."""
+    ends = [message.end for message in sequence.turns]
+    return torch.from_numpy(np.searchsorted(ends, np.arange(len(trained)), "right")[trained])
+
+
+def _joined(parts: list[np.ndarray[tuple[int], np.dtype[Any]]], kind: np.dtype[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([*parts, np.empty(0, kind)]))
 
 
 def recorded(
@@ -197,84 +222,6 @@ def check_logprobs(shard: wire.Shard) -> None:
             "so there is nothing to train on: the weights have values that are not numbers, or logits beyond the range of "
             "model.dtype. Check the model (model.path, model.hub) and its dtype; the last checkpoint is good if one was written"
         )
-
-
-def probe_sequences(
-    shard: wire.Shard, count: int, context_tokens: int, min_tokens: int = MIN_COMPARED_TOKENS
-) -> list[ProbeSequence]:
-    """Up to ``count`` evenly spaced sequences of the shard, for the probe after the next publish. One with masked tokens, as an episode
-    of several turns has, ends after the longest part between them, which alone is compared.
-
-    They are shorter than ``context_tokens``: a server scores a sequence as a prompt, which leaves room for one token.
-    Of all but one, beginnings suffice; fewer than ``min_tokens`` tokens to compare are no probe (:func:`_shortened`).
-    """
-    usable = [
-        (s, *of)
-        for s in shard.sequences
-        if (of := _longest_sampled(s))[0] < of[1]
-        if len(s.prompt_token_ids) + of[1] * Int32.itemsize < context_tokens * Int32.itemsize
-    ]
-    chosen = [usable[i * len(usable) // count] for i in range(count)] if len(usable) > count else usable
-    return _shortened(
-        [
-            ProbeSequence(
-                np.concatenate(
-                    [
-                        np.frombuffer(s.prompt_token_ids, dtype=Int32),
-                        np.frombuffer(s.token_ids, dtype=Int32)[:end],
-                    ]
-                ),
-                len(s.prompt_token_ids) // Int32.itemsize + start,
-            )
-            for s, start, end in chosen
-        ],
-        min_tokens,
-    )
-
-
-def _longest_sampled(sequence: wire.Sequence) -> tuple[int, int]:
-    """Start and end, in tokens of the completion, of its longest part without masked tokens."""
-    longest, start, tokens = (0, 0), 0, len(sequence.token_ids) // Int32.itemsize
-    ends = [*(span.start for span in sequence.versions[1:]), tokens]
-    for span, end in zip(sequence.versions, ends, strict=False):
-        start = end if span.version == wire.MASKED else start
-        longest = max(longest, (start, end), key=lambda part: part[1] - part[0])
-    return longest
-
-
-def start_sequences(shard: wire.Shard, context_tokens: int) -> list[Sequence]:
-    """The completions that later weights are compared on with those of the start, chosen as for a probe."""
-    return [one.sequence for one in probe_sequences(shard, START_SEQUENCES, context_tokens, min_tokens=1)]
-
-
-def _shortened(sequences: list[ProbeSequence], min_tokens: int) -> list[ProbeSequence]:
-    """The sequence with the longest completion, whole, and of the others beginnings with :data:`PROBE_TOKENS` tokens in total, in
-    their order; none if fewer than ``min_tokens`` tokens would be compared.
-
-    The whole one covers all positions, the others as many contents as possible. Shorter ones leave their part to longer ones; one
-    whose prompt leaves no room for :data:`MIN_PROBED_TOKENS` of its completion is left out, unless the minimum needs it.
-    """
-    totals = [len(s.token_ids) for s in sequences]
-    prompts = [s.prompt_tokens for s in sequences]
-    if sum(totals) - sum(prompts) < min_tokens:
-        return []
-    whole = max(range(len(sequences)), key=lambda i: (totals[i] - prompts[i], totals[i]))
-    others = sorted((i for i in range(len(sequences)) if i != whole), key=totals.__getitem__)
-    left, kept, omitted = PROBE_TOKENS, {whole: totals[whole]}, list[int]()
-    for rank, i in enumerate(others):
-        length = min(totals[i], max(left // (len(others) - rank), prompts[i] + MIN_PROBED_TOKENS))
-        if length > left:
-            omitted.append(i)
-            continue
-        left -= length
-        kept[i] = length
-    missing = min_tokens - sum(length - prompts[i] for i, length in kept.items())
-    for i in omitted:
-        if missing <= 0:
-            break
-        kept[i] = min(totals[i], prompts[i] + missing)
-        missing -= kept[i] - prompts[i]
-    return [replace(sequences[i], token_ids=sequences[i].token_ids[: kept[i]]) for i in sorted(kept)]
 
 
 def _whole_step(

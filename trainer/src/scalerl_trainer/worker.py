@@ -40,15 +40,14 @@ from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.buckets import NamedTensors
 from scalerl_trainer.publish.probe import ProbeSequence
+from scalerl_trainer.publish.probe_sequences import probe_sequences, start_sequences
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.shard_conversion import (
     RankBatch,
     Staleness,
     check_logprobs,
-    probe_sequences,
     rank_batch,
     recorded,
-    start_sequences,
 )
 
 FETCH_SECONDS = 30.0

@@ -185,71 +185,122 @@ def _files(spec: DatasetSpec, directory: Path) -> tuple[list[Path], str]:
 def _write(
     spec: DatasetSpec, files: list[Path], target: Path, info: TableInfo, progress: Callable[[str], None]
 ) -> None:
-    mapper: Mapper | None = None
-    problems = RowProblems(f"task.dataset.{'hub' if spec.hub else 'files'}")
-    prompts, pairs, ids = _Seen(), _Seen(), _Seen()
-    repeated = conflicting = read = 0
-    chat = False
-    columns: list[str] = []
+    """Write the table of the files' rows to ``target``, with ``info`` completed."""
     started = reported = time.monotonic()
     rows = ((at, path, *row) for at, path in enumerate(files) for row in read_rows(path))
     with TableWriter(target) as table:
         head = list(itertools.islice(rows, _HEAD))
-        first = _first_values(given for *_, given in head if isinstance(given, dict))
-        if first:
-            mapper, columns = Mapper(spec, first, recognize(first)), list(first)
-        for at, path, number, given in itertools.chain(head, rows):
-            read += 1
+        selection = _RowSelection(spec, table)
+        if first := _first_values(given for *_, given in head if isinstance(given, dict)):
+            selection.mapper_of(first)
+        for read, (at, path, number, given) in enumerate(itertools.chain(head, rows), start=1):
             if not read % 1024 and (now := time.monotonic()) - reported >= _PROGRESS_SECONDS:
                 reported = now
                 progress(
                     f"read {read:,} rows, {read / (now - started):,.0f} a second; {path}, {row_word(path)} {number:,}"
                 )
-            if isinstance(given, JsonlError):
-                problems.add_error(given)
-                continue
-            if mapper is None:
-                mapper, columns = Mapper(spec, given, recognize(given)), list(given)
-            try:
-                row = mapper.map(given, at, number)
-                raw = None if row is None else table.encode(row)
-            except RowProblem as problem:
-                problems.add_error(_row_error(path, number, str(problem), problem.field, problem.kind))
-                continue
-            except (ValueError, TypeError, OverflowError, RecursionError) as error:
-                what = f"cannot be written as JSON: {error}; correct it, or leave the column out of task.dataset.metadata"
-                problems.add_error(_row_error(path, number, what, None, "not JSON"))
-                continue
-            if row is None or raw is None:
-                continue
-            key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
-            other = not pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
-            if not prompts.add(key[:8]):
-                repeated += 1
-                conflicting += not other
-                continue
-            if "id" in mapper.texts and not ids.add(hashlib.blake2b(row.id.encode(), digest_size=8).digest()):
-                what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
-                problems.add_error(_row_error(path, number, what, mapper.texts["id"], "repeated id"))
-                continue
-            chat = chat or bool(row.system or row.turns)
-            table.add(raw)
-        problems.rows = read
-        problems.check()
+            selection.add(at, path, number, given)
+        selection.complete(info)
+        table.finish(info)
+
+
+class _RowSelection:
+    """Maps rows, and adds those to a table that pass the filter and are no duplicates."""
+
+    def __init__(self, spec: DatasetSpec, table: TableWriter) -> None:
+        self._spec, self._table = spec, table
+        self._mapper: Mapper | None = None
+        self._columns: list[str] = []
+        self._problems = RowProblems(f"task.dataset.{'hub' if spec.hub else 'files'}")
+        self._prompts, self._pairs, self._ids = _Seen(), _Seen(), _Seen()
+        """Digests of the prompts, of prompts with their answers, and of the ids so far."""
+        self._read = self._repeated = self._conflicting = 0
+        self._chat = False
+
+    def mapper_of(self, values: dict[str, Any]) -> Mapper:
+        """The mapper of all rows, which is made for ``values`` of the columns if there is none yet."""
+        if self._mapper is None:
+            self._mapper, self._columns = Mapper(self._spec, values, recognize(values)), list(values)
+        return self._mapper
+
+    def add(self, at: int, path: Path, number: int, given: dict[str, Any] | JsonlError) -> None:
+        """Add row ``number`` of ``path``, the file ``at`` this index, or count why not."""
+        self._read += 1
+        if isinstance(given, JsonlError):
+            self._problems.add_error(given)
+            return
+        mapper = self.mapper_of(given)
+        try:
+            row = mapper.map(given, at, number)
+            raw = None if row is None else self._table.encode(row)
+        except RowProblem as problem:
+            self._add_problem(path, number, str(problem), problem.field, problem.kind)
+            return
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            what = f"cannot be written as JSON: {error}; correct it, or leave the column out of task.dataset.metadata"
+            self._add_problem(path, number, what, None, "not JSON")
+            return
+        if row is None or raw is None or self._is_repeated(row):
+            return
+        if "id" in mapper.texts and not self._ids.add(
+            hashlib.blake2b(row.id.encode(), digest_size=8).digest()
+        ):
+            what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
+            self._add_problem(path, number, what, mapper.texts["id"], "repeated id")
+            return
+        self._chat = self._chat or bool(row.system or row.turns)
+        self._table.add(raw)
+
+    def _is_repeated(self, row: TableRow) -> bool:
+        """Count the row if an earlier one has its prompt, and whether with another answer."""
+        key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
+        is_new_pair = self._pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
+        if self._prompts.add(key[:8]):
+            return False
+        self._repeated += 1
+        self._conflicting += is_new_pair
+        return True
+
+    def _add_problem(self, path: Path, number: int, problem: str, field: str | None, kind: str) -> None:
+        self._problems.add_error(
+            DatasetError(path, problem, row=number, word=row_word(path), field=field, kind=kind)
+        )
+
+    def complete(self, info: TableInfo) -> None:
+        """Add to ``info`` what is known after the last row.
+
+        Raises:
+            JsonlError: rows cannot be used.
+            SourceError: no row, none left, or an expression without a value in any row.
+        """
+        self._problems.rows = self._read
+        self._problems.check()
+        mapper = self._mapper
         if mapper is None:
             raise SourceError(f"{', '.join(info.files[:3])}: no rows; name files, or a split, that have some")
         mapper.check_all()
-        dropped = _dropped(spec, mapper, repeated, conflicting)
-        if not table.rows:
+        dropped = self._dropped(mapper)
+        if not self._table.rows:
             raise SourceError(
-                f"task.dataset.filter: no row is left of {read:,}: "
+                f"task.dataset.filter: no row is left of {self._read:,}: "
                 + "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
             )
-        info.read, info.dropped, info.chat, info.columns = read, dropped, chat, columns
+        info.read, info.dropped, info.chat, info.columns = self._read, dropped, self._chat, self._columns
         info.fields, info.labels, info.pattern = mapper.texts, mapper.label_texts, mapper.pattern
         if mapper.layout is not None:
             info.layout, info.programs = mapper.layout.name, mapper.layout.programs
-        table.finish(info)
+
+    def _dropped(self, mapper: Mapper) -> dict[str, int]:
+        dropped = {}
+        for at, text in enumerate(self._spec.filter.where):
+            dropped[f"dropped by filter.where: {text}"] = mapper.dropped[at]
+            if mapper.without_value[at]:
+                dropped[f"dropped by filter.where, without a value: {text}"] = mapper.without_value[at]
+        if self._repeated:
+            dropped["dropped as duplicates of an earlier prompt"] = self._repeated
+        if self._conflicting:
+            dropped["of these with another answer"] = self._conflicting
+        return dropped
 
 
 def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -260,23 +311,6 @@ def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
             if first.get(name) is None:
                 first[name] = value
     return first
-
-
-def _row_error(path: Path, number: int, problem: str, field: str | None, kind: str) -> DatasetError:
-    return DatasetError(path, problem, row=number, word=row_word(path), field=field, kind=kind)
-
-
-def _dropped(spec: DatasetSpec, mapper: Mapper, repeated: int, conflicting: int) -> dict[str, int]:
-    dropped = {}
-    for at, text in enumerate(spec.filter.where):
-        dropped[f"dropped by filter.where: {text}"] = mapper.dropped[at]
-        if mapper.without_value[at]:
-            dropped[f"dropped by filter.where, without a value: {text}"] = mapper.without_value[at]
-    if repeated:
-        dropped["dropped as duplicates of an earlier prompt"] = repeated
-    if conflicting:
-        dropped["of these with another answer"] = conflicting
-    return dropped
 
 
 def description(source: DatasetSource) -> list[str]:
