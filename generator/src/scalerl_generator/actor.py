@@ -43,7 +43,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,32 +51,23 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from scalerl_api.http_client import open_session
 from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
-from scalerl_api.wire import Split
 from scalerl_generator.actor_api import actor_app, actor_runner
-from scalerl_generator.coordinator_client import CoordinatorClient, Refused
-from scalerl_generator.drafts.past_responses import PastResponseFeed
-from scalerl_generator.metrics import ActorMetrics
-from scalerl_generator.registration import Registration, ServerMonitor, ServerStartTimeout
-from scalerl_generator.rollouts.concurrency import Concurrency
-from scalerl_generator.rollouts.delivery import Delivery
-from scalerl_generator.rollouts.generation import PromptMismatch, RolloutGenerator
-from scalerl_generator.rollouts.interruption import choose_strategy
-from scalerl_generator.rollouts.kept_completions import KeptCompletions
+from scalerl_generator.connections import Connections, connect
+from scalerl_generator.coordinator_client import Refused
+from scalerl_generator.registration import ServerStartTimeout
+from scalerl_generator.rollouts.generation import PromptMismatch
 from scalerl_generator.rollouts.leasing import Leasing
-from scalerl_generator.rollouts.occupancy import MIN_OCCUPANCY
-from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.pipeline import Pipeline, make_pipeline
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
-from scalerl_generator.rollouts.task_runtimes import TaskRuntime, open_graders, open_inputs, task_runtimes
-from scalerl_generator.rollouts.teacher import API_KEY, Teacher, UnfitTeacher
-from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_generator.vllm_client import VllmClient
+from scalerl_generator.rollouts.task_runtimes import open_graders, open_inputs, task_runtimes
+from scalerl_generator.rollouts.teacher import Teacher, UnfitTeacher
 from scalerl_generator.vllm_replies import VllmError
 from scalerl_generator.weights.weight_control import WeightControl
 from scalerl_tasks.errors import GradingError, TaskError
+from scalerl_tasks.sources import RunTasks
 
 logger = logging.getLogger("scalerl.actor")
 
@@ -128,6 +119,19 @@ def parse(argv: Sequence[str]) -> Arguments:
     return Arguments(parsed.server.rstrip("/"), host.strip("[]"), int(port), parsed.advertise.rstrip("/"))
 
 
+@dataclass(frozen=True)
+class _Loops:
+    """The tasks that run until the actor stops; each ends only by a failure, ``leases`` also at the run's end."""
+
+    heartbeats: asyncio.Task[None]
+    pushing: asyncio.Task[None]
+    leases: asyncio.Task[None]
+    others: list[asyncio.Task[None]]
+
+    def all(self) -> list[asyncio.Task[None]]:
+        return [self.heartbeats, self.pushing, self.leases, *self.others]
+
+
 async def run_actor(
     arguments: Arguments, environment: ProcessEnvironment, spec: RunSpec, stop: asyncio.Event
 ) -> None:
@@ -137,138 +141,82 @@ async def run_actor(
         TaskError, PromptMismatch, UnfitTeacher: the run's input is wrong.
         Refused, ServerStartTimeout, GradingError, VllmError: the actor cannot continue.
     """
-    state, busy = ServerState(), BusyClock()
-    metrics = ActorMetrics(state, busy)
     async with contextlib.AsyncExitStack() as stack:
-        server = await stack.enter_async_context(
-            VllmClient(
-                arguments.server,
-                environment.token,
-                own_adapters=spec.lora_versions > 0,
-                routed_experts=spec.trainer.router_replay,
-            )
+        connections = await connect(
+            stack, environment, spec, server_url=arguments.server, control_url=arguments.advertise
         )
-        session = await stack.enter_async_context(open_session())
-        coordinator = CoordinatorClient(session, environment.coordinator_url, environment.token)
-        distillation = spec.recipe.distillation
-        teacher = None
-        if distillation is not None:
-            teacher = Teacher(session, distillation.teacher, os.environ.get(API_KEY, ""), metrics)
-        runtimes: dict[tuple[int, Split], TaskRuntime] = {}
-        registration = Registration(
-            coordinator,
-            state,
-            busy,
-            metrics,
-            name=environment.name,
-            control_url=arguments.advertise,
-            problems=lambda: {
-                "teacher_problem": "" if teacher is None else teacher.problem,
-                "reward_problem": _first(one.grader.problem for one in runtimes.values()),
-                "environment_problem": _first(
-                    one.episodes.grader.problem for one in runtimes.values() if one.episodes
-                ),
-            },
-        )
-        control = WeightControl(server, state, busy, metrics)
-        await _serve(stack, actor_app(control, metrics, environment.token, registration.not_ready), arguments)
-        monitor = ServerMonitor(server, state, metrics)
-        watching = _owned(stack, monitor.run())
-
+        await _serve(stack, _app(connections, environment.token), arguments)
+        watching = _owned(stack, connections.monitor.run())
         opening = _owned(stack, open_inputs(spec, environment.paths))
         await _until(stop, watching, opening)
         if not opening.done():
             _raise_failure(watching)
             return
         tasks, codecs = opening.result()
-        codec = codecs[0]
         graders = await open_graders(stack, spec, tasks)
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="text"))
-        runtimes.update(task_runtimes(spec, tasks, codecs, graders, thread, metrics, busy))
-
-        capacity, per_group = spec.generator.max_concurrent_sequences, spec.recipe.completions_per_prompt
-        partials = PartialReports(
-            coordinator,
-            registration,
-            monitor,
-            state,
-            metrics,
-            vocabulary_size=codec.tokenizer.vocabulary_size,
-            max_staleness_steps=spec.recipe.max_staleness_steps,
+        connections.runtimes.update(
+            task_runtimes(spec, tasks, codecs, graders, thread, connections.metrics, connections.busy)
         )
-        speculation = spec.generator.speculation
-        past_responses = None
-        if speculation is not None and speculation.history is not None:
-            past_responses = PastResponseFeed(coordinator, server, state, metrics, spec.draft_memory_tokens)
-        rollouts = RolloutGenerator(
-            server,
-            monitor,
-            state,
-            busy,
-            metrics,
-            runtimes,
-            thread,
-            max_sequences=capacity,
-            kept=KeptCompletions(
-                max_sequences=2 * int(capacity / MIN_OCCUPANCY),  # all that can be leased at once
-                max_staleness_steps=spec.recipe.max_staleness_steps,
-            ),
-            partials=partials,
-            strategy=choose_strategy(spec, codec, thread, metrics),
-            teacher=teacher,
-            past_responses=past_responses,
-        )
-        concurrency = Concurrency(capacity, per_group, adaptive=spec.generator.adaptive_concurrency)
-        delivery = Delivery(coordinator, registration, metrics)
-        leasing = Leasing(
-            coordinator,
-            registration,
-            state,
-            rollouts,
-            delivery,
-            metrics,
-            partials,
-            concurrency=concurrency,
-            per_group=per_group,
-        )
+        pipeline = make_pipeline(connections, spec, codecs[0], thread)
         gc.collect()
         gc.freeze()  # exempt the imported objects, which stay, from later collections
-        heartbeats = _owned(stack, registration.run(tasks.digest, tasks.grading))
-        pushing = _owned(stack, delivery.run())
-        leases = _owned(stack, _run_leasing(leasing, teacher, codec, spec))
-        reporting = _owned(stack, partials.run())
-        optional = []
-        if spec.generator.adaptive_concurrency:
-            optional.append(_owned(stack, concurrency.run(server, state, metrics)))
-        if past_responses is not None:
-            optional.append(_owned(stack, past_responses.report()))
-        await _until(stop, watching, heartbeats, pushing, leases, reporting, *optional)
-
-        run_finished = leases.done() and leases.exception() is None
-        reason = (
-            "the run has finished"
-            if run_finished
-            else "received a signal"
-            if stop.is_set()
-            else "cannot continue"
-        )
-        logger.info("stopping: %s", reason)
-        await leasing.close(_OVER_GRACE_SECONDS if run_finished else 0.0, reason)
-        if not await delivery.flush(0.0 if pushing.done() else _FLUSH_SECONDS):
-            logger.warning("%d finished groups could not be pushed before the actor stopped", len(delivery))
-        heartbeats.cancel()
-        await registration.unregister(_UNREGISTER_SECONDS)
-        _raise_failure(watching, heartbeats, pushing, leases, reporting, *optional)
+        loops = _start(stack, connections, pipeline, tasks, codecs[0], spec)
+        await _until(stop, watching, *loops.all())
+        await _stop(connections, pipeline, loops, stop)
+        _raise_failure(watching, *loops.all())
 
 
-def _first(problems: Iterable[str]) -> str:
-    return next(filter(None, problems), "")
+def _start(
+    stack: contextlib.AsyncExitStack,
+    connections: Connections,
+    pipeline: Pipeline,
+    tasks: RunTasks,
+    codec: PromptCodec,
+    spec: RunSpec,
+) -> _Loops:
+    """Start the loops, which the stack ends."""
+    heartbeats = _owned(stack, connections.registration.run(tasks.digest, tasks.grading))
+    pushing = _owned(stack, pipeline.delivery.run())
+    leases = _owned(stack, _run_leasing(pipeline.leasing, connections.teacher, codec, spec))
+    others = [_owned(stack, pipeline.partials.run())]
+    if spec.generator.adaptive_concurrency:
+        adapting = pipeline.concurrency.run(connections.server, connections.state, connections.metrics)
+        others.append(_owned(stack, adapting))
+    if pipeline.past_responses is not None:
+        others.append(_owned(stack, pipeline.past_responses.report()))
+    return _Loops(heartbeats, pushing, leases, others)
+
+
+async def _stop(connections: Connections, pipeline: Pipeline, loops: _Loops, stop: asyncio.Event) -> None:
+    """Return the leases, push the finished groups and unregister. The loops end with their stack."""
+    run_finished = loops.leases.done() and loops.leases.exception() is None
+    reason = (
+        "the run has finished"
+        if run_finished
+        else "received a signal"
+        if stop.is_set()
+        else "cannot continue"
+    )
+    logger.info("stopping: %s", reason)
+    await pipeline.leasing.close(_OVER_GRACE_SECONDS if run_finished else 0.0, reason)
+    delivery = pipeline.delivery
+    if not await delivery.flush(0.0 if loops.pushing.done() else _FLUSH_SECONDS):
+        logger.warning("%d finished groups could not be pushed before the actor stopped", len(delivery))
+    loops.heartbeats.cancel()
+    await connections.registration.unregister(_UNREGISTER_SECONDS)
 
 
 async def _run_leasing(leasing: Leasing, teacher: Teacher | None, codec: PromptCodec, spec: RunSpec) -> None:
     if teacher is not None:
         await teacher.check(codec.tokenizer, spec.model.context_tokens)
     await leasing.run()
+
+
+def _app(connections: Connections, token: str) -> web.Application:
+    state, metrics = connections.state, connections.metrics
+    control = WeightControl(connections.server, state, connections.busy, metrics)
+    return actor_app(control, metrics, token, connections.registration.not_ready)
 
 
 async def _serve(stack: contextlib.AsyncExitStack, app: web.Application, arguments: Arguments) -> None:

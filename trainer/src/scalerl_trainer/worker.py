@@ -137,6 +137,7 @@ class Worker:
                     for _ in self.gather():
                         pass
                 case Command.GATHER_ADAPTERS:
+                    # Rank 0 may gather them as PUBLISHED: the names only label what is yielded, and followers yield nothing.
                     for _ in self.engine.weights.gather_adapters(PEFT):
                         pass
                 case Command.SCORE:
