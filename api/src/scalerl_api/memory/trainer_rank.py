@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from scalerl_api.engines import BUCKET_ELEMENTS, ENGINES, MOMENTS_BYTES, EngineName, Offload, Partition
+from scalerl_api.engines import (
+    BUCKET_ELEMENTS,
+    ENGINES,
+    MOMENTS_BYTES,
+    Engine,
+    EngineName,
+    Offload,
+    Partition,
+)
 from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
 from scalerl_api.spec import RunSpec
 
@@ -142,31 +150,18 @@ def rank_moments(
     """
     if zero_stage not in (0, 1, 2, 3) or world < 1:
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
-    count, hidden, each = size.parameters, size.hidden_size, BYTES[dtype]
-    own, library = count if trained is None else trained, ENGINES[engine]
-    parameters = count + (trained or 0)
-    kept = parameters if library.keeps_trained_weights else parameters - own
+    hidden, each, whole = size.hidden_size, BYTES[dtype], trained is None
+    own, library = size.parameters if trained is None else trained, ENGINES[engine]
+    parameters = size.parameters + (trained or 0)
     part = Partition(size, own, parameters, each, zero_stage, world, offload, bucket_elements)
-    gradients = part.share(2, own) * 4
-    optimizer = part.share(1, own) * (MOMENTS_BYTES + (0 if dtype == "float32" and zero_stage == 0 else 4))
-    # Kept between publishes, which are beside forward and backward passes. A bucket has at least the largest tensor.
-    largest = max(size.vocabulary_size * hidden, size.largest_parameter)
-    publish = 2 * max(min(publish_bytes, count * each), largest * each) if publish_bytes else 0
+    publish = _publish(size, publish_bytes, each)
     buckets = publish + library.bucket_bytes(part, reducing=False)
     reduction = library.overlap_bytes(part) if accelerator else 0
     reduction += publish + library.bucket_bytes(part, reducing=True)
-    always = RankMemory(
-        parameters=part.share(3, kept) * each * (offload != "OptimizerAndParameters"),
-        gradients=gradients * (offload == "None"),
-        optimizer=optimizer * (offload == "None"),
-        activations=0,
-        buckets=buckets,
-        reference=part.share(3, count) * each * frozen * (offload != "OptimizerAndParameters"),
-    )
+    always = replace(_state(part, library, dtype, frozen), buckets=buckets)
     layer = size.activation_values(dtype, frozen=trained is not None)
-    host = HOST_BYTES + (size.mlp_values > 0) * HOST_EXPERTS_BYTES
     values = size.layers * (hidden if activation_checkpointing else layer)
-    token, whole = micro_batch_tokens * each, trained is None
+    token = micro_batch_tokens * each
     moments = {
         "head": replace(
             always,
@@ -187,12 +182,38 @@ def rank_moments(
         "update": replace(always, buckets=buckets + library.update_bytes(part)),
     }
     return {
-        name: replace(
-            one,
-            allowance=CONTEXT_BYTES + math.ceil(FRAGMENTATION * one.total) if accelerator else host,
-        )
+        name: replace(one, allowance=_allowance(size, one.total, accelerator))
         for name, one in moments.items()
     }
+
+
+def _state(part: Partition, library: Engine, dtype: Dtype, frozen: int) -> RankMemory:
+    """What a rank has in its own memory at each moment: parameters, gradients, optimizer state and ``frozen`` models."""
+    kept = part.parameters if library.keeps_trained_weights else part.parameters - part.trained
+    master_bytes = 0 if dtype == "float32" and part.zero_stage == 0 else 4
+    weights_here = part.offload != "OptimizerAndParameters"
+    optimizer_here = part.offload == "None"
+    return RankMemory(
+        parameters=part.share(3, kept) * part.value_bytes * weights_here,
+        gradients=part.share(2, part.trained) * 4 * optimizer_here,
+        optimizer=part.share(1, part.trained) * (MOMENTS_BYTES + master_bytes) * optimizer_here,
+        activations=0,
+        reference=part.share(3, part.size.parameters) * part.value_bytes * frozen * weights_here,
+    )
+
+
+def _publish(size: ModelSize, bucket_bytes: int, each: int) -> int:
+    """Bytes of the buckets of a publish, which are kept between publishes, beside forward and backward passes. One has at least the
+    largest tensor."""
+    largest = max(size.vocabulary_size * size.hidden_size, size.largest_parameter)
+    return 2 * max(min(bucket_bytes, size.parameters * each), largest * each) if bucket_bytes else 0
+
+
+def _allowance(size: ModelSize, tensors: int, accelerator: bool) -> int:
+    """Bytes beside those of ``tensors``."""
+    if accelerator:
+        return CONTEXT_BYTES + math.ceil(FRAGMENTATION * tensors)
+    return HOST_BYTES + (size.mlp_values > 0) * HOST_EXPERTS_BYTES
 
 
 def peak(moments: Mapping[str, RankMemory]) -> RankMemory:

@@ -254,6 +254,21 @@ def _find(memory: Memory, text_t: Int32s, end: int, prompt: int, found: Int32s, 
 
 
 @_compiled
+def _follow(memory: Memory, found: Int32s, length: Int32s, count: int, token: int) -> int:
+    """Move the first ``count`` positions in ``found`` on by one and drop those without ``token``; returns how many are left."""
+    kept = 0
+    for i in range(count):
+        if memory.tokens_m[found[i]] == token:
+            after = _after(memory, found[i])
+            if after >= 0 and memory.tokens_m[after] != FREE:
+                found[kept] = after
+                common = min(abs(length[i]) + 1, MAX_CONTEXT)
+                length[kept] = -common if length[i] < 0 else common
+                kept += 1
+    return kept
+
+
+@_compiled
 def _draft(
     memory: Memory,
     calibration: Calibration,
@@ -316,16 +331,7 @@ def _draft(
         bucket_d[drafted] = bucket
         context_t[end + drafted] = token
         drafted += 1
-        kept = 0
-        for i in range(count):
-            if memory.tokens_m[found[i]] == token:
-                after = _after(memory, found[i])
-                if after >= 0 and memory.tokens_m[after] != FREE:
-                    found[kept] = after
-                    common = min(abs(length[i]) + 1, MAX_CONTEXT)
-                    length[kept] = -common if length[i] < 0 else common
-                    kept += 1
-        count = kept
+        count = _follow(memory, found, length, count, token)
     return drafted
 
 

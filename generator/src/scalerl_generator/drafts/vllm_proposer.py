@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,21 @@ if TYPE_CHECKING:
 
 _PROBE_ROWS = 8
 """In a probe, one of this many rows has a draft."""
+
+
+@dataclass(slots=True)
+class _DraftedRows:
+    """Rows of a step that may have drafts."""
+
+    rows: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    """Of the drafter."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens, without those that vLLM will discard."""
+    ends: list[int] = field(default_factory=list)
+    """Maximum length; 0 of a sequence that has ended."""
+    prefilled: bool = False
+    """Whether the step also computed prompts."""
 
 
 class HistoryProposer:
@@ -98,53 +114,25 @@ class HistoryProposer:
     ) -> list[list[int]]:
         """Drafts for the rows of a step; a row's draft may be empty. vLLM calls this after each step."""
         started = time.perf_counter()
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._drafter is None:
-            return drafts
+        drafter = self._drafter
+        if drafter is None:
+            return [[] for _ in sampled_token_ids]
         batch = self._runner.input_batch
         for ended in self._slots.keys() - batch.req_id_to_index.keys():
-            self._end(self._drafter, ended)
-        rows: list[int] = []
-        slots: list[int] = []
-        lengths: list[int] = []
-        ends: list[int] = []
-        prefilled = False
-        for row, sampled in enumerate(sampled_token_ids):
-            if not sampled:  # its prompt is not prefilled completely
-                prefilled = True
-                continue
-            request = batch.req_ids[row]
-            slot = self._slots.get(request)
-            if slot is None and (key := prompt_key_of(request)) is not None:
-                prefilled = True
-                prompt = self._prompts.setdefault(key, len(self._prompts))
-                prompt_t = token_ids_cpu[row, : batch.num_prompt_tokens[row]]
-                slot = self._drafter.begin(prompt, np.ascontiguousarray(prompt_t, np.int32))
-                self._slots[request] = slot
-            if slot is not None:
-                params = self._runner.requests[request].sampling_params
-                discarded = _after_stop(sampled, params.all_stop_token_ids)
-                length = int(num_tokens_no_spec[row])
-                rows.append(row)
-                slots.append(slot)
-                lengths.append(length - (discarded or 0))
-                end = min(self._max_model_len, int(batch.num_prompt_tokens[row]) + params.max_tokens)
-                ends.append(end if discarded is None else 0)
-        row_r = np.array(rows, np.int32)
-        slot_r = np.array(slots, np.int32)
-        length_r = np.array(lengths, np.int32)
-        end_r = np.array(ends, np.int32)
-        # A sequence for which the next step has no room would leave the batch, and be added to memory again when it returns.
-        sequences = max(len(sampled_token_ids), 1)
-        room = min(max(self._step_tokens // sequences - 1, 0), self._max_drafted // sequences)
-        limit_r = np.clip(end_r - length_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
-        threshold = self._threshold.value(len(rows)) if rows else 1.0
-        if self._threshold.is_probe:
-            limit_r[np.arange(len(rows)) % _PROBE_ROWS > 0] = 0
-        draft_sd, drafted_s, accepted, verified = self._drafter.propose(
-            slot_r, row_r, token_ids_cpu, length_r, limit_r, threshold
+            self._end(drafter, ended)
+        chosen = self._drafted_rows(drafter, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        threshold = self._threshold.value(len(chosen.rows)) if chosen.rows else 1.0
+        length_r = np.array(chosen.lengths, np.int32)
+        draft_sd, drafted_s, accepted, verified = drafter.propose(
+            np.array(chosen.slots, np.int32),
+            np.array(chosen.rows, np.int32),
+            token_ids_cpu,
+            length_r,
+            self._limits(np.array(chosen.ends, np.int32) - length_r, len(sampled_token_ids)),
+            threshold,
         )
-        for row, slot in zip(rows, slots, strict=True):
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, slot in zip(chosen.rows, chosen.slots, strict=True):
             if drafted_s[slot]:
                 drafts[row] = draft_sd[slot, : drafted_s[slot]].tolist()
                 # A request ends there; a past episode goes on with text of its environment.
@@ -153,21 +141,71 @@ class HistoryProposer:
                     drafted_s[slot] -= excess
                     del drafts[row][-excess:]
 
-        if self._ended_at is not None and rows and not prefilled:
-            sampled_tokens = sum(map(len, sampled_token_ids))
+        if self._ended_at is not None and chosen.rows and not chosen.prefilled:
+            sampled = sum(map(len, sampled_token_ids))
             seconds = started - self._ended_at
-            self._threshold.observe(seconds=seconds, rows=len(rows), drafted=verified, sampled=sampled_tokens)
-        report = self.report
+            self._threshold.observe(seconds=seconds, rows=len(chosen.rows), drafted=verified, sampled=sampled)
+        self._report_step(drafter, threshold, accepted, verified)
+        self._ended_at = time.perf_counter()
+        self.report.draft_seconds += self._ended_at - started
+        return drafts
+
+    def _drafted_rows(
+        self,
+        drafter: Drafter,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+    ) -> _DraftedRows:
+        """The rows of requests that name a prompt; ``drafter`` begins the sequences of new ones."""
+        batch = self._runner.input_batch
+        chosen = _DraftedRows()
+        for row, sampled in enumerate(sampled_token_ids):
+            if not sampled:  # its prompt is not prefilled completely
+                chosen.prefilled = True
+                continue
+            request = batch.req_ids[row]
+            slot = self._slots.get(request)
+            if slot is None and (key := prompt_key_of(request)) is not None:
+                chosen.prefilled = True
+                prompt = self._prompts.setdefault(key, len(self._prompts))
+                prompt_t = token_ids_cpu[row, : batch.num_prompt_tokens[row]]
+                slot = drafter.begin(prompt, np.ascontiguousarray(prompt_t, np.int32))
+                self._slots[request] = slot
+            if slot is not None:
+                params = self._runner.requests[request].sampling_params
+                discarded = _after_stop(sampled, params.all_stop_token_ids)
+                end = min(self._max_model_len, int(batch.num_prompt_tokens[row]) + params.max_tokens)
+                chosen.rows.append(row)
+                chosen.slots.append(slot)
+                chosen.lengths.append(int(num_tokens_no_spec[row]) - (discarded or 0))
+                chosen.ends.append(end if discarded is None else 0)
+        return chosen
+
+    def _limits(self, left_r: NDArray[np.int32], sequences: int) -> NDArray[np.int32]:
+        """Maximum length of each draft.
+
+        Args:
+            left_r: tokens until each sequence's end.
+            sequences: rows of the step, others too.
+        """
+        # A sequence for which the next step has no room would leave the batch, and be added to memory again when it returns.
+        sequences = max(sequences, 1)
+        room = min(max(self._step_tokens // sequences - 1, 0), self._max_drafted // sequences)
+        limit_r = np.clip(left_r - 1, 0, min(room, self._max_draft)).astype(np.int32)
+        if self._threshold.is_probe:
+            limit_r[np.arange(len(limit_r)) % _PROBE_ROWS > 0] = 0
+        return limit_r
+
+    def _report_step(self, drafter: Drafter, threshold: float, accepted: int, verified: int) -> None:
+        report, control = self.report, self._threshold.control
         report.steps += 1
         report.drafted_tokens += verified
         report.accepted_tokens += accepted
         report.threshold = threshold
-        report.gain = self._threshold.control.gain
-        report.paused_steps = self._threshold.control.paused_steps
-        report.evicted_tokens, report.evicted_running_tokens = self._drafter.evicted_tokens
-        self._ended_at = time.perf_counter()
-        report.draft_seconds += self._ended_at - started
-        return drafts
+        report.gain = control.gain
+        report.paused_steps = control.paused_steps
+        report.evicted_tokens, report.evicted_running_tokens = drafter.evicted_tokens
 
     def take_tally(self, prompt_key: str) -> DraftTally:
         """Drafted and accepted tokens of a prompt's requests since the last call, including requests that were aborted."""

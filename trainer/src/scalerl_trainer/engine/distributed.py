@@ -118,6 +118,40 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool],
     """Connect to a store, and return it once all ranks with the ``token`` have joined.
 
     Rank 0 writes a random nonce; the other values are proofs of the token and of that nonce.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    connection = _connect(rank, timeout_seconds, stopped)
+    store = dist.PrefixStore(_proof(token, "store"), connection)  # type: ignore[attr-defined]
+    own_nonce, connected = secrets.token_hex(16), time.monotonic()
+    if rank.rank == 0:
+        store.set(_NONCE, own_nonce)
+    nonce, joined = "", 0
+    while True:
+        if not nonce and store.check([_NONCE]):
+            nonce = own_nonce if rank.rank == 0 else store.get(_NONCE).decode(errors="replace")
+            store.set(f"here/{rank.rank}", _proof(token, nonce, rank.rank))
+        # The first decision is valid for all ranks: either all proceed or all stop.
+        if stopped() and nonce:
+            store.compare_set(_DECISION, "", f"{_STOPPED} {_proof(token, nonce, _STOPPED)}")
+        elif nonce:
+            joined = _joined(store, rank.world, joined, token, nonce)
+            if joined == rank.world:
+                store.compare_set(_DECISION, "", f"{_PROCEED} {_proof(token, nonce, _PROCEED)}")
+        if nonce and store.check([_DECISION]):
+            if _decision(store, token, nonce) == _PROCEED:
+                return store
+            if rank.rank == 0:
+                time.sleep(STORE_GRACE_SECONDS)
+            raise Stopped("this rank or another was stopped during the rendezvous")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{_absent(store, rank.world, nonce)} within {timeout_seconds:g} s")
+        if stopped() and not nonce and time.monotonic() > connected + NONCE_SECONDS:
+            raise Stopped("stopped while waiting for rank 0")
+        time.sleep(POLL_SECONDS)
+
+
+def _connect(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool]) -> Any:
+    """Open the store on rank 0, or connect to it.
 
     Signal handlers do not run during torch's blocking call, so another thread makes it.
     """
@@ -139,7 +173,6 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool],
         except Exception as error:
             failed.append(error)
 
-    deadline = time.monotonic() + timeout_seconds
     connecting = threading.Thread(target=connect, name="rendezvous", daemon=True)
     connecting.start()
     while connecting.is_alive():
@@ -148,43 +181,26 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool],
             raise Stopped("stopped while connecting to rank 0")
     if failed:
         raise ConnectionError(f"no rendezvous at {rank.address}:{rank.port}: {failed[0]}") from failed[0]
-    store = dist.PrefixStore(_proof(token, "store"), stores[0])  # type: ignore[attr-defined]
-    own_nonce, connected = secrets.token_hex(16), time.monotonic()
-    if rank.rank == 0:
-        store.set(_NONCE, own_nonce)
-    nonce, joined = "", 0
-    while True:
-        # The first decision is valid for all ranks: either all proceed or all stop.
-        if not nonce and store.check([_NONCE]):
-            nonce = own_nonce if rank.rank == 0 else store.get(_NONCE).decode(errors="replace")
-            store.set(f"here/{rank.rank}", _proof(token, nonce, rank.rank))
-        if stopped() and nonce:
-            store.compare_set(_DECISION, "", f"{_STOPPED} {_proof(token, nonce, _STOPPED)}")
-        elif nonce:
-            joined = _joined(store, rank.world, joined, token, nonce)
-            if joined == rank.world:
-                store.compare_set(_DECISION, "", f"{_PROCEED} {_proof(token, nonce, _PROCEED)}")
-        if nonce and store.check([_DECISION]):
-            decision, _, proof = store.get(_DECISION).decode(errors="replace").partition(" ")
-            if not hmac.compare_digest(proof.encode(), _proof(token, nonce, decision).encode()):
-                raise ConnectionError(
-                    "the rendezvous of the ranks has a decision without the run's token: who reaches this port?"
-                )
-            if decision == _PROCEED:
-                return store
-            if rank.rank == 0:
-                time.sleep(STORE_GRACE_SECONDS)
-            raise Stopped("this rank or another was stopped during the rendezvous")
-        if time.monotonic() > deadline:
-            if not nonce:
-                raise TimeoutError(
-                    f"rank 0 did not begin the rendezvous with this run's token within {timeout_seconds:g} s"
-                )
-            missing = [other for other in range(rank.world) if not store.check([f"here/{other}"])]
-            raise TimeoutError(f"ranks {missing} of {rank.world} did not join within {timeout_seconds:g} s")
-        if stopped() and not nonce and time.monotonic() > connected + NONCE_SECONDS:
-            raise Stopped("stopped while waiting for rank 0")
-        time.sleep(POLL_SECONDS)
+    return stores[0]
+
+
+def _decision(store: Any, token: str, nonce: str) -> str:
+    """The ranks' decision, which is in the store. Raises ``ConnectionError`` if it has no proof of the token."""
+    decision: str
+    decision, _, proof = store.get(_DECISION).decode(errors="replace").partition(" ")
+    if not hmac.compare_digest(proof.encode(), _proof(token, nonce, decision).encode()):
+        raise ConnectionError(
+            "the rendezvous of the ranks has a decision without the run's token: who reaches this port?"
+        )
+    return decision
+
+
+def _absent(store: Any, world: int, nonce: str) -> str:
+    """What a rendezvous lacks that did not end in time."""
+    if not nonce:
+        return "rank 0 did not begin the rendezvous with this run's token"
+    missing = [other for other in range(world) if not store.check([f"here/{other}"])]
+    return f"ranks {missing} of {world} did not join"
 
 
 def _joined(store: Any, world: int, joined: int, token: str, nonce: str) -> int:

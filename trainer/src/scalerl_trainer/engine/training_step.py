@@ -14,6 +14,8 @@ import math
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from scalerl_trainer.algo.losses import Loss
 from scalerl_trainer.algo.mismatch import RatioStatistics
 from scalerl_trainer.engine.attention import choose_attention
 from scalerl_trainer.engine.backend import Frozen, open_backend, open_frozen
+from scalerl_trainer.engine.computed_step import Computed, Update, step_stats
 from scalerl_trainer.engine.distributed import exchange_sizes, gather_vectors
-from scalerl_trainer.engine.passes import TABLES, Passes, outlier_counts, ratios_of
+from scalerl_trainer.engine.passes import Passes, ratios_of
 from scalerl_trainer.engine.proximal import Proximal
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.start_checks import StartChecks
@@ -220,86 +223,84 @@ class Engine:
         """
         begin = time.perf_counter()
         shard = shard or self.pack(batch)
-        packed, counts = shard.packed, exchange_sizes(shard, self.device)
-        micro_batches, trainable, tokens, padding, sequences = (int(c) for c in counts.sum(0)[:5])
+        counts = exchange_sizes(shard, self.device)
         rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
-        if trainable == 0:
+        if not counts[:, 1].any():
+            sequences = int(counts[:, 4].sum())
             seconds = {"total": time.perf_counter() - begin}
             return StepStats(
                 self.steps_done, False, 0.0, 0.0, rate, 0.0, 0, 0, 0, sequences, 0, None, seconds=seconds
             )
         packed_at = time.perf_counter()
-        rounds = int(counts[:, 0].max())
-        proximal = None if self._proximal is None else self._proximal.differing
-        done = self._passes.accumulate(packed, batch, loss, rounds, proximal=proximal)
-        rows = gather_vectors(done.sums)
-        every, fresh = ratios_of(rows)
-        ratios = sum(every, RatioStatistics())
-        skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
-        masked = 0
-        if skipped is None:
-            masked_n, masked = self._passes.masked(done, trainable)
-        waited = 0.0
-        if masked:
-            waited = self._wait_to_update()
-            # Gradients cannot be subtracted: the masked tokens' are so much larger that the others' are rounded away.
-            self._discard_gradients()
-            done = self._passes.accumulate(packed, batch, loss, rounds, proximal=proximal, masked_n=masked_n)
-            rows = gather_vectors(done.sums)
-            skipped = self._skip_reason(float(rows[:, 0].sum()), ratios)
+        computed = self._compute(batch, loss, shard, counts)
         computed_at = time.perf_counter()
         update_waited = self._wait_to_update()
-        total, routing = rows.sum(0), 2 + TABLES + len(done.names)
-        sampled = batch.generator_logprobs_n is not None
-        known = bool(counts[:, 6].any())
-        gradient_norm, gradient_norms = math.nan, dict[str, float]()
-        if skipped is None:
-            gradient_norm = self._backend.step(rate)
-            if math.isfinite(gradient_norm):
-                gradient_norms = self._backend.gradient_norms(gradient_norm)
-            else:
-                skipped = f"the gradient norm is {gradient_norm}"
-        else:
-            self._discard_gradients()
+        update = self._update(rate, computed.skipped)
         end = time.perf_counter()
-        step = self.steps_done
-        self.steps_done += skipped is None
-        if self._proximal is not None and self._proximal.updates is not None:
-            self._proximal.updates += skipped is None
-        return StepStats(
-            step=step,
-            applied=skipped is None,
-            skipped=skipped or "",
-            broken=outlier_counts(done.beyond) if skipped else {},
-            guard_masked_tokens=masked,
-            loss=float(total[0]),
-            gradient_norm=gradient_norm,
-            gradient_norms=gradient_norms,
+        return step_stats(
+            computed,
+            update,
+            step=self._count_step(update),
             learning_rate=rate,
-            entropy=float(total[1]) / trainable,
-            trainable_tokens=trainable,
-            tokens=tokens,
-            padding=padding,
-            sequences=sequences,
-            micro_batches=micro_batches,
-            ratios=ratios if sampled else None,
-            differences_n=done.differences_n if sampled else None,
-            ratios_by_position=every if sampled else (),
-            fresh_ratios_by_position=fresh if known else (),
-            loss_means={
-                name: float(value) / trainable
-                for name, value in zip(done.names, total[2 + TABLES : routing], strict=True)
-            },
-            routing=self._passes.routing.figures(total[routing:], trainable),
-            unreplayed_tokens=None if self._passes.replay is None else tokens - int(counts[:, 7].sum()),
+            batch=batch,
+            counts=counts,
+            routing=self._passes.routing,
+            replays=self._passes.replay is not None,
             seconds={
                 "pack": packed_at - begin,
-                "compute": computed_at - packed_at - waited,
-                "wait": waited + update_waited,
+                "compute": computed_at - packed_at - computed.waited,
+                "wait": computed.waited + update_waited,
                 "update": end - computed_at - update_waited,
                 "total": end - begin,
             },
         )
+
+    def _compute(self, batch: TrainBatch, loss: Loss, shard: PackedShard, counts: torch.Tensor) -> Computed:
+        """Forward and backward of the batch; again without the tokens that ``algo.gradient_guard`` masks, if there are some."""
+        accumulate = partial(
+            self._passes.accumulate,
+            shard.packed,
+            batch,
+            loss,
+            int(counts[:, 0].max()),
+            proximal=None if self._proximal is None else self._proximal.differing,
+        )
+        done = accumulate()
+        rows = gather_vectors(done.sums)
+        every, fresh = ratios_of(rows)
+        ratios = sum(every, RatioStatistics())
+        computed = Computed(done, rows, every, fresh, ratios, self._skip_reason(rows, ratios))
+        if computed.skipped is not None:
+            return computed
+        masked_n, masked = self._passes.masked(done, int(counts[:, 1].sum()))
+        if not masked:
+            return computed
+        waited = self._wait_to_update()
+        # Gradients cannot be subtracted: the masked tokens' are so much larger that the others' are rounded away.
+        self._discard_gradients()
+        done = accumulate(masked_n=masked_n)
+        rows = gather_vectors(done.sums)
+        skipped = self._skip_reason(rows, ratios)
+        return replace(computed, done=done, rows=rows, skipped=skipped, masked=masked, waited=waited)
+
+    def _update(self, rate: float, skipped: str | None) -> Update:
+        """Apply the gradients, or discard them if the step is ``skipped``."""
+        if skipped is not None:
+            self._discard_gradients()
+            return Update(skipped)
+        norm = self._backend.step(rate)
+        if not math.isfinite(norm):
+            return Update(f"the gradient norm is {norm}", norm)
+        return Update(None, norm, self._backend.gradient_norms(norm))
+
+    def _count_step(self, update: Update) -> int:
+        """Count an update that was applied. Returns the number before it."""
+        step = self.steps_done
+        if update.skipped is None:
+            self.steps_done += 1
+            if self._proximal is not None and self._proximal.updates is not None:
+                self._proximal.updates += 1
+        return step
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments and the step count, and keep the weights; for use after mid-training."""
@@ -376,8 +377,9 @@ class Engine:
             replay=self._passes.replay,
         )
 
-    def _skip_reason(self, loss: float, ratios: RatioStatistics) -> str | None:
-        """Why a step with these values, which are equal on all ranks, is skipped; None if it is applied."""
+    def _skip_reason(self, rows: torch.Tensor, ratios: RatioStatistics) -> str | None:
+        """Why a step with these sums and ratios, which are equal on all ranks, is skipped; None if it is applied."""
+        loss = float(rows[:, 0].sum())
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         return None if self.settings.ratio_guard is None else self.settings.ratio_guard.problem(ratios)
