@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -85,6 +86,24 @@ def test_control_lock_has_no_torch_and_no_matplotlib() -> None:
         (ROOT / "requirements/control.txt").read_text(),
         re.M,
     )
+
+
+def test_files_and_functions_of_members_are_short() -> None:
+    """A file has at most 400 lines, a function 60 beside its docstring: what is longer has parts with names of their own."""
+    found: list[str] = []
+    for path in tracked("*/src/*.py"):
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT)
+        if (count := len(text.splitlines())) > 400:
+            found.append(f"{name}: {count} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                described = ast.get_docstring(node) is not None
+                first = node.body[min(described, len(node.body) - 1)].lineno if described else node.lineno
+                if (count := node.end_lineno - first + 1) > 60:
+                    found.append(f"{name}: {node.name} has {count} lines")
+    assert not found, "\n".join(found)
 
 
 def test_tests_of_members_have_unique_names() -> None:
