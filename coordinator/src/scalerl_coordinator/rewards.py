@@ -39,7 +39,7 @@ def rewards(
 ) -> list[float]:
     """Reward of each completion of a group; ``lengths`` are in tokens.
 
-    >>> from scalerl_api.recipe import LengthPenaltySpec
+    >>> from scalerl_api.recipe.spec import LengthPenaltySpec
     >>> penalty = LengthSpec(penalty=LengthPenaltySpec())
     >>> rewards(Verdicts(scores=[1, 1, 1, 0]), [12288, 13312, 14336, 14336], penalty, 14336)
     [1.0, 0.5, 0.0, -1.0]
