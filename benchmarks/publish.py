@@ -238,7 +238,8 @@ def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) ->
         generator.wait()
         bare = bare_gloo(sizes, repeats)
         settings = PublishSettings("127.0.0.1", "gloo", bucket_bytes, TIMEOUT_SECONDS)
-        publisher = GroupPublisher(settings, ActorControl(generator.server.token))
+        control = ActorControl(generator.server.token)
+        publisher = GroupPublisher(settings, control)
         outcomes = []
         for version in range(repeats + 1):
             outcome = publisher.publish(version, weights, [generator.member])
@@ -246,6 +247,7 @@ def measure(model: ScratchModel, work: Path, repeats: int, bucket_bytes: int) ->
                 raise RuntimeError(f"version {version} was not taken")
             outcomes.append(outcome.stats)
         publisher.close()
+        control.close()
         bare += bare_gloo(sizes, repeats)
     finally:
         generator.server.stop()

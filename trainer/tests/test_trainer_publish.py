@@ -211,6 +211,7 @@ def actors(processes: Any, tmp_path: Path) -> FakeActors:
 @pytest.fixture
 def make_publisher() -> Iterator[Callable[..., GroupPublisher]]:
     made: list[GroupPublisher] = []
+    control = ActorControl(TOKEN)
 
     def make(timeout_seconds: float = 10.0, bucket_bytes: int = 512) -> GroupPublisher:
         settings = PublishSettings(
@@ -220,12 +221,13 @@ def make_publisher() -> Iterator[Callable[..., GroupPublisher]]:
             timeout_seconds=timeout_seconds,
             answer_grace_seconds=1.0,
         )
-        made.append(GroupPublisher(settings, ActorControl(TOKEN)))
+        made.append(GroupPublisher(settings, control))
         return made[-1]
 
     yield make
     for publisher in made:
         publisher.close()
+    control.close()
 
 
 def test_publish_updates_all_members(actors: FakeActors, make_publisher: Any) -> None:

@@ -57,6 +57,7 @@ from scalerl_api.process import (
     EnvironmentProblem,
     ProcessEnvironment,
 )
+from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checkpoints.disk import Disk
 from scalerl_trainer.checkpoints.load import CheckpointLoader, NoUsableCheckpoint
@@ -153,62 +154,18 @@ def run(
     incarnation = ranks.broadcast(prefix + uuid.uuid4().hex if ranks.is_leader else None, str)
 
     check_device_memory(ranks, device, paths.base_model, spec)
-    opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
-    model, weights = opened()
-    engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
-    if spec.trainer.publishes_adapters:
-        engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
-    if spec.recipe.proximal_updates:
-        proximal, base = opened()
-        engine.keep_proximal(proximal, None if spec.trainer.lora is None else base)
-    uploader = None
-    if spec.checkpoint.to is not None:
-        copies = CheckpointCopies(ObjectStore(spec.checkpoint.to), identity(given), incarnation)
-        uploader = Uploader(
-            copies, volume, rank=rank.rank, world=rank.world, keep=spec.checkpoint.keep, metrics=metrics
-        )
-    version = CheckpointLoader(
-        volume,
-        ranks,
-        engine,
-        uploader=uploader,
-        stopped=stop.is_set,
-        exchange_seconds=timings.exchange,
-    ).load()
-    checkpointer = Checkpointer(volume, ranks, engine, uploader, timings)
-    checkpointer.continue_from(version)
-    if version is None and spec.fork is not None:
-        # Without this, the fork would begin again from the base model.
-        raise NoUsableCheckpoint(
-            f"from {spec.fork.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
-        )
+    engine = _open_engine(spec, paths, device)
+    uploader = _uploader(given, incarnation, volume, ranks, metrics)
+    checkpointer, version = _load_checkpoint(spec, paths, volume, ranks, engine, uploader, stop, timings)
     coordinator = Coordinator(
         environment.coordinator_url, environment.token, incarnation, COORDINATOR_TIMEOUT_SECONDS, stop.is_set
     )
     trained_supervised = version is None and spec.warm_start is not None
     if trained_supervised:
         status.ready.set()
-        training = MidTraining(
-            *(engine, spec, paths, ranks, coordinator, stop, _begin(paths.mid_training, attempt, ranks)),
-            timings=timings,
-        )
-        done = training.run()
-        write = partial(write_weights, engine, environment.paths.warm_started_weights, ranks)
-        if spec.recipe.kl.penalty is not None:
-            training.keep_weights(done, write)
-        else:
-            try:
-                write()
-            except OSError as error:
-                log.warning(
-                    "recipe.kl cannot be added to this run later, because its warm-started weights could not be written: %s",
-                    error,
-                )
+        _train_supervised(engine, spec, environment, ranks, coordinator, stop, timings)
     if spec.recipe.kl.penalty is not None:
-        if spec.trainer.lora is not None and spec.warm_start is None:
-            engine.set_base_as_reference()
-        else:
-            engine.set_reference(*load_reference(environment.paths, spec))
+        _set_reference(engine, spec, paths)
 
     worker = Worker(
         spec=spec,
@@ -225,29 +182,143 @@ def run(
     if not ranks.is_leader:
         worker.follow()
         return
-    worker.probes = first_probes(environment.paths.base_model, spec)
-    control = ActorControl(environment.token)
-    snapshot = volume.snapshot(version) if version is not None else None
-    copy_run_file(environment.paths)
-    own_directory, to = environment.own_directory, spec.checkpoint.to
-    exporter = Exporter(paths, spec, metrics, fence=fence, to=f"{to}/{EXPORTS}" if own_directory else None)
-    publisher = make_publisher(given, environment, fence, device, control)
-    leader = Leader(
-        worker,
-        publisher,
-        control,
-        exporter,
-        environment.load_run,
-        own_directory=own_directory,
-    )
-    remove_mid_training = partial(remove_checkpoints, environment.paths)
-    if version is not None:
-        remove_mid_training()
-    try:
-        leader.lead(snapshot, remove_mid_training if trained_supervised else None)
-    finally:
-        publisher.close()
+    _lead(worker, given, environment, fence, volume, version, save_first=trained_supervised)
     volume.close()
+
+
+def _open_engine(spec: RunSpec, paths: RunPaths, device: torch.device) -> Engine:
+    """The engine of the run's model, with what its updates need.
+
+    Raises:
+        ModelError: the model cannot be loaded, trained or published.
+    """
+    opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
+    model, weights = opened()
+    engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
+    if spec.trainer.publishes_adapters:
+        engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
+    if spec.recipe.proximal_updates:
+        proximal, base = opened()
+        engine.keep_proximal(proximal, None if spec.trainer.lora is None else base)
+    return engine
+
+
+def _uploader(
+    given: ScaleRLRun, incarnation: str, volume: CheckpointStore, ranks: Ranks, metrics: Metrics
+) -> Uploader | None:
+    """Copies checkpoints to ``checkpoint.to``; None without it."""
+    to, keep = given.spec.checkpoint.to, given.spec.checkpoint.keep
+    if to is None:
+        return None
+    copies = CheckpointCopies(ObjectStore(to), identity(given), incarnation)
+    return Uploader(copies, volume, rank=ranks.rank, world=ranks.world, keep=keep, metrics=metrics)
+
+
+def _load_checkpoint(
+    spec: RunSpec,
+    paths: RunPaths,
+    volume: CheckpointStore,
+    ranks: Ranks,
+    engine: Engine,
+    uploader: Uploader | None,
+    stop: threading.Event,
+    timings: Timings,
+) -> tuple[Checkpointer, int | None]:
+    """Load the newest checkpoint.
+
+    Returns:
+        What writes the next ones, and the version of the loaded one; None without one.
+
+    Raises:
+        NoUsableCheckpoint: all are damaged, or the run is a fork and has none.
+    """
+    version = CheckpointLoader(
+        volume,
+        ranks,
+        engine,
+        uploader=uploader,
+        stopped=stop.is_set,
+        exchange_seconds=timings.exchange,
+    ).load()
+    checkpointer = Checkpointer(volume, ranks, engine, uploader, timings)
+    checkpointer.continue_from(version)
+    if version is None and spec.fork is not None:
+        # Without this, the fork would begin again from the base model.
+        raise NoUsableCheckpoint(
+            f"from {spec.fork.run}: neither {paths.checkpoints} nor checkpoint.to has a checkpoint; fork the run again"
+        )
+    return checkpointer, version
+
+
+def _train_supervised(
+    engine: Engine,
+    spec: RunSpec,
+    environment: ProcessEnvironment,
+    ranks: Ranks,
+    coordinator: Coordinator,
+    stop: threading.Event,
+    timings: Timings,
+) -> None:
+    """Train on solutions, and write the weights after that: a penalty of ``recipe.kl`` needs them, also one that is added later."""
+    paths = environment.paths
+    fence = _begin(paths.mid_training, environment.attempt, ranks)
+    training = MidTraining(engine, spec, paths, ranks, coordinator, stop, fence, timings=timings)
+    done = training.run()
+    write = partial(write_weights, engine, paths.warm_started_weights, ranks)
+    if spec.recipe.kl.penalty is not None:
+        training.keep_weights(done, write)
+        return
+    try:
+        write()
+    except OSError as error:
+        log.warning(
+            "recipe.kl cannot be added to this run later, because its warm-started weights could not be written: %s",
+            error,
+        )
+
+
+def _set_reference(engine: Engine, spec: RunSpec, paths: RunPaths) -> None:
+    if spec.trainer.lora is not None and spec.warm_start is None:
+        engine.set_base_as_reference()
+    else:
+        engine.set_reference(*load_reference(paths, spec))
+
+
+def _lead(
+    worker: Worker,
+    given: ScaleRLRun,
+    environment: ProcessEnvironment,
+    fence: Fence | None,
+    volume: CheckpointStore,
+    version: int | None,
+    *,
+    save_first: bool,
+) -> None:
+    """Lead the ranks to the end of the run or a stop.
+
+    Args:
+        version: of the loaded checkpoint; None without one.
+        save_first: whether a checkpoint is written before the first step, for the weights after mid-training.
+    """
+    spec, paths = given.spec, environment.paths
+    worker.probes = first_probes(paths.base_model, spec)
+    with contextlib.closing(ActorControl(environment.token)) as control:
+        snapshot = volume.snapshot(version) if version is not None else None
+        copy_run_file(paths)
+        own_directory, to = environment.own_directory, spec.checkpoint.to
+        exports_to = f"{to}/{EXPORTS}" if own_directory else None
+        exporter = Exporter(paths, spec, worker.metrics, fence=fence, to=exports_to)
+        publisher = make_publisher(given, environment, fence, worker.engine.device, control)
+        leader = Leader(
+            *(worker, publisher, control, exporter, environment.load_run), own_directory=own_directory
+        )
+        remove_mid_training = partial(remove_checkpoints, paths)
+        if version is not None:
+            remove_mid_training()
+        try:
+            leader.lead(snapshot, remove_mid_training if save_first else None)
+        finally:
+            publisher.close()
 
 
 def _begin(paths: RunPaths, attempt: Attempt | None, ranks: Ranks) -> Fence | None:

@@ -72,8 +72,10 @@ class GroupPublisher:
         return MAX_TIMEOUTS * self._settings.timeout_seconds
 
     def close(self) -> None:
-        self._close_group()
-        self._control.close()
+        """Close the group, if one is open."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._member_ids = None, []
 
     def publish(
         self,
@@ -145,7 +147,7 @@ class GroupPublisher:
         member_ids = [m.member_id for m in members]
         if self._group is not None and member_ids == self._member_ids:
             return None
-        self._close_group()
+        self.close()
         started = time.perf_counter()
         s = self._settings
         timeout_seconds = max(0.1, min(s.timeout_seconds, deadline - time.monotonic()))
@@ -231,12 +233,12 @@ class GroupPublisher:
             log.warning("%s", problem)
             # Closing the group ends the broadcast at the peers, over gloo only at its timeout. The buffers may still be sent
             # until then, so they must not be reused.
-            self._close_group()
+            self.close()
             self._buffers = []
             return _after_failure(calls, s.answer_grace_seconds, group.busy_until)
         answers = calls.wait()
         if not all(answer.ok for answer in answers.values()):
-            self._close_group()
+            self.close()
         return answers
 
     def _broadcast_all(
@@ -279,11 +281,6 @@ class GroupPublisher:
             self._buffers = [
                 torch.empty(largest, dtype=torch.uint8, device=self._settings.device) for _ in range(count)
             ]
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group, self._member_ids = None, []
 
 
 def _raise_first_failure(calls: Calls) -> None:
