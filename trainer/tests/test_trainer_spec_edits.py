@@ -111,6 +111,7 @@ ANNOTATED = {
         "open_warm_start",
         "of_run",
     ),
+    *("_open_engine", "_load_checkpoint", "_train_supervised", "_set_reference"),
 }
 """Functions whose annotations name the part of the spec that they read, or that this test sees in their own file; of the last three the
 trainer uses the data, which cannot change, and an estimate of memory is of the spec with which the trainer started."""
