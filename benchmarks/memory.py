@@ -35,6 +35,12 @@ MODEL = {
 WIDE = MODEL | {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 768, "vocab_size": 150_000}
 """Most of its parameters are in the embedding."""
 
+LARGE = MODEL | {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+}
 EXPERTS = MODEL | {"intermediate_size": 512, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -68,7 +74,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, 2 ranks": case(3, 2),
     "FSDP2, 1 rank": case(3, 1, engine="FSDP2"),
     "FSDP2, 2 ranks": case(3, 2, engine="FSDP2"),
+    "stage 1, float32, 1 rank": case(1, 1, dtype="float32"),
     "stage 1, float32, 2 ranks": case(1, 2, dtype="float32"),
+    "stage 1, float32, 4 ranks": case(1, 4, dtype="float32"),
     "vocabulary of 150,000": case(1, 1, model=WIDE),
     "2,048 tokens": case(1, 1, tokens=2048, sequences=8),
     "2,048 tokens, checkpointing": case(1, 1, tokens=2048, sequences=8, checkpointing=True),
@@ -76,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, stage 3, 2 ranks": case(3, 2, model=EXPERTS),
     "KL reference, stage 3": case(3, 1, reference=True),
     "adapters, stage 1": case(1, 1, lora=32),
+    "adapters, stage 1, 218 M": case(1, 1, lora=32, model=LARGE),
     "adapters, stage 2, 2 ranks": case(2, 2, lora=32),
     "adapters, stage 3, 2 ranks": case(3, 2, lora=32),
 }

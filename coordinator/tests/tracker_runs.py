@@ -112,10 +112,10 @@ def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 def in_process(paths: RunPaths, name: str, wait: Callable[[float], bool]) -> list[int]:
     """Follow the file in this process; the steps that were reported."""
-    told: list[int] = []
+    reports: list[int] = []
     sink = open_sink(name, parse_run(paths.run_file.read_text(), "test"), paths)
-    follow(paths, sink, told.append, wait)
-    return told
+    follow(paths, sink, reports.append, wait)
+    return reports
 
 
 def record_evaluation(paths: RunPaths, version: int, prompts: int = 40) -> None:

@@ -109,10 +109,10 @@ async def test_grading_errors_are_logged_once_per_kind(
     await scene.trainer.publish(0)
     scene.coordinator.offer(3, scene.train)
     await until(lambda: len(scene.coordinator.groups) == 3)
-    told = [r.getMessage() for r in caplog.records if "could not grade" in r.getMessage()]
-    assert len(told) == 2
-    assert "prompt " + scene.train[0] in told[0]
-    assert "longer than 1 s" in told[0]
+    logged = [r.getMessage() for r in caplog.records if "could not grade" in r.getMessage()]
+    assert len(logged) == 2
+    assert "prompt " + scene.train[0] in logged[0]
+    assert "longer than 1 s" in logged[0]
     assert "scalerl_actor_grading_errors_total 9.0" in (await scene.get(endpoints.METRICS))[1]
 
 

@@ -119,9 +119,9 @@ def test_group_verdicts_are_columns() -> None:
     )
     assert verdicts.ungraded == [1]
     assert group_verdicts([Graded(Verdict(1.0))], ()) == Verdicts(scores=[1.0])
-    told = [Graded(Verdict(0.0, answered=answered)) for answered in (True, False, None)]
-    assert group_verdicts([*told, graded[1]], ()).unanswered == [1]
-    assert group_verdicts(told[:1], ()).unanswered == []
+    verdicts = [Graded(Verdict(0.0, answered=answered)) for answered in (True, False, None)]
+    assert group_verdicts([*verdicts, graded[1]], ()).unanswered == [1]
+    assert group_verdicts(verdicts[:1], ()).unanswered == []
 
 
 def test_sample_explains_a_group_of_equal_scores() -> None:

@@ -35,7 +35,7 @@ async def test_server_killed_in_mid_generation(scene: Scene) -> None:
     await scene.generator.start_server()
     await scene.member(known=1)
     await asyncio.sleep(0.3)
-    assert not scene.coordinator.groups, "generated with weights nobody published"
+    assert not scene.coordinator.groups, "generated with weights that were not published"
     await scene.trainer.publish(0)
     await until(lambda: len(scene.coordinator.groups) == 4)
 
@@ -82,7 +82,7 @@ async def test_completions_continue_on_restarted_server(scene: Scene, max_tokens
     indirect=True,
 )
 async def test_tokens_at_undetected_server_restart_are_dropped(scene: Scene) -> None:
-    """Some in flight may be of the restarted server, whose weights nobody published."""
+    """Some in flight may be of the restarted server, whose weights were not published."""
     await scene.member()
     await scene.trainer.publish(0)
     for ids, split in ((scene.train, Split.TRAIN), (scene.held_out, Split.HELD_OUT)):
@@ -138,13 +138,13 @@ async def test_lease_continues_while_tokens_grow(scene: Scene) -> None:
     assert longest.generation_seconds > 4.5
     assert [c.tokens for c in longest.completions] == [200] * 4
     assert {c.finish_reason for c in longest.completions} == {"length"}
-    told = [
+    versions = [
         beat.progress[longest.lease_id]
         for beat in scene.coordinator.beats
         if longest.lease_id in beat.progress
     ]
-    assert told == sorted(told)
-    assert len(set(told)) > 2
+    assert versions == sorted(versions)
+    assert len(set(versions)) > 2
     await until(lambda: not scene.coordinator.beats[-1].progress)
 
 
@@ -178,6 +178,6 @@ async def test_finished_groups_survive_coordinator_restart(scene: Scene) -> None
     scene.coordinator.offer(4, scene.train)
     await until(lambda: len(scene.coordinator.leased) == 4)
     await scene.coordinator.kill()
-    await asyncio.sleep(1.0)  # generated, graded, and nobody to give it to
+    await asyncio.sleep(1.0)  # generated and graded while no coordinator takes it
     await scene.coordinator.start()
     await until(lambda: len(scene.coordinator.groups) == 4)

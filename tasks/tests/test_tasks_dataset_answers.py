@@ -81,21 +81,21 @@ def with_bad_answers(tmp_path, bad, total=200, **given):
 
 
 def test_dataset_rows_with_rejected_answers_are_left_out_of_a_run(tmp_path):
-    bad, told = {0, 7, 8, 9, 50, 199}, []
+    bad, reports = {0, 7, 8, 9, 50, 199}, []
     run = with_bad_answers(tmp_path, bad)
-    assert task_problems(run, tmp_path, progress=told.append) == []
+    assert task_problems(run, tmp_path, progress=reports.append) == []
     (task,) = open_tasks(run, tmp_path).tasks
     sources = [task.train[i] for i in range(len(task.train))] + [task.held_out[i] for i in range(8)]
     assert sorted(int(prompt.answer) for prompt in sources) == [i for i in range(200) if i not in bad]
     assert all(prompt.text == f"{prompt.answer} + 1 = ?" for prompt in sources)
-    summary = next(text for text in told if "do not score 1" in text)
+    summary = next(text for text in reports if "do not score 1" in text)
     assert summary.startswith(
         "task.dataset: 6 of 200 rows (3.00%) have answers that do not score 1 by number:"
     )
     assert "3 its answer … has no number" in summary
     assert "3 its answer … is not one number" in summary
-    assert any("d.jsonl, line 8, answer: its answer 'ten' has no number" in text for text in told)
-    assert any("d.jsonl, line 1, answer: its answer '10:30' is not one number" in text for text in told)
+    assert any("d.jsonl, line 8, answer: its answer 'ten' has no number" in text for text in reports)
+    assert any("d.jsonl, line 1, answer: its answer '10:30' is not one number" in text for text in reports)
     # The record beside the table counts for all later processes, also after an edit of the verifier's limits.
     (record,) = tmp_path.glob("data/*.left-out.json")
     assert json.loads(record.read_text())["rejected"] == {
@@ -156,9 +156,9 @@ def test_dataset_of_own_code_beside_a_verifier_with_a_name(tmp_path):
     named = given["task"].pop("verifier")
     own = {"python": {"path": "reward.py", "function": "short"}}
     given["task"]["verifiers"] = [named | {"weight": "4"}, own]
-    run, told = RunSpec.model_validate(given), []
-    assert task_problems(run, tmp_path, progress=told.append) == []
-    assert any("3 of 200 rows (1.50%) have answers that do not score 1 by number" in text for text in told)
+    run, reports = RunSpec.model_validate(given), []
+    assert task_problems(run, tmp_path, progress=reports.append) == []
+    assert any("3 of 200 rows (1.50%) have answers that do not score 1 by number" in text for text in reports)
     train = open_tasks(run, tmp_path).tasks[0].train
     assert len(train) == 200 - 8 - len(bad)
     calls = (tmp_path / "calls").stat().st_size
@@ -201,9 +201,9 @@ def test_dataset_overlap_with_held_out_prompts_is_not_trained_on(tmp_path):
     } | verifier
     sets = [{"name": "s", "task": {"dataset": {"files": ["held.jsonl"]}} | verifier}]
     spec = {"model": {"path": "/m"}, "task": task, "evaluation": {"sets": sets}, "budget": {"maxSteps": 1}}
-    run, told = RunSpec.model_validate(spec), []
+    run, reports = RunSpec.model_validate(spec), []
     without = open_tasks(run, tmp_path).tasks[0]
-    assert task_problems(run, tmp_path, progress=told.append) == []
+    assert task_problems(run, tmp_path, progress=reports.append) == []
     opened = open_tasks(run, tmp_path).tasks[0]
     assert opened.held_out.digest == without.held_out.digest
     assert opened.train.digest != without.train.digest
@@ -213,6 +213,6 @@ def test_dataset_overlap_with_held_out_prompts_is_not_trained_on(tmp_path):
         str(i) for i in range(200) if i not in (0, 7, 149)
     }
     assert len(opened.train) == 192
-    said = next(text for text in told if "consecutive" in text)
+    said = next(text for text in reports if "consecutive" in text)
     assert said.startswith("task.dataset: 3 of 200 rows share 8 consecutive words with a held-out prompt")
     assert said.endswith(f"the first: {tmp_path}/train.jsonl, line 1")

@@ -189,10 +189,10 @@ async def test_no_step_counts_twice_when_connections_are_cut():
     class Counting(Echo):
         def step(self, action):
             self.steps += 1
-            self.heard = (
-                [*getattr(self, "heard", []), action["message"]] if self.steps > 1 else [action["message"]]
+            self.messages = (
+                [*getattr(self, "messages", []), action["message"]] if self.steps > 1 else [action["message"]]
             )
-            return observed({"echoed_message": "|".join(self.heard)}, self.steps / 8, self.steps == 8)
+            return observed({"echoed_message": "|".join(self.messages)}, self.steps / 8, self.steps == 8)
 
     draw = random.Random(3)
     async with (

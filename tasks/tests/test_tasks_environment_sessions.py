@@ -220,7 +220,7 @@ async def test_episode_without_a_reward_has_the_lowest():
 
 
 async def test_tasks_with_equal_ids_have_their_own_episodes():
-    class Told(Echo):
+    class Repeating(Echo):
         def step(self, action):
             text = "|".join(str(self.arguments[name]) for name in ("prompt", "answer", "level"))
             return observed({"echoed_message": text}, 0.5)
@@ -230,7 +230,7 @@ async def test_tasks_with_equal_ids_have_their_own_episodes():
         for text, answer, level in (("p", "a", 1), ("q", "a", 1), ("p", "b", 1), ("p", "a", 2))
     ]
     async with serving() as (server, url), grading(options(url)) as grader:
-        server.environment = Told
+        server.environment = Repeating
         for replies in (["x"], ["x", "y"]):
             for prompt in prompts:
                 text = f"{prompt.text}|{prompt.answer}|{prompt.metadata['level']}"

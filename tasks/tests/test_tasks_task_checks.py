@@ -240,16 +240,16 @@ def test_check_that_never_ends_is_a_bad_row(tmp_path, slow):
 
 def test_checks_stop_after_many_that_never_end(tmp_path, slow):
     path = write(tmp_path / "d.jsonl", rows(400, {i: f"slow {i}" for i in range(1, 400)}))
-    told: list[str] = []
+    reports: list[str] = []
     with pytest.raises(AnswersError, match=r"stopped after \d+ of 400 answers: the checks of 4 took longer"):
         check_answers(
             JsonlSource(path),
             section(path, "exact", timeoutSeconds=1),
-            progress=told.append,
+            progress=reports.append,
             timings=Timings(max_timeouts=4, progress_seconds=0.5),
         )
-    assert told
-    assert "of 400 answers" in told[0]
+    assert reports
+    assert "of 400 answers" in reports[0]
 
 
 def test_source_that_vanishes_is_one_problem(tmp_path):

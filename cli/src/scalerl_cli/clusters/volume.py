@@ -297,12 +297,14 @@ def _wait(session: Session, run: Run, name: str) -> None:
         status = found.get("status") or {}
         if status.get("phase") == "Running":
             return
-        told = [str(c["message"]) for c in status.get("conditions") or () if c.get("message")]
+        reasons = [str(c["message"]) for c in status.get("conditions") or () if c.get("message")]
         for one in status.get("containerStatuses") or ():
             waiting = (one.get("state") or {}).get("waiting") or {}
-            told += [f"{waiting.get('reason', '')}: {waiting['message']}"] if waiting.get("message") else []
+            reasons += (
+                [f"{waiting.get('reason', '')}: {waiting['message']}"] if waiting.get("message") else []
+            )
         if status.get("phase") in ("Failed", "Succeeded") or time.monotonic() > deadline:
             raise ClusterProblem(
-                f"the pod {name} does not run: {plain('; '.join(told) or status.get('phase'))}"
+                f"the pod {name} does not run: {plain('; '.join(reasons) or status.get('phase'))}"
             )
         time.sleep(0.5)
