@@ -297,14 +297,12 @@ def _wait(session: Session, run: Run, name: str) -> None:
         status = found.get("status") or {}
         if status.get("phase") == "Running":
             return
-        reasons = [str(c["message"]) for c in status.get("conditions") or () if c.get("message")]
+        why = [str(c["message"]) for c in status.get("conditions") or () if c.get("message")]
         for one in status.get("containerStatuses") or ():
             waiting = (one.get("state") or {}).get("waiting") or {}
-            reasons += (
-                [f"{waiting.get('reason', '')}: {waiting['message']}"] if waiting.get("message") else []
-            )
+            if waiting.get("message"):
+                why.append(f"{waiting.get('reason', '')}: {waiting['message']}")
         if status.get("phase") in ("Failed", "Succeeded") or time.monotonic() > deadline:
-            raise ClusterProblem(
-                f"the pod {name} does not run: {plain('; '.join(reasons) or status.get('phase'))}"
-            )
+            reason = plain("; ".join(why) or status.get("phase"))
+            raise ClusterProblem(f"the pod {name} does not run: {reason}")
         time.sleep(0.5)
