@@ -452,7 +452,9 @@ async def test_pool_leaks_nothing_on_crashes():
             assert (graded[1].error is not None) == (i % 4 == 0)
         assert pool.counts.errors == 50
         assert descriptors() == held
-        assert len(graders()) == 1
+        async with asyncio.timeout(120):  # the last one that was replaced may take a moment to be reaped
+            while len(graders()) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
     assert children() == set()
     assert descriptors() == before
 
