@@ -8,7 +8,7 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_api.process import STEPS_LOST_EXIT_CODE
-from scalerl_operator.controller.follow_up import BLOCKED_SECONDS
+from scalerl_operator.controller.reconcile import BLOCKED_SECONDS
 from scalerl_operator.kube import errors
 from scalerl_operator.names import ABANDON, RUN, RUN_UID
 

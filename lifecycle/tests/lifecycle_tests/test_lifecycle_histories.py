@@ -31,8 +31,8 @@ from scalerl_lifecycle.workloads import Role
 from scalerl_local.local_runtime import LocalRuntime
 from scalerl_local.run_directory import RunDirectory
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.parts import Findings, Observed, PodView, Run
+from scalerl_operator.controller.reconcile import decide
 from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 

@@ -22,9 +22,7 @@ from scalerl_lifecycle.eta import Rates, coarse, eta_seconds, recent_rates
 from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
 from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.status_fields import waits_for_progress_only
-from scalerl_operator.controller.report import report
-from scalerl_operator.controller.run_figures import RunFigures, figures
-from scalerl_operator.controller.status_columns import shown_reason
+from scalerl_operator.controller.report import RunFigures, figures, report, shown_reason
 
 TRUE, FALSE = "True", "False"
 INVALID = Problem(Reason.SPEC_INVALID, "model: missing")

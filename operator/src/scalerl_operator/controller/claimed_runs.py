@@ -16,7 +16,7 @@ from scalerl_autoscaling.forecast_client import Sidecar
 from scalerl_lifecycle.lifecycle_types import GATED_SECONDS
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
