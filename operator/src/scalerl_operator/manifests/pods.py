@@ -27,12 +27,9 @@ from scalerl_lifecycle.workloads import Container, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import gang
-from scalerl_operator.manifests.environment_variables import environment_of
+from scalerl_operator.manifests.container_fields import environment_of, native, probes, resources
 from scalerl_operator.manifests.memory_requests import bytes_of_pod, estimate
-from scalerl_operator.manifests.pod_settings import PodSettings
-from scalerl_operator.manifests.probes import probes
-from scalerl_operator.manifests.resources import native, resources
-from scalerl_operator.manifests.scope import Scope, pod_template_of, spec_hash
+from scalerl_operator.manifests.scope import PodSettings, Scope, pod_template_of, spec_hash
 from scalerl_operator.manifests.volumes import (
     FETCH,
     FETCH_TOKENIZER,
