@@ -11,7 +11,7 @@ from stage import Stage, condition, evaluations, tiny
 from scalerl_api import wire
 from scalerl_api.reasons import Reason
 from scalerl_autoscaling.report import AutoscalerReport
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.pod_views import PLACING_SECONDS

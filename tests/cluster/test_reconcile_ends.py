@@ -17,7 +17,7 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS
 from scalerl_operator.kube.errors import Conflict, Invalid
 from scalerl_operator.manifests.scope import Images
 

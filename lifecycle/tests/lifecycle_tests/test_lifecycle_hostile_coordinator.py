@@ -19,12 +19,14 @@ from free_port import free_port
 from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW, THE_NEWEST_POINTS, Hostile
 
 from scalerl_api.http_answers import BadAnswer
-from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_lifecycle.coordinator_status import (
+from scalerl_lifecycle.coordinator_client import (
     DROPPED_TOGETHER,
     MAX_POINT_VALUES,
     MAX_POINTS,
     MAX_TEXT,
+    CoordinatorClient,
+    CoordinatorRefused,
+    CoordinatorUnreachable,
     decode_status,
 )
 

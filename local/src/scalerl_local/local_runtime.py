@@ -19,8 +19,8 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import GeneratorsStatus
 from scalerl_api.wire import INTERRUPTED, Status
 from scalerl_autoscaling.decision_log import DecisionRecord, summary_of
+from scalerl_lifecycle.budget import Rates, eta_seconds
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorUnreachable
-from scalerl_lifecycle.eta import Rates, eta_seconds
 from scalerl_lifecycle.lifecycle_types import (
     DRAIN_SECONDS,
     LifecycleDecision,

@@ -15,7 +15,7 @@ from typing import Final
 
 from scalerl_api import process as api
 from scalerl_lifecycle import restarts
-from scalerl_lifecycle.problems import last_log_line
+from scalerl_lifecycle.lifecycle_types import last_log_line
 from scalerl_lifecycle.workloads import Container, Lifetime, Role, Workload
 from scalerl_local import prober
 from scalerl_local.run_view import Event, Failure, UnitState, UnitStatus

@@ -17,10 +17,8 @@ from scalerl_api.reasons import Reason
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.status import Condition, RunStatus, UsageStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.budget import used_fractions
-from scalerl_lifecycle.eta import Rates, coarse, eta_seconds, recent_rates
-from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.budget import Rates, coarse, eta_seconds, recent_rates, used_fractions
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Problem
 from scalerl_lifecycle.status_fields import waits_for_progress_only
 from scalerl_operator.controller.report import RunFigures, figures, report, shown_reason
 

@@ -14,8 +14,7 @@ from typing import Final
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.wire import EvaluationPoint
-from scalerl_lifecycle.lifecycle_types import Suspension, Wanted
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem, Suspension, Wanted
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_poller import ensure_token

@@ -15,8 +15,7 @@ from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_lifecycle.lifecycle_types import JobState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_operator.controller.accept import plugin_problem
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run

@@ -17,9 +17,8 @@ from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_lifecycle.drain import only_saves
-from scalerl_lifecycle.lifecycle_types import JobState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.ending import only_saves
+from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.restarts import MAX_POD_RESTARTS
 from scalerl_lifecycle.status_fields import (
     DECIDED,

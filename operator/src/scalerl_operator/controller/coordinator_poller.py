@@ -23,8 +23,7 @@ from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_lifecycle.problems import Problem
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS, Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_problems import update_faults
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run

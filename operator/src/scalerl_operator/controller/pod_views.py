@@ -20,8 +20,7 @@ from scalerl_api.process import (
 )
 from scalerl_api.reasons import Reason
 from scalerl_api.status import ModelStatus
-from scalerl_lifecycle.lifecycle_types import ContainerExit, Job, JobState
-from scalerl_lifecycle.problems import Problem, last_log_line
+from scalerl_lifecycle.lifecycle_types import ContainerExit, Job, JobState, Problem, last_log_line
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import placing_problem

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import KIND
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import creation_problem
 from scalerl_operator.controller.parts import CLAIM, Run

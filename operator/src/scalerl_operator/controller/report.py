@@ -12,8 +12,7 @@ from scalerl_api.conditions import BY_IMPORTANCE, ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.recipe.resolve import resolve
 from scalerl_api.status import Condition, GeneratorsStatus, RecipeValue, RunStatus, SourceStatus
-from scalerl_lifecycle.budget import used_fractions
-from scalerl_lifecycle.eta import coarse, eta_seconds, recent_rates
+from scalerl_lifecycle.budget import coarse, eta_seconds, recent_rates, used_fractions
 from scalerl_lifecycle.status_fields import (
     decision_fields,
     progress_fields,

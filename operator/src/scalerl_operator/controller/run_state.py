@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from scalerl_autoscaling.autoscaler import Autoscaler
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_operator.kube.types import Key, Object
 
 REPAIR_SECONDS: Final = 2.0
