@@ -33,13 +33,12 @@ from scalerl_api.weight_layout import (
 )
 from scalerl_trainer.publish import sender_group
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.buckets import checksum_u8, fill, tensor_spec
-from scalerl_trainer.publish.errors import GroupError, SourceError
+from scalerl_trainer.publish.buckets import SourceError, checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
 from scalerl_trainer.publish.probe import Measured, ProbeSequence, probe
 from scalerl_trainer.publish.publisher import WeightSource
 from scalerl_trainer.publish.publisher_of_backend import publish_settings
-from scalerl_trainer.publish.sender_group import Store, open_group
+from scalerl_trainer.publish.sender_group import GroupError, Store, open_group
 from scalerl_trainer.spec_settings import collective_timeout_seconds
 
 TOKEN = "secret"

@@ -26,7 +26,7 @@ A weight update (one at a time); files without a folder are those of ``weights/`
       │               update_client      .install(): pause() ─────────────────▶ vllm_weight_engine start_weight_update()
     3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
     4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
-      │                                  of adapters, merged or beside them:    merged_lora, vllm_lora_versions
+      │                                  of adapters that are not merged:       vllm_lora_versions
     5 │◀─ received ── update_client      resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
     6 │── probe ────▶ weight_control     WeightControl.probe() ▶ VllmClient.prompt_logprobs() ────▶│
 

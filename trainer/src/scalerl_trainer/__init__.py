@@ -16,7 +16,7 @@ by all ranks (``worker``)::
              coordinator_client         Coordinator.report()
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
-             publish/whole_or_adapters  weights_to_publish(): whole weights or adapters
+             publish/publisher          weights_to_publish(): whole weights or adapters
              worker                     Worker.gather() ▶ engine/weights: whole parameters, a bucket at a time, by the backend
              publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
              publish/rounds             Rounds.after(): which members its next attempt has

@@ -39,8 +39,7 @@ from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.buckets import NamedTensors
-from scalerl_trainer.publish.probe import ProbeSequence
-from scalerl_trainer.publish.probe_sequences import probe_sequences, start_sequences
+from scalerl_trainer.publish.probe import ProbeSequence, probe_sequences, start_sequences
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.shard_conversion import (
     RankBatch,
@@ -110,7 +109,7 @@ class Worker:
     stop: threading.Event
     version: int
     probes: list[ProbeSequence] = field(default_factory=list)
-    """Sequences of the last batch for the probe after a publish; :mod:`.publish.first_probe` before the first batch."""
+    """Sequences of the last batch for the probe after a publish; :func:`.publish.probe.first_probes` before the first batch."""
 
     def __post_init__(self) -> None:
         self._steps = Prefetch(self._fetch, self.engine.device)

@@ -8,12 +8,16 @@ import torch
 
 from scalerl_api.weight_layout import Bucket, tensor_bytes, trailer
 from scalerl_api.wire import TensorSpec
-from scalerl_trainer.publish.errors import SourceError
+from scalerl_trainer.errors import TrainerError
 
 _COLUMNS = 1 << 14
 """Words per row (128 KiB) when a buffer is summed as a matrix."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class SourceError(TrainerError):
+    """The stream of weights differs from its manifest; retrying does not help."""
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -25,7 +25,6 @@ from scalerl_api.weight_layout import Bucket, lay_out
 from scalerl_api.wire.control import GroupBackend
 from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.buckets import NamedTensors, fill
-from scalerl_trainer.publish.errors import GroupError
 from scalerl_trainer.publish.publisher import (
     MAX_TIMEOUTS,
     Outcome,
@@ -35,7 +34,7 @@ from scalerl_trainer.publish.publisher import (
     stats_of,
 )
 from scalerl_trainer.publish.rounds import Rounds
-from scalerl_trainer.publish.sender_group import SenderGroup, Store, open_group
+from scalerl_trainer.publish.sender_group import GroupError, SenderGroup, Store, open_group
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ import torch.distributed
 
 from scalerl_api.wire.control import GroupBackend
 from scalerl_trainer.background import device_of_thread, new_stream
-from scalerl_trainer.errors import first_line
-from scalerl_trainer.publish.errors import GroupError
+from scalerl_trainer.errors import TrainerError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +33,10 @@ CHECK_SECONDS = 0.05
 """A wait that ends with what it waits for is interrupted so often, for its check and its deadline."""
 Check = Callable[[], None]
 """A function that is called while waiting, and raises to end the wait."""
+
+
+class GroupError(TrainerError):
+    """The process group could not be opened or an operation on it failed; its members may be healthy."""
 
 
 @dataclass(frozen=True)
