@@ -53,18 +53,18 @@ class EngineSettings:
     """Compute with the experts that the generator recorded (:mod:`.models.router_replay`)."""
 
     def __post_init__(self) -> None:
-        library = ENGINES[self.engine]
+        implied = ENGINES[self.engine]
         if self.zero_stage not in (0, 1, 2, 3):
             raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
-        if library.partitions_all and self.zero_stage != 3:
+        if implied.partitions_all and self.zero_stage != 3:
             raise EngineError(
                 f"{self.engine} partitions all state, as ZeRO stage 3: choose 3, not {self.zero_stage}"
             )
         if self.offload != "None" and self.zero_stage != 3:
             raise EngineError(f"offload needs ZeRO stage 3, not {self.zero_stage}")
-        if self.offload not in ("None", *library.offloads):
+        if self.offload not in ("None", *implied.offloads):
             raise EngineError(
-                f"{self.engine} does not offload {self.offload}: choose {' or '.join(library.offloads)}"
+                f"{self.engine} does not offload {self.offload}: choose {' or '.join(implied.offloads)}"
             )
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
