@@ -36,7 +36,7 @@ def group_of(world: int, options: Options) -> dict[str, Any]:
     store = Store("127.0.0.1", 60.0)
     receiver = None
     if world == 2:
-        arguments = ["--receive", str(store.address.port), "--device", options.device]
+        arguments = ["--receive", str(store.port), "--device", options.device]
         arguments += ["--tiny"] if options.tiny else []
         receiver = subprocess.Popen(
             [sys.executable, str(SCRIPT), *arguments],
@@ -47,7 +47,7 @@ def group_of(world: int, options: Options) -> dict[str, Any]:
     buffer = torch.randint(0, 255, (1 << (16 if options.tiny else 26),), dtype=torch.uint8, device=device)
     begin = time.monotonic()
     try:
-        group = open_group(1, backend, world, store, device, 60.0, lambda: None)
+        group = open_group(store.join(1, backend, world, 60.0), store, device, lambda: None)
         opened = time.monotonic() - begin
         begin = clock(device)
         group.wait(group.start_broadcast(buffer, 60.0), time.monotonic() + 60, lambda: None)

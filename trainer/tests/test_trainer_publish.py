@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scalerl_api import wire
 from scalerl_api.spec import RunSpec
 from scalerl_api.weight_backends import WEIGHT_BACKENDS
+from scalerl_api.weight_group import first_operations, new_process_group
 from scalerl_api.weight_layout import (
     check_trailer,
     checksum,
     lay_out,
     tensor_bytes,
 )
-from scalerl_trainer.publish import sender_group
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.buckets import SourceError, checksum_u8, fill, tensor_spec
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
@@ -419,30 +419,30 @@ def test_collective_timeout_exceeds_publish(backend: str, timeout_seconds: int, 
     assert collective_timeout_seconds(spec) == limit
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_connections_of_broadcasts_over_nccl_open_with_the_group(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def join_of(backend: Any) -> wire.GroupJoin:
+    return wire.GroupJoin(
+        epoch=1, store_host="", store_port=1, rank=1, world_size=3, backend=backend, timeout_seconds=1.0
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_connections_of_broadcasts_over_nccl_open_with_the_group(backend: str) -> None:
     """NCCL opens them in the first broadcast, and waits for all ranks on the host: it is not that of the first bucket."""
     done: list[str] = []
-    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     def operation(name: str) -> Any:
-        def start(tensors: list[torch.Tensor], *_: Any) -> Any:
-            done.append(name)
+        def start(tensors: list[torch.Tensor], *_: Any) -> str:
             tensors[0].fill_(3)
-            return work
+            return name
 
         return start
 
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda size, device: ones(size))
-    pg = SimpleNamespace(allreduce=operation("allreduce"), broadcast=operation("broadcast"))
-    sender_group._first_operations(pg, 3, torch.device(kind), 1.0)
-    assert done == (["allreduce", "broadcast"] if kind == "cuda" else ["allreduce"])
+    group = SimpleNamespace(allreduce=operation("allreduce"), broadcast=operation("broadcast"))
+    first_operations(torch.distributed, group, join_of(backend), torch.ones(1), done.append)
+    assert done == (["allreduce", "broadcast"] if backend == "nccl" else ["allreduce"])
 
 
-def test_group_over_nccl_has_no_stream_of_the_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_over_nccl_has_no_stream_of_the_buckets_or_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     class Group:
@@ -455,7 +455,7 @@ def test_group_over_nccl_has_no_stream_of_the_buckets(monkeypatch: pytest.Monkey
     monkeypatch.setattr(c10d, "TCPStore", lambda *_, **__: c10d.HashStore())
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # restored after the test
-    sender_group._new_process_group(1, "nccl", 2, sender_group.Address("", 1), 1.0)
+    new_process_group(c10d, join_of("nccl"), 1, "")
     assert [options.is_high_priority_stream for options in made] == [True]
 
 
@@ -467,15 +467,13 @@ def test_check_ends_a_wait_for_gloo_and_a_later_wait_continues() -> None:
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
 
     def join() -> None:
-        client = c10d.TCPStore(
-            store.address.host, store.address.port, is_master=False, wait_for_workers=False
-        )
+        client = c10d.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
         peers.append(c10d.ProcessGroupGloo(c10d.PrefixStore("scalerl-1", client), 1, 2, options))
         peers[0].allreduce([torch.ones(1)]).wait()
 
     joining = threading.Thread(target=join)
     joining.start()
-    group = open_group(1, "gloo", 2, store, torch.device("cpu"), 60.0, lambda: None)
+    group = open_group(store.join(1, "gloo", 2, 60.0), store, torch.device("cpu"), lambda: None)
     joining.join()
     sent = torch.full((32 << 20,), 7, dtype=torch.uint8)  # more than sockets buffer
     work, checks = group.start_broadcast(sent, 60.0), iter([None, None, GroupError("a member is lost")])
@@ -511,7 +509,7 @@ def test_nccl_group_survives_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NoGpu)
     store = Store("127.0.0.1", 5.0)
     with pytest.raises(GroupError, match="no GPUs found"):
-        open_group(1, "nccl", 1, store, torch.device("cpu"), 5.0, lambda: None)
+        open_group(store.join(1, "nccl", 1, 5.0), store, torch.device("cpu"), lambda: None)
     store.close()
     assert found == ["2"]  # CleanUpOnly
 

@@ -152,30 +152,14 @@ class GroupPublisher:
         timeout_seconds = max(0.1, min(s.timeout_seconds, deadline - time.monotonic()))
         self._epoch += 1
         store = Store(s.host, timeout_seconds)
-        world_size = 1 + len(members) * s.workers_per_member
+        joined = (self._epoch, s.backend, 1 + len(members) * s.workers_per_member, timeout_seconds)
         joins = {
-            member.member_id: wire.GroupJoin(
-                epoch=self._epoch,
-                store_host=store.address.host,
-                store_port=store.address.port,
-                rank=1 + i * s.workers_per_member,
-                world_size=world_size,
-                backend=s.backend,
-                timeout_seconds=timeout_seconds,
-            )
+            member.member_id: store.join(*joined, rank=1 + i * s.workers_per_member)
             for i, member in enumerate(members)
         }
         calls = self._control.start(members, endpoints.WEIGHTS_JOIN, joins, timeout_seconds)
         try:
-            group = open_group(
-                self._epoch,
-                s.backend,
-                world_size,
-                store,
-                s.device,
-                timeout_seconds,
-                lambda: _raise_first_failure(calls),
-            )
+            group = open_group(store.join(*joined), store, s.device, lambda: _raise_first_failure(calls))
         except GroupError as error:
             log.warning("%s", error)
             # Members that failed before the store was closed are possible causes. Closing the store ends the wait of members
