@@ -31,15 +31,15 @@ from scalerl_api.weight_layout import (
     checksum,
     lay_out,
     tensor_bytes,
+    tensor_checksum,
 )
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.buckets import SourceError, checksum_u8, fill, tensor_spec
+from scalerl_trainer.publish.buckets import SourceError, fill, tensor_spec
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
 from scalerl_trainer.publish.probe import Measured, ProbeSequence, probe
 from scalerl_trainer.publish.publisher import WeightSource
-from scalerl_trainer.publish.publisher_of_backend import publish_settings
+from scalerl_trainer.publish.publisher_of_backend import collective_timeout_seconds, publish_settings
 from scalerl_trainer.publish.sender_group import GroupError, Store, open_group
-from scalerl_trainer.spec_settings import collective_timeout_seconds
 
 TOKEN = "secret"
 
@@ -69,7 +69,7 @@ def test_checksum_matches_api(name: str) -> None:
         if name != "empty"
         else torch.empty(0, dtype=torch.uint8)
     )
-    assert checksum_u8(payload) == CHECKSUM_VECTORS[name]
+    assert tensor_checksum(torch, payload) == CHECKSUM_VECTORS[name]
 
 
 class Operators(TorchDispatchMode):
@@ -77,10 +77,10 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
+        self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -103,11 +103,20 @@ def test_checksum_uses_no_integer_dot_product(words: int) -> None:
     generator = torch.Generator().manual_seed(words)
     payload = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
     with Operators() as asked:
-        found = checksum_u8(payload)
+        found = tensor_checksum(torch, payload)
     assert found == checksum(payload.numpy().tobytes())
     # Matrix and dot products of int64 are "not implemented for 'Long'" there; a publish by NCCL sums on the GPU.
-    assert not asked.names & {"dot", "vdot", "mv", "mm", "addmm", "addmv", "bmm"}
-    assert {"sum", "mul"} <= asked.names
+    assert not {"dot", "vdot", "mv", "mm", "addmm", "addmv", "bmm"} & set(asked.names)
+    assert {"sum", "mul"} <= set(asked.names)
+
+
+def test_checksum_of_a_large_bucket_takes_no_more_operations() -> None:
+    asked = [Operators(), Operators()]
+    for operators, words in zip(asked, (1 << 14, (9 << 18) + 6), strict=True):
+        payload = torch.zeros(8 * words, dtype=torch.uint8)
+        with operators:
+            tensor_checksum(torch, payload)
+    assert asked[0].names == asked[1].names
 
 
 @settings(deadline=None)

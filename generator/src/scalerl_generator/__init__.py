@@ -30,7 +30,7 @@ A weight update (one at a time); files without a folder are those of ``weights/`
     5 │◀─ received ── update_client      resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
     6 │── probe ────▶ weight_control     WeightControl.probe() ▶ VllmClient.prompt_logprobs() ────▶│
 
-``weight_layout`` of ``scalerl_api`` has the place of each tensor in a bucket, whose ``checksum`` is checked. ``../vllm_worker`` has
+``weight_layout`` of ``scalerl_api`` has the place of each tensor in a bucket and its checksum. ``../vllm_worker`` has
 the methods that the actor calls in a worker, ``../actor_api`` checks the token of these requests. ``adapters_in_flight`` has which
 adapters a request samples with.
 

@@ -40,7 +40,6 @@ by all ranks (``worker``)::
     ``fork``          copies another run's checkpoint into the directory of a new one
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
-    ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
     ``publishes``     rank 0's publishes, from the permission to the commit
     ``shard_conversion``

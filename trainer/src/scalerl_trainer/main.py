@@ -69,6 +69,7 @@ from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.device_memory import check_device_memory
 from scalerl_trainer.engine import Engine, Rank, init_process_group
+from scalerl_trainer.engine.settings import engine_settings
 from scalerl_trainer.errors import (
     AttemptSuperseded,
     DivergedError,
@@ -90,10 +91,13 @@ from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import first_probes
-from scalerl_trainer.publish.publisher_of_backend import make_publisher, publish_limit_seconds
+from scalerl_trainer.publish.publisher_of_backend import (
+    collective_timeout_seconds,
+    make_publisher,
+    publish_limit_seconds,
+)
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
-from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")

@@ -34,9 +34,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
-from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
+from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes, tensor_checksum
 from scalerl_api.wire import GroupJoin, WeightReceive
-from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_generator.weights.receiver_group import ReceiverGroup
 from scalerl_generator.weights.update_reports import FetchReport, PublishReport
 from scalerl_generator.weights.vllm_layers import ModelLayers
@@ -155,7 +154,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             payload, trailer = buffer[: bucket.payload_bytes], buffer[bucket.payload_bytes :]
             words = trailer.view(torch.int64).tolist()
             # What was fetched is verified before the update.
-            checksum = words[-1] if info.files is not None else checksum_u8(payload)
+            checksum = words[-1] if info.files is not None else tensor_checksum(torch, payload)
             check_trailer(words, info.version, bucket.index, checksum)
             t2 = time.perf_counter()
             # vLLM's loaders keep these views until their layer is complete, so every bucket needs a buffer of its own.

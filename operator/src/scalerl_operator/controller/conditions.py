@@ -38,7 +38,7 @@ from scalerl_operator.controller.coordinator_problems import (
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
-from scalerl_operator.manifests.memory_requests import memory_warnings
+from scalerl_operator.manifests.container_fields import memory_warnings
 from scalerl_operator.manifests.scope import Images, Scope
 from scalerl_operator.names import QUEUE
 

@@ -27,8 +27,14 @@ from scalerl_lifecycle.workloads import Container, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import gang
-from scalerl_operator.manifests.container_fields import environment_of, native, probes, resources
-from scalerl_operator.manifests.memory_requests import bytes_of_pod, estimate
+from scalerl_operator.manifests.container_fields import (
+    bytes_of_pod,
+    environment_of,
+    estimate,
+    native,
+    probes,
+    resources,
+)
 from scalerl_operator.manifests.scope import PodSettings, Scope, pod_template_of, spec_hash
 from scalerl_operator.manifests.volumes import (
     FETCH,

@@ -1,4 +1,4 @@
-"""Settings of the engine."""
+"""Settings of the engine, from the run's spec."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from scalerl_api.engines import ENGINES, EngineName, Offload
 from scalerl_api.memory.model_size import Dtype
+from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
@@ -83,3 +84,27 @@ class EngineSettings:
         [1.0, 4.0, 4.0]
         """
         return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+def engine_settings(spec: RunSpec) -> EngineSettings:
+    """Settings of the engine. Raises ``EngineError`` for combinations that cannot be trained."""
+    recipe, optimizer, trainer = spec.recipe, spec.recipe.optimizer, spec.trainer
+    return EngineSettings(
+        engine=trainer.engine,
+        zero_stage=trainer.zero_stage,
+        offload=trainer.offload,
+        dtype=spec.model.dtype,
+        learning_rate=float(optimizer.learning_rate),
+        betas=(float(optimizer.beta1), float(optimizer.beta2)),
+        epsilon=float(optimizer.epsilon),
+        weight_decay=float(optimizer.weight_decay),
+        warmup_steps=optimizer.warmup_steps,
+        max_gradient_norm=float(optimizer.max_gradient_norm),
+        micro_batch_tokens=spec.micro_batch_tokens,
+        temperature=float(recipe.temperature),
+        activation_checkpointing=trainer.activation_checkpointing,
+        fp32_head=recipe.fp32_logits in ("Both", "Trainer"),
+        lora=Lora.of(spec),
+        seed=spec.seed,
+        router_replay=trainer.router_replay,
+    )
