@@ -37,9 +37,8 @@ from scalerl_coordinator.group_checks import InvalidGroup, check_partials
 from scalerl_coordinator.partials import PartialStore
 from scalerl_generator.rollouts.completion_streams import CompletionStreams
 from scalerl_generator.rollouts.episodes import EpisodeSampler
-from scalerl_generator.rollouts.kept_completions import KeptCompletions
 from scalerl_generator.rollouts.occupancy import Occupancy
-from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_completion import KeptCompletions, PartialCompletion
 from scalerl_generator.rollouts.partial_reports import UnusablePartials, _report, read_partials
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.server_state import BusyClock
