@@ -26,8 +26,7 @@ from scalerl_api.registry import Kind, PluginError, entry_point, installed, make
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.spec import RunSpec
-from scalerl_coordinator.scheduling import Generator, OpenSlot, SchedulerInput
-from scalerl_coordinator.scheduling.interface import SchedulingPolicy
+from scalerl_coordinator.scheduling import Generator, OpenSlot, SchedulerInput, SchedulingPolicy
 from scalerl_coordinator.tracking.sink import Sink
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
