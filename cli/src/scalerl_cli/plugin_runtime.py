@@ -12,7 +12,7 @@ from scalerl_cli.exits import DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, plugin_problems
 from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
-from scalerl_lifecycle.runtime import StoredRuntime, drive
+from scalerl_lifecycle.runtime import Runtime, drive
 from scalerl_local.run_directory import latest_directory, next_directory
 
 _CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: INTERRUPTED}
@@ -31,7 +31,7 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
     try:
         directory = arguments.dir or (latest_directory if arguments.resume else next_directory)(RUNS, name)
         plan = arguments.planner(run)
-        runtime: StoredRuntime = make(Kind.RUNTIME, arguments.runtime, {}, run, plan, directory)
+        runtime: Runtime = make(Kind.RUNTIME, arguments.runtime, {}, run, plan, directory)
     except PluginError as error:
         raise Refused(f"--runtime: {error}") from error
     echo(f"{name} in {directory}, by {arguments.runtime}")
