@@ -33,6 +33,8 @@ log = logging.getLogger("scalerl_tasks.dataset")
 FOLDER = "data"
 """Folder of the tables in a run's directory."""
 _VERSION = 1
+_CACHE_VERSION = 2
+"""Of tables in the user's cache: raised by a check that refuses rows or expressions of earlier tables."""
 _PROGRESS_SECONDS = 10.0
 _HEAD = 100
 """Rows by whose values the layout is recognized."""
@@ -138,6 +140,7 @@ def open_dataset(
     files, revision = _files(spec, directory or Path())
     stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
     identity = [
+        _CACHE_VERSION,
         settings,
         revision,
         [(str(file.resolve()), *stamp) for file, stamp in zip(files, stamps, strict=True)],
