@@ -19,7 +19,7 @@ _CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: I
 
 
 def run_elsewhere(arguments: argparse.Namespace) -> int:
-    """Execute the run of a file until it rests; returns the exit code. Interrupted, it goes on where it runs.
+    """Execute the run of a file until it stops; returns the exit code. If this command is interrupted, the run continues.
 
     Raises:
         Refused, SpecError, DirectoryProblem: lists every problem.
@@ -38,7 +38,7 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
     try:
         decision = asyncio.run(drive(runtime, run.spec))
     except KeyboardInterrupt:
-        echo("the run goes on; the same command with --resume follows it again")
+        echo("the run continues; the same command with --resume follows it again")
         return INTERRUPTED
     outcome = decision.persisted.outcome
     echo(f"{decision.phase}{f': {outcome.message}' if outcome else ''}")
