@@ -493,7 +493,7 @@ async def test_command_serves_until_sigterm() -> None:
                 assert answer.status == 200
             for path in (wire.FIT, wire.FORECAST):
                 async with session.post(metrics_application + path, data=b"{}") as answer:
-                    assert answer.status == 404, "nobody computes by way of the port for metrics"
+                    assert answer.status == 404, "the port for metrics computes nothing"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 120) == 0
     finally:

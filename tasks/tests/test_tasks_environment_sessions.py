@@ -21,13 +21,13 @@ from scalerl_tasks.open_graders import _environment_server, grading_digest
 async def test_session_is_that_of_the_replies():
     arguments: list[dict[str, Any]] = []
 
-    class Remembers(Echo):
+    class Recording(Echo):
         def reset(self, given):
             arguments.append(given)
             return super().reset(given)
 
     async with serving() as (server, url), grading(options(url)) as grader:
-        server.environment = Remembers
+        server.environment = Recording
         assert await steps(grader, ["ab"]) == [said(0.2, "ab")]
         assert await steps(grader, ["ab", "<think>no</think> abc "]) == [said(0.3, "abc")]
         assert (server.opened, server.resets, server.steps) == (1, 1, 2)

@@ -275,7 +275,7 @@ async def test_pool_is_notified_once_for_a_group(monkeypatch, tmp_path):
 
 
 async def test_fork_that_fails_while_connecting_reads_no_other_file(monkeypatch):
-    """The number of its pipe may be another file's when the connection is told that it was lost."""
+    """The number of its pipe may be another file's when the connection's loss is reported."""
     loop = asyncio.get_running_loop()
     connect = loop.create_unix_connection
 

@@ -211,7 +211,7 @@ def live_operator(
                 train(control_plane, name, coordinator, state)
             until(lambda: made.get("/metrics").count("run_forecast_tokens{") == 2, 180, state)
             yield made
-        # Nobody drains them: without the operator, and without its finalizer, they are gone at once.
+        # They are not drained: without the operator, and without its finalizer, they are gone at once.
         for name in (RUN, LATE):
             without = json.dumps({"metadata": {"finalizers": None}})
             control_plane.kubectl("patch", RUNS, name, "-n", HERE, "--type=merge", "-p", without)

@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 def say(what: str, seconds: float, bound: float) -> None:
-    """A figure for whoever reads the log. The bound is a quiet machine's; a busy one may take four times as long."""
+    """A figure for the log. The bound is a quiet machine's; a busy one may take four times as long."""
     print(f"measured: {what}: {seconds:.1f} s (bound {bound:.0f} s)", flush=True)
     assert seconds < 4 * bound, what
 

@@ -394,10 +394,10 @@ def test_exporter_close_does_not_wait_for_copy_after_stop(
     ended = threading.Event()
     monkeypatch.setattr(shutil, "copyfile", lambda *_: ended.wait(120))
     run.exporter.evaluated([point(10, 0.1)])
-    told = threading.Event()
-    threading.Timer(1.0, told.set).start()
+    stop = threading.Event()
+    threading.Timer(1.0, stop.set).start()
     begun = time.monotonic()
-    run.exporter.close(told.is_set)
+    run.exporter.close(stop.is_set)
     assert 1.0 <= time.monotonic() - begun < 60.0
     ended.set()  # the interpreter waits for the thread at its exit
 

@@ -26,7 +26,7 @@ class Gathering:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._port = free_port()
-        self.told = [threading.Event() for _ in range(3)]
+        self.stops = [threading.Event() for _ in range(3)]
         self.asleep, self.look = threading.Event(), threading.Event()
         self.outcome: dict[int, str] = {}
         self.threads: dict[int, threading.Thread] = {}
@@ -46,7 +46,7 @@ class Gathering:
     def _gather(self, rank: int) -> None:
         try:
             distributed._rendezvous(
-                Rank(rank, 3, 0, "127.0.0.1", self._port), 120.0, lambda: self.told[rank].is_set()
+                Rank(rank, 3, 0, "127.0.0.1", self._port), 120.0, lambda: self.stops[rank].is_set()
             )
             self.outcome[rank] = "continues"
         except Stopped:
@@ -64,7 +64,7 @@ def test_rendezvous_late_rank_stops_too(monkeypatch: pytest.MonkeyPatch) -> None
     assert ranks.asleep.wait(120)
     waits = ranks.come(1)
     time.sleep(0.3)
-    ranks.told[1].set()
+    ranks.stops[1].set()
     waits.join(120)
     ranks.come(2).join(120)
     ranks.end()
@@ -79,7 +79,7 @@ def test_rendezvous_stop_after_decision_proceeds(
     assert ranks.asleep.wait(120)
     for late in (ranks.come(1), ranks.come(2)):
         late.join(120)
-    ranks.told[0].set()
+    ranks.stops[0].set()
     ranks.end()
     assert ranks.outcome == dict.fromkeys(range(3), "continues")
 

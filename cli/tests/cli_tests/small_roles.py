@@ -86,7 +86,7 @@ def trainer(root: Path) -> None:
         return
     deadline = time.monotonic() + 30
     while (root / "stop").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)  # a real one takes as long to start; whoever resumes takes the stop back meanwhile
+        time.sleep(0.01)  # a real one takes as long to start; a resume takes the stop back meanwhile
     (root / "trainer-up").write_text(str(os.getpid()))
     if behaviour("trainer") == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

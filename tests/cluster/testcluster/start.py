@@ -229,7 +229,7 @@ def _write_identities(kube: Path, layout: Layout, server: str) -> None:
 
 @contextlib.contextmanager
 def _reserved() -> Iterator[socket.socket]:
-    """Holds a free port, for a program that shares it: nobody else gets the port as long as this socket is open."""
+    """Holds a free port, for a program that shares it: no other process gets the port as long as this socket is open."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))

@@ -1,6 +1,6 @@
 """The ranks' default process group.
 
-torch's store has no authentication: whoever reaches its port can read and write it. The rendezvous therefore counts a rank only
+torch's store has no authentication: a process that reaches its port can read and write it. The rendezvous therefore counts a rank only
 if it proves that it has the run's token, and ranks believe a decision only with such a proof; a rank of another run, or one
 without the token, does not join. This does not protect the addresses that torch exchanges in the store afterwards, nor the
 connections between ranks: only the network's policy keeps others from them (docs/operations.md).
