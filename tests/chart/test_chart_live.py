@@ -51,8 +51,8 @@ def live(
     finally:
         release("uninstall", RELEASE)
         control_plane.kubectl("delete", "namespace", "research", "--wait=false")
-        control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
-        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=180s")
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=500s")
+        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=500s")
 
 
 def succeed(cluster: Cluster, selector: str, namespace: str) -> bool:

@@ -200,7 +200,7 @@ def watched(
             watched.over.set()
             thread.join()
         finally:
-            cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=120s", seconds=200)
+            cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=500s")
             cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 

@@ -24,7 +24,7 @@ from testcluster.processes import die_with_parent
 from testcluster.steps import Plan, Step
 
 PACKAGE = Path(__file__).resolve().parent
-_UP_SECONDS = 360.0
+_UP_SECONDS = 900.0
 _DOWN_SECONDS = 150.0
 _LEFTOVER_SECONDS = 60.0
 _PIDFILE = "pid"
