@@ -517,7 +517,7 @@ def test_prepare_bad_input_exits_with_2(tmp_path: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2
