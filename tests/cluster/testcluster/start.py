@@ -269,6 +269,7 @@ def _bring_up(
             cwd=layout.root,
             env={
                 **os.environ,
+                "GOGC": "200",  # the API server takes a third less of a processor, and 100 MB more
                 "PYTHONPATH": str(PACKAGE.parent),
                 "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
             },
