@@ -41,7 +41,7 @@ HIDDEN_GRANDCHILD = """
 def is_running(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it is reaped between open and read
         return False
     return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
