@@ -32,7 +32,7 @@ class S3Server:
             "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
             "AWS_SECRET_ACCESS_KEY": "secret",
         }
-        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=10)
+        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
         self.start()
 
     def start(self) -> None:
@@ -82,9 +82,13 @@ class S3Server:
         """Number of successful reads of an object, or of parts of it."""
         return len(re.findall(rf'"GET /{BUCKET}/{re.escape(path)} HTTP/[\d.]+" 20', self._log.read_text()))
 
+    def paths(self) -> list[str]:
+        """Of all objects."""
+        return [entry["path"] for page in obstore.list(self._store) for entry in page]
+
     def objects(self) -> dict[str, bytes]:
         found = {}
-        for path in [entry["path"] for page in obstore.list(self._store) for entry in page]:
+        for path in self.paths():
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 found[path] = bytes(obstore.get(self._store, path).bytes())
         return found

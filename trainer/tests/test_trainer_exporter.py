@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from checkpoint_copies import Relay
 from s3_server import BUCKET, S3Server
 from safetensors.torch import load_file
 
@@ -358,8 +359,9 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
     for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
         monkeypatch.delenv(variable)
     server = S3Server(tmp_path / "server.log")
+    relay = Relay(int(server.url.rpartition(":")[2]), 5e6)  # or the upload may end before it is seen
     try:
-        for variable, value in server.environ.items():
+        for variable, value in (server.environ | {"AWS_ENDPOINT_URL": relay.url}).items():
             monkeypatch.setenv(variable, value)
         monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 3})
         run = Run(tmp_path / "run", to=f"s3://{BUCKET}/a")
@@ -369,6 +371,7 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
         run.exporter.evaluated([point(10, 0.1)])
         until(server.uploading)
         server.kill()
+        relay.bytes_per_second = 1e9
         until(lambda: run.count("copy", "failed") >= 1)
         run.write(20)
         until(lambda: run.folders == [name(10), name(20)])
@@ -383,6 +386,7 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
         assert server.objects().items() >= objects.items()
         run.exporter.close()
     finally:
+        relay.close()
         server.close()
 
 
