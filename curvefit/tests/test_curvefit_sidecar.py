@@ -33,7 +33,6 @@ from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
 
-
 PATIENT = Limits(read_seconds=120.0, compute_seconds=120.0)
 
 
