@@ -7,13 +7,15 @@ import os
 from collections.abc import Generator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 # On a loaded machine an example may take any time.
-settings.register_profile("untimed", settings.default, deadline=None)
+settings.register_profile(
+    "untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
 
 # These share the cluster with a node: there is one of it on a machine.

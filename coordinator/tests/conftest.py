@@ -213,12 +213,12 @@ def coordinator(make_process: Callable[..., Process]) -> Process:
 @pytest.fixture
 async def client(coordinator: Process) -> AsyncIterator[Client]:
     """A client of the process."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Client(session, coordinator.url, TOKEN)
 
 
 @pytest.fixture
 async def visitor(local: Local) -> AsyncIterator[Client]:
     """A client of the coordinator in this process."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Client(session, local.url, TOKEN)

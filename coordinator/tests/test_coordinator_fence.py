@@ -28,7 +28,7 @@ from scalerl_coordinator.journal import Journal, JournalFailed, JournalRefused
 CALLS = ("rename", "open", "unlink", "write", "ftruncate", "mkdir", "rmdir", "listdir", "scandir", "stat")
 SYNCS = ("fsync", "fdatasync")
 RECORDS = 5
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 ENDS = (AttemptSuperseded, JournalFailed, JournalRefused, FileNotFoundError)
 """How one ends that was replaced: it finds that, or the folder that it writes is gone."""
 
@@ -294,7 +294,7 @@ async def test_volume_that_cannot_be_written_acknowledges_nothing(tmp_path: Path
     with pytest.raises(JournalRefused):
         await journal.durable()
     fails = False
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
             await asyncio.sleep(0.05)
     journal.append(b"s")
@@ -311,7 +311,7 @@ async def test_idle_coordinator_notices_that_it_was_replaced(tmp_path: Path) -> 
     list(journal.recover())
     await journal.start()
     Fence.begin(tmp_path, Attempt(1, 2), "b")
-    await asyncio.wait_for(failed.wait(), 30)
+    await asyncio.wait_for(failed.wait(), 120)
     await journal.close()
 
 

@@ -76,7 +76,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     source = shutil.copytree(ROOT / "examples" / "plugin", tmp_path_factory.mktemp("source") / "plugin")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", folder, source], check=True, timeout=200, capture_output=True)
+    subprocess.run([*command, "--target", folder, source], check=True, timeout=390, capture_output=True)
     return folder
 
 
@@ -215,7 +215,7 @@ def test_drafter_reaches_the_server() -> None:
 def scalerl(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "scalerl_cli.main", *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=folder, env=dict(os.environ)
+        command, capture_output=True, text=True, timeout=390, cwd=folder, env=dict(os.environ)
     )
 
 

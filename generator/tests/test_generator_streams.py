@@ -146,10 +146,10 @@ async def test_versions_of_broken_stream_are_never_too_new(bench: Bench) -> None
     truth: list[str] = []
     decode = bench.server.decode
 
-    async def recorded(tokens: int) -> list[str]:
+    async def recorded(begin: int, end: int) -> list[str]:
         versions = []
-        for _ in range(tokens):
-            versions += await decode(1)
+        for at in range(begin, end):
+            versions += await decode(at, at + 1)
         truth.extend(versions)
         return versions
 

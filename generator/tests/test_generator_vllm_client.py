@@ -232,7 +232,7 @@ def test_client_raises_vllm_errors_only() -> None:
 
 
 RECEIVE = WeightReceive(
-    epoch=1, version=4, tensors=[TensorSpec("w", "float32", [2])], bucket_bytes=64, timeout_seconds=1
+    epoch=1, version=4, tensors=[TensorSpec("w", "float32", [2])], bucket_bytes=64, timeout_seconds=120
 )
 
 

@@ -199,7 +199,7 @@ def engine():
 
 if __name__ == "__main__":
     multiprocessing.get_context("spawn").Process(target=engine).start()
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
