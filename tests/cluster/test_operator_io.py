@@ -420,7 +420,10 @@ async def test_operator_survives_a_missing_crd(bare: Cluster, caplog: pytest.Log
     reconciled: list[Key] = []
     namespace = "default"
     configuration = await connection.load(str(bare.kubeconfig))
-    made = await an_operator(bare, namespace, reconciled, wait_log_seconds=1.0)
+    # Its first Lease has to expire before it is taken.
+    made = await an_operator(
+        bare, namespace, reconciled, lease_seconds=DURATION_SECONDS, wait_log_seconds=1.0
+    )
     async with KubeApi(configuration) as api, running(made) as operator:
         await until(lambda: operator.address and "waiting for the first list of ScaleRLRun" in caplog.text)
         deadline = time.monotonic() + 120
