@@ -218,7 +218,7 @@ async def test_oldest_records_go_and_no_failure_keeps_a_run(
     await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await there.delete("ScaleRLRun", NAME)
     await there.reconcile_until(lambda r: False)
-    for _ in range(600):
+    for _ in range(1200):
         left = [one for one in await there.all("ConfigMap") if ENDED in (one["metadata"].get("labels") or {})]
         if len(left) == 2:
             break

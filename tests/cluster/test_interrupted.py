@@ -23,7 +23,7 @@ from scalerl_api import wire
 from scalerl_operator.controller.parts import WORKLOADS
 from scalerl_operator.kube import errors
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 Object = dict[str, Any]
 Names = frozenset[tuple[str, str]]

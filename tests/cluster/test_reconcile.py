@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -133,7 +134,7 @@ async def test_drift_is_restored_and_foreign_fields_stay(there: Stage) -> None:
     assert (live["spec"]["replicas"], live["metadata"]["annotations"]["team"]) == (1, "blue")
     assert any(reason == "RepairedDrift" and "replicas" in text for reason, text in await there.events())
     # A writer that does it again and again is not fought at full speed.
-    writes = there.calls.counts["apply"]
+    there.stopped, writes = time.time(), there.calls.counts["apply"]
     for _ in range(10):
         await there.edit("Deployment", deployment, {"spec": {"replicas": 5}})
         await there.reconcile()
@@ -222,7 +223,7 @@ async def test_exhausted_quota_is_reported_and_awaited(there: Stage) -> None:
     there_kubectl = yaml.safe_dump(quota)
     await asyncio.to_thread(there.kubectl, "apply", "-n", there.namespace, "-f", "-", stdin=there_kubectl)
     # Only a quota that has been counted refuses a pod.
-    words = ("wait", "-n", there.namespace, "resourcequota/q", "--timeout=180s")
+    words = ("wait", "-n", there.namespace, "resourcequota/q", "--timeout=500s")
     await asyncio.to_thread(there.kubectl, *words, "--for=jsonpath={.status.used}")
     await there.create(tiny())
     await there.reconcile_until(phase("Preparing"))
@@ -252,7 +253,7 @@ async def test_one_rank_dies_and_the_gang_starts_again(there: Stage) -> None:
     assert run["status"]["phase"] == "Running"
     there.now = 5.0
     await there.reconcile_until(lambda r: r["status"]["trainer"]["attempt"] == 2)
-    for _ in range(300):
+    for _ in range(600):
         await there.reconcile()
         left = await names(there, "Job")
         if left == {"tiny-addition-prepare", "tiny-addition-trainer-2"}:
@@ -325,7 +326,7 @@ async def test_suspend_and_resume(there: Stage) -> None:
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
     await there.reconcile_until(phase("Suspended"))
-    for _ in range(300):
+    for _ in range(600):
         await there.reconcile()
         if not await names(there, *WORKLOADS, "Pod"):
             break

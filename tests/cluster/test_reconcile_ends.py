@@ -128,7 +128,7 @@ async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: S
     await land(there, "trainer", 2)
     await there.edit("ScaleRLRun", NAME, {"spec": {"podTemplate": {"labels": {"no label": "a"}}}})
     await there.reconcile_until(lambda run: condition(run, "Accepted") == "SpecInvalid")
-    there.coordinator.silent = True
+    there.silence(True)
     await there.delete("ScaleRLRun", NAME)
     assert await there.reconcile() == ASK_AGAIN_SECONDS
     there.now += COORDINATOR_TIMEOUT_SECONDS / 3
@@ -202,7 +202,7 @@ async def test_orphan_deletion_drains_and_keeps_objects(there: Stage) -> None:
     words = command[1].replace("NAMESPACE", there.namespace).replace("NAME", NAME).split()
     await asyncio.to_thread(there.kubectl, *words, "--wait=false")
     # The claim waits for its last pod, which no kubelet ends.
-    await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted", times=600)
+    await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted")
 
 
 async def test_status_of_a_later_release_is_tolerated(there: Stage, control_plane: Cluster) -> None:
