@@ -190,7 +190,7 @@ async def test_life_of_a_run_as_a_user_with_the_documented_role(
     )
 
 
-async def test_user_without_rights_is_told_what_to_ask_for(
+async def test_user_without_rights_gets_a_message_with_what_to_ask_for(
     there: Stage, control_plane: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell = Shell(user(control_plane, there.namespace, tmp_path), capsys)

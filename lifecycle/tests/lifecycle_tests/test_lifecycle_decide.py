@@ -257,7 +257,7 @@ def test_generators_that_reject_their_input_do_not_end_mid_training() -> None:
     assert decide(trained, ended, FIRST).persisted.outcome is not None
 
 
-def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:
+def test_run_with_unsaved_weights_waits_for_the_stop() -> None:
     held = status(
         [],
         phase=CoordinatorPhase.FINISHING,
