@@ -163,7 +163,7 @@ class Generator:
 
 
 class Trainer:
-    """A trainer that retries; it remembers what it trained on."""
+    """A trainer that retries; it stores what it trained on."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

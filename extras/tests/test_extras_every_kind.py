@@ -32,7 +32,7 @@ from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
 from scalerl_generator.server.server_options import ServerProblem, parse, vllm_arguments
 from scalerl_lifecycle.role_containers import plan
-from scalerl_lifecycle.runtime import StoredRuntime
+from scalerl_lifecycle.runtime import Runtime
 from scalerl_lifecycle.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
 from scalerl_tasks.open_graders import grading_digest, open_episodes
@@ -295,7 +295,7 @@ def test_floats_and_other_objects_are_no_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "interface"), [("schedule", SchedulingPolicy), ("tracker", Sink), ("runtime", StoredRuntime)]
+    ("kind", "interface"), [("schedule", SchedulingPolicy), ("tracker", Sink), ("runtime", Runtime)]
 )
 def test_page_names_the_attributes_of_the_interface(kind: str, interface: Any) -> None:
     page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")

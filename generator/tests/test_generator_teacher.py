@@ -361,7 +361,7 @@ async def test_completion_that_fails_while_others_are_answered_raises(
     poisoned = [asyncio.create_task(teacher.score([5], [sampled(9)], lambda: None)) for _ in range(requests)]
     other = asyncio.create_task(teacher.score([5], [sampled(6)], lambda: None))
     await until(lambda: len(server.scored) > 20 * requests)
-    assert not any(task.done() for task in [*poisoned, other]), "the teacher answers nobody"
+    assert not any(task.done() for task in [*poisoned, other]), "the teacher answers no request"
     server.status = 200
     await asyncio.wait_for(other, 120)
     for failed in await asyncio.wait_for(asyncio.gather(*poisoned, return_exceptions=True), 120):

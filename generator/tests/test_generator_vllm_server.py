@@ -213,7 +213,7 @@ def test_spawned_engine_dies_with_server(tmp_path: Path) -> None:
         server.kill()
         deadline = time.monotonic() + 120
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while engine.read_bytes():  # empty of a zombie that nobody has waited for
+            while engine.read_bytes():  # empty of a zombie that no process has waited for
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
 

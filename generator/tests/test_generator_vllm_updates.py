@@ -454,7 +454,7 @@ async def test_vllm_tensor_parallel_workers_recover_together(two_workers: Server
     """vLLM takes a worker's answer to a call that failed for its answer to the next one."""
     good, bad = new_weights(two_workers.model, 6), new_weights(two_workers.model, 7)
     async with VllmClient(two_workers.url, TOKEN) as client:
-        with pytest.raises(ServerRefused):  # nobody opens the other side
+        with pytest.raises(ServerRefused):  # the other side is not opened
             await WeightUpdateClient(client).init_group(Sender(1, workers=2).join(timeout_seconds=1))
         for epoch, bucket in ((2, 0), (4, 2)):
             sender = await connect(client, epoch, workers=2)
@@ -495,7 +495,7 @@ async def test_vllm_worker_refuses_bad_requests(server: Server) -> None:
     policy = new_weights(server.model, 9)
     async with VllmClient(server.url, TOKEN) as client:
         sender = Sender(90)
-        with pytest.raises(ServerRefused):  # nobody opens the other side
+        with pytest.raises(ServerRefused):  # the other side is not opened
             await WeightUpdateClient(client).init_group(sender.join(timeout_seconds=1))
         sender = await connect(client, 91)
         with pytest.raises(UpdateFailed, match="epoch 91: join the group"):
@@ -673,7 +673,7 @@ async def test_vllm_engine_dies_with_server(server: Server) -> None:
         server.process.wait(120)
         assert await ended(engine, 120)
         await working
-        with socket.socket() as s:  # nobody listens any more
+        with socket.socket() as s:  # no process listens any more
             assert s.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
 
 

@@ -51,8 +51,8 @@ def live(
     finally:
         release("uninstall", RELEASE)
         control_plane.kubectl("delete", "namespace", "research", "--wait=false")
-        control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
-        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=180s")
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=500s")
+        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=500s")
 
 
 def succeed(cluster: Cluster, selector: str, namespace: str) -> bool:
@@ -127,7 +127,7 @@ def test_chart_permissions_suffice_for_a_whole_run(control_plane, live):
     at_work = {"Service", "StatefulSet", "Deployment", "Job", "PodDisruptionBudget"}
 
     def at_rest() -> bool:
-        # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
+        # The test drains no run whose trainer runs nothing: what its pods would do, they have done.
         succeed(control_plane, "app.kubernetes.io/component=trainer", here)
         return not at_work & there(control_plane, here)
 

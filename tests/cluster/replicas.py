@@ -133,7 +133,7 @@ async def leader(among: list[Replica], seconds: float = 120.0) -> Replica:
             if await each.holder() == each.identity:
                 return each
         await asyncio.sleep(0.1)
-    raise AssertionError(f"nobody leads: {[(each.identity, each.said) for each in among]}")
+    raise AssertionError(f"no replica leads: {[(each.identity, each.said) for each in among]}")
 
 
 async def follow(among: list[Replica], first: Replica, seconds: float = 120.0) -> None:

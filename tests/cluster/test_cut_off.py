@@ -1,4 +1,4 @@
-"""The operator alone loses the API server: nobody resets its connections, they are silent for half a minute."""
+"""The operator alone loses the API server: its connections are not reset, they are silent for half a minute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
 
 AWAY_SECONDS = 30.0
 LOST_SECONDS = 25.0
-"""The Lease runs out after ten seconds; whoever cannot renew it stops at once."""
+"""The Lease runs out after ten seconds; a replica that cannot renew it stops at once."""
 BACK_SECONDS = 20.0
 """Fifty are the limit: a stream that is silent ends by itself, as the server was asked, more than sixty after it is back."""
 

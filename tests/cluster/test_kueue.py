@@ -353,7 +353,7 @@ async def test_preempted_generator_is_reported_and_recreated(team: Team) -> None
     run = await team.reaches("lacks it", lambda r: condition(r, "GeneratorsReady") == "WaitingForQuota")
     assert (phase(run), condition(run, "Admitted")) == ("Running", "WaitingForQuota")
     assert condition(run, "TrainerReady") == "Ready"
-    # Quota that comes back while Kueue still counts the pod that is gone wakes nobody.
+    # Quota that comes back while Kueue still counts the pod that is gone wakes no run.
     deadline = time.monotonic() + 120
     while True:
         counted = await team.workloads()
@@ -391,7 +391,7 @@ async def test_suspended_run_holds_no_quota(team: Team) -> None:
     await team.reaches("is asked to stop", lambda r: team.there.coordinator.stop_requests == ["interrupted"])
     team.there.coordinator.phase = wire.Phase.FINISHED
     await team.there.end("trainer", 0, count=2)
-    await team.reaches("rests", lambda r: phase(r) == "Suspended")
+    await team.reaches("is suspended", lambda r: phase(r) == "Suspended")
     assert condition(await team.run(), "Admitted") == "Suspended"
     await team.saves("trainer")
     deadline = time.monotonic() + 120
@@ -544,7 +544,7 @@ async def test_preempted_run_saves_gives_all_back_and_resumes_in_its_attempt(who
     while await whole.holding() != {"Job urgent"}:
         assert time.monotonic() < deadline, await whole.tell()
         await asyncio.sleep(0.2)
-    run = await whole.reaches("knows why", lambda r: "insufficient" in told(r, "Admitted"))
+    run = await whole.reaches("knows why", lambda r: "insufficient" in message_of(r, "Admitted"))
     await whole.there.delete("Job", "urgent")
     began = time.monotonic()
     await whole.works()
@@ -553,7 +553,7 @@ async def test_preempted_run_saves_gives_all_back_and_resumes_in_its_attempt(who
     assert (trainer["attempt"], trainer["restarts"], trainer["failedStarts"]) == (1, 0, 0)
 
 
-def told(run: Object, kind: str) -> str:
+def message_of(run: Object, kind: str) -> str:
     conditions = run.get("status", {}).get("conditions", ())
     return next((str(c["message"]) for c in conditions if c["type"] == kind), "")
 

@@ -80,7 +80,7 @@ async def at_work(api: KubeApi, served: Cluster, namespace: str) -> AsyncIterato
 
 
 async def has_stopped(operator: main.Operator, work: Work) -> None:
-    """No reconcile is under way or begun, nothing is written, and nothing of the time before is remembered."""
+    """No reconcile is under way or begun, nothing is written, and nothing of the time before is kept."""
     await until(lambda: "long" in work.stopped, 120)
     await until(lambda: work.forgotten == 1, 120)
     work.reconciled.clear()
@@ -112,7 +112,7 @@ async def test_lost_lease_ends_all_work_until_regained(
     await until(lambda: operator.cache.run(namespace, "late"), 120)
     await asyncio.sleep(10 * PACE_SECONDS)
     assert work.reconciled == [], "it receives events, and reconciles no run"
-    # Whoever that was does not renew, and is taken for dead.
+    # That replica does not renew, and is taken for dead.
     await until(operator.leader.is_leader, 120)
     await until(lambda: {"a", "b", "late", "long"} <= set(work.reconciled), 120)
     assert (work.forgotten, await asked(operator, "/readyz")) == (1, (200, "leads\n"))

@@ -93,7 +93,7 @@ def trainer(run: Object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "silent", [False, pytest.param(True, marks=pytest.mark.full)], ids=["told", "silent"]
+    "silent", [False, pytest.param(True, marks=pytest.mark.full)], ids=["reported", "silent"]
 )
 async def test_next_attempt_starts_without_the_lost_pod(
     there: Stage, silent: bool, monkeypatch: pytest.MonkeyPatch

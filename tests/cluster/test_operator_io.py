@@ -98,7 +98,7 @@ async def test_refusals_are_typed_errors(api: KubeApi, namespace: str) -> None:
     with pytest.raises(errors.Invalid) as named:
         await api.apply(config_map(namespace, "Not_A_Name"))
     assert named.value.field == "metadata.name"
-    # These two the API server calls an internal error; nobody may try them again and again.
+    # These two the API server calls an internal error; they must not be tried again and again.
     with pytest.raises(errors.Invalid) as unknown:
         await api.apply({**config_map(namespace, "b"), "dta": {}})
     assert unknown.value.field == "dta"
@@ -158,12 +158,12 @@ async def test_quota_errors_are_distinct_from_missing_permission(
     configuration = await connection.load(str(served.kubeconfig))
     configuration.cert_file = configuration.key_file = None
     configuration.api_key["BearerToken"] = f"Bearer {token}"
-    async with KubeApi(configuration) as nobody:
+    async with KubeApi(configuration) as absent:
         with pytest.raises(errors.Forbidden, match="cannot list"):
-            await nobody.list("Secret")
+            await absent.list("Secret")
         configuration.api_key["BearerToken"] = "Bearer nonsense"
         with pytest.raises(errors.ApiError):
-            await nobody.list("Secret")
+            await absent.list("Secret")
 
 
 async def test_lists_come_in_pages_and_say_their_kind(api: KubeApi, namespace: str) -> None:
@@ -190,7 +190,7 @@ async def test_repeated_event_is_counted(api: KubeApi, served: Cluster, namespac
     assert len(found["BackOff"]["message"].encode()) <= 1024
     assert "The trainer trains." in served.kubectl("-n", namespace, "describe", "scalerlrun", "r")
     gone = {**run, "metadata": {**run["metadata"], "namespace": "no-such-namespace"}}
-    await api.event(gone, "Normal", "Running", "Written for nobody, and nothing is raised.")
+    await api.event(gone, "Normal", "Running", "Written about nothing, and nothing is raised.")
 
 
 async def test_fenced_client_writes_nothing_but_leases(served: Cluster, namespace: str) -> None:
@@ -404,7 +404,7 @@ async def test_long_lists_do_not_block_the_event_loop(
 
 @pytest.fixture
 def bare() -> Iterator[Cluster]:
-    """A control plane of its own: nobody else's runs keep its CRD from going."""
+    """A control plane of its own: no other runs keep its CRD from going."""
     with own_control_plane() as cluster:
         yield cluster
 

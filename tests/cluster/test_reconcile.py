@@ -132,7 +132,7 @@ async def test_drift_is_restored_and_foreign_fields_stay(there: Stage) -> None:
     assert live is not None
     assert (live["spec"]["replicas"], live["metadata"]["annotations"]["team"]) == (1, "blue")
     assert any(reason == "RepairedDrift" and "replicas" in text for reason, text in await there.events())
-    # Whoever does it again and again is not fought at full speed.
+    # A writer that does it again and again is not fought at full speed.
     writes = there.calls.counts["apply"]
     for _ in range(10):
         await there.edit("Deployment", deployment, {"spec": {"replicas": 5}})
@@ -335,7 +335,7 @@ async def test_suspend_and_resume(there: Stage) -> None:
     writes = there.calls.writes
     await there.fresh_operator()
     assert await there.reconcile() is None
-    assert there.calls.writes == writes, "a run at rest costs nothing"
+    assert there.calls.writes == writes, "a suspended run costs nothing"
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": False}})
     await there.reconcile_until(phase("Preparing"))
     await there.end("prepare")
@@ -400,7 +400,7 @@ async def test_ended_run_is_deleted_after_its_ttl(there: Stage) -> None:
             break
         await asyncio.sleep(0.1)
     assert wait is not None, (
-        "our own write wakes nobody: the reconcile that ends a run asks for the one that deletes it"
+        "our own write wakes no reconcile: the reconcile that ends a run asks for the one that deletes it"
     )
     assert 50 < wait <= 60
     there.now = 61.0

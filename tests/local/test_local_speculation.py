@@ -50,7 +50,7 @@ def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> No
         before = fed_responses(run)
         os.kill(server.pid, signal.SIGKILL)
         run.until(lambda: run.step() >= 8, 300, "eight steps")
-        # The new server remembers nothing of the epochs before.
+        # The new server has nothing of the epochs before.
         assert fed_responses(run) > before
         (coordinator,) = run.find("scalerl_coordinator.main")
         os.kill(coordinator.pid, signal.SIGKILL)

@@ -35,7 +35,7 @@ def test_two_generators_share_past_responses(tmp_path: Path, monkeypatch: pytest
 
 
 def _two_generators(tmp_path: Path, to: str) -> None:
-    """Epochs of 16 prompts. A server remembers its own responses, so those that an actor gives it are of the other.
+    """Epochs of 16 prompts. A server keeps its own responses, so those that an actor gives it are of the other.
 
     The run continues until both were given some, and until versions were published to one of the two while the other one kept
     the version that it evaluates: the second generator may be ready many steps after the first.

@@ -200,4 +200,4 @@ def serve(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    serve(**ACTOR)  # type: ignore[name-defined]  # noqa: F821  # given by whoever runs this file
+    serve(**ACTOR)  # type: ignore[name-defined]  # noqa: F821  # given by the code that runs this file

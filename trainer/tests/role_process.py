@@ -9,7 +9,7 @@ import resource
 import sys
 import traceback
 
-role = ROLE  # type: ignore[name-defined]  # noqa: F821  # given by whoever runs this file
+role = ROLE  # type: ignore[name-defined]  # noqa: F821  # given by the code that runs this file
 descriptor = os.open(role["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 os.dup2(descriptor, 1)
 os.dup2(descriptor, 2)

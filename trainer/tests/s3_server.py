@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -82,8 +83,11 @@ class S3Server:
         return len(re.findall(rf'"GET /{BUCKET}/{re.escape(path)} HTTP/[\d.]+" 20', self._log.read_text()))
 
     def objects(self) -> dict[str, bytes]:
-        paths = [entry["path"] for page in obstore.list(self._store) for entry in page]
-        return {path: bytes(obstore.get(self._store, path).bytes()) for path in paths}
+        found = {}
+        for path in [entry["path"] for page in obstore.list(self._store) for entry in page]:
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                found[path] = bytes(obstore.get(self._store, path).bytes())
+        return found
 
     def written(self, path: str) -> Any:
         return obstore.head(self._store, path)["last_modified"]

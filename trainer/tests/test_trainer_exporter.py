@@ -331,13 +331,14 @@ def test_exporter_reports_last_copy_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert run.said().problem == "KeyError: 'etag'", "a write that succeeds is no copy"
 
 
-def test_exporter_copy_does_not_block_commits(tmp_path: Path) -> None:
+def test_exporter_copy_does_not_block_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies pause for minutes; after a pause the newest models are copied."""
     blocked = tmp_path / "mount"
     blocked.write_text("not a folder")
     run = Run(tmp_path / "run", to=str(blocked))
-    run.start(copy_pauses=(3.0,))
-    points = []
+    run.start(copy_pauses=(300.0,))
+    pause_ends, points = threading.Event(), []
+    monkeypatch.setattr(run.exporter._closing, "wait", lambda seconds: not pause_ends.wait(seconds))
     for version in (10, 20, 30, 40):
         run.write(version)
         points.append(point(version, version / 100))
@@ -345,6 +346,7 @@ def test_exporter_copy_does_not_block_commits(tmp_path: Path) -> None:
         until(lambda version=version: run.folders == [name(version)])
     assert run.count("copy", "failed") == 1
     blocked.unlink()
+    pause_ends.set()
     until(lambda: run.count("copy", "ok") == 1)
     assert [p.name for p in blocked.iterdir()] == [name(40)]
     run.exporter.close()
@@ -370,7 +372,7 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
         until(lambda: run.count("copy", "failed") >= 1)
         run.write(20)
         until(lambda: run.folders == [name(10), name(20)])
-        assert f"s3://{BUCKET}/a: GenericError" in run.said().problem
+        until(lambda: f"s3://{BUCKET}/a: GenericError" in run.said().problem)
         assert run.said().best is not None
         assert run.said().best.uri == "", "no copy that is whole"
         server.start()
@@ -394,10 +396,9 @@ def test_exporter_close_does_not_wait_for_copy_after_stop(
     ended = threading.Event()
     monkeypatch.setattr(shutil, "copyfile", lambda *_: ended.wait(120))
     run.exporter.evaluated([point(10, 0.1)])
-    told = threading.Event()
-    threading.Timer(1.0, told.set).start()
-    begun = time.monotonic()
-    run.exporter.close(told.is_set)
+    stop, begun = threading.Event(), time.monotonic()
+    threading.Timer(1.0, stop.set).start()
+    run.exporter.close(stop.is_set)
     assert 1.0 <= time.monotonic() - begun < 60.0
     ended.set()  # the interpreter waits for the thread at its exit
 

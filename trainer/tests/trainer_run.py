@@ -28,7 +28,7 @@ http = httpx.Client(trust_env=False, timeout=5, limits=httpx.Limits(max_keepaliv
 """One for all: ``httpx.get`` reads all certificates of this machine each time, 24 ms of a processor twenty times a second."""
 
 
-def until(true: Callable[[], Any], seconds: float = 120.0, what: str = "it") -> None:
+def until(true: Callable[[], Any], seconds: float = 300.0, what: str = "it") -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"

@@ -1,6 +1,6 @@
 """The client of the coordinator's HTTP interface that runtimes have.
 
-What answers is controlled by anyone who may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.http_answers`,
+What answers is controlled by users who may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.http_answers`,
 :func:`decode_status`), and errors quote nothing of them but known constants.
 """
 

@@ -370,7 +370,7 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
     )
     quiet = replace(left, status=None, trainer=Job(), prepare=Job())
     assert decide(SPEC, quiet, decision.persisted).persisted == decision.persisted, (
-        "a run at rest changes nothing"
+        "a suspended run changes nothing"
     )
     decision = decide(SPEC, replace(quiet, suspend=False), decision.persisted)
     assert decision.persisted.resumed

@@ -220,8 +220,8 @@ async def test_histories_are_the_same(tmp_path: Path, name: str) -> None:
             processes.scene, local._suspend = scene, scene.suspend
             coordinator.changes = {"step": 20, "published_version": 20} | (scene.coordinator or {})
             decided, expected = cluster.reconcile(scene, now[0])
-            decision = await step(local, local._run.spec, local._persisted)
-            local._persisted = decision.persisted
+            decision = await step(local, local._run.spec, local.persisted)
+            local.persisted = decision.persisted
             found = local._file.status
             at = f"{name}, scene {number}: {scene}"
             assert replace(decision, persisted=decided.persisted) == decided, at

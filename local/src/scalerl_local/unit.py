@@ -210,7 +210,8 @@ class Unit:
         ready_seconds = None if since is None else time.monotonic() - since
         if isinstance(end, int):
             return restarts.ProcessExit(restarts.Cause.EXIT, end, ready_seconds)
-        self._on_event(Event(self.name, f"{member.name} does not answer its {end}", is_problem=True))
+        if not self.is_stopping:
+            self._on_event(Event(self.name, f"{member.name} does not answer its {end}", is_problem=True))
         return restarts.ProcessExit(end, None, ready_seconds)
 
     def _on_ready(self, member: Member) -> None:

@@ -221,7 +221,7 @@ SERVER = """
 async def test_probes_set_readiness_and_restart(tmp_path: Path) -> None:
     switch = tmp_path / "bad"
     Path(f"{switch}-readyz").touch()
-    health = Probe("/healthz", "http", 0.05, 1.0, 2)
+    health = Probe("/healthz", "http", 0.05, 120.0, 2)
     harness = Harness(
         tmp_path,
         workload(
@@ -230,9 +230,9 @@ async def test_probes_set_readiness_and_restart(tmp_path: Path) -> None:
             script(tmp_path, "server", SERVER),
             str(switch),
             ports=("http",),
-            startup=Probe("/healthz", "http", 0.05, 1.0, 200),
+            startup=Probe("/healthz", "http", 0.05, 120.0, 2400),
             liveness=health,
-            readiness=Probe("/readyz", "http", 0.05, 1.0, 1),
+            readiness=Probe("/readyz", "http", 0.05, 120.0, 1),
         ),
     )
     status = harness.runtime.units[0].status
@@ -248,9 +248,9 @@ async def test_probes_set_readiness_and_restart(tmp_path: Path) -> None:
         await eventually(lambda: status.state is UnitState.READY)
 
     await harness.while_running(scenario)
-    assert [e.text.split(";")[0] for e in harness.events] == [
+    assert [e.text.partition(" after ")[0] for e in harness.events] == [
         "coordinator-0 does not answer its liveness probe",
-        "coordinator-0 stopped answering its liveness probe after 0 s of work",
+        "coordinator-0 stopped answering its liveness probe",
     ]
 
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import _thread
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -197,8 +198,12 @@ def _open_engine(spec: RunSpec, paths: RunPaths, device: torch.device) -> Engine
         ModelError: the model cannot be loaded, trained or published.
     """
     opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
+    gc.disable()  # Transformers and DeepSpeed, which are imported here, make a million objects that stay
     model, weights = opened()
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
+    gc.collect()
+    gc.freeze()  # so later collections skip them
+    gc.enable()
     if spec.trainer.publishes_adapters:
         engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
     if spec.recipe.proximal_updates:

@@ -220,11 +220,12 @@ def _memory_bound(pod: Object, name: str) -> str:
     )
     resources = given.get("resources") or {}
     limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
+    field = "generator.actorResources" if name == "actor" else "podTemplate.resources"
     if limit:
-        return f"it used more memory than its limit of {limit}: raise podTemplate.resources.limits.memory"
+        return f"it used more memory than its limit of {limit}: raise {field}.limits.memory"
     return (
         f"it has no limit, and its node ran out of memory (its request is {request or 0}): raise "
-        "podTemplate.resources.requests.memory"
+        f"{field}.requests.memory"
     )
 
 

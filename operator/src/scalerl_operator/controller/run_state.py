@@ -97,7 +97,7 @@ class RunState:
             metadata = obj["metadata"]
             if obj["kind"] == "Pod" and (deleted := metadata.get("deletionTimestamp")) is not None:
                 known, since = before.get(metadata["uid"], (deleted, now))
-                # A deletion with a shorter grace period begins anew.
+                # A deletion with a shorter grace period begins again.
                 self.terminating[metadata["uid"]] = (deleted, since if known == deleted else now)
         return {uid: now - since for uid, (_, since) in self.terminating.items()}
 

@@ -191,7 +191,8 @@ def _container(
     """main: the first container of the role. image: None is the role's."""
     workload = scope.plan.workload(settings.role)
     shared = main and workload.per_node > 1
-    given_resources = given.resources if main else PodResources()
+    of_actor = scope.spec.generator.actor_resources if container.name == "actor" else PodResources()
+    given_resources = given.resources if main else of_actor
     claimed = [{"name": claim.name} for claim in given.resource_claims] if main else []
     rendered: Object = {
         "name": container.name,

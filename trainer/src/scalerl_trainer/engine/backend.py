@@ -6,6 +6,7 @@ It partitions a model's state over ranks and updates it. Either has float32 mast
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -135,9 +136,14 @@ def _classes(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., 
 
 
 def _need_deepspeed() -> None:
+    # With its autotuner, which is not used, DeepSpeed would import MLflow where it is installed: half a second of a processor.
+    hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise EngineError(
             f"trainer.engine: DeepSpeed needs the package deepspeed ({error}): install it, or set FSDP2"
         ) from error
+    finally:
+        if hidden:
+            del sys.modules["mlflow"]
