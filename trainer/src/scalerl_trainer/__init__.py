@@ -18,8 +18,8 @@ by all ranks (``worker``)::
                                         update waits until the weights are read:
              publish/publisher          weights_to_publish(): whole weights or adapters
              worker                     Worker.gather() ▶ engine/weights: whole parameters, a bucket at a time, by the backend
-             publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
-             publish/rounds             Rounds.after(): which members its next attempt has
+             publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ publisher.fill() ▶ start_broadcast() ──▶ generators
+                                        Rounds.after(): which members its next attempt has
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read
              weight_layout of api       both: the place of each tensor in a bucket
              publish/actor_control      both: ActorControl.start(), a request to each actor

@@ -247,16 +247,14 @@ def decide(
     drain needs no spec."""
     if accepted.found is not None or run.deleted:
         spec = None if accepted.found is None else accepted.found.spec
-        return lifecycle.decide(
-            spec,
-            replace(lifecycle_input(run, accepted, observed), gated_seconds=gated_seconds),
-            run.persisted,
-        )
+        return lifecycle.decide(spec, _lifecycle_input(run, accepted, observed, gated_seconds), run.persisted)
     phase = run.before.phase if run.persisted.attempt else Phase.PENDING
     return LifecycleDecision(phase, run.persisted)
 
 
-def lifecycle_input(run: Run, accepted: Accepted, observed: Observed) -> LifecycleInput:
+def _lifecycle_input(
+    run: Run, accepted: Accepted, observed: Observed, gated_seconds: float
+) -> LifecycleInput:
     """The observations that the lifecycle depends on."""
     spec = None if accepted.found is None else accepted.found.spec
     return LifecycleInput(
@@ -279,6 +277,7 @@ def lifecycle_input(run: Run, accepted: Accepted, observed: Observed) -> Lifecyc
         started=all(_is_started(accepted, observed, role) for role in (Role.COORDINATOR, Role.GENERATOR)),
         edit=accepted.edit,
         unproven=accepted.unproven,
+        gated_seconds=gated_seconds,
     )
 
 
