@@ -31,13 +31,13 @@ class Weights:
 
     def __init__(self) -> None:
         self.step = 0
-        self._host = HostBuffers()
+        self.host = HostBuffers(torch.device("cpu"))
         self.values = torch.zeros(PARAMETERS, len(KEYS), ELEMENTS)
 
     def copy_state(self) -> EngineState:
         pieces = [Piece(f"p{i}", 0, dict(zip(KEYS, self.values[i], strict=True))) for i in range(PARAMETERS)]
         header = EngineHeader(self.step, float(self.step), {piece.name: [ELEMENTS] for piece in pieces})
-        return EngineState(0, self._host.copy(pieces), header, None)
+        return EngineState(0, self.host.copy(pieces), header, None)
 
     def load(self, directory: Path) -> None:
         pass
@@ -51,6 +51,7 @@ checkpointer = Checkpointer(store, ranks, engine)
 engine.step = CheckpointLoader(store, ranks, engine).load() or 0
 while True:
     engine.step += 1
+    engine.host.wait()
     engine.values.fill_(float(engine.step))
     if checkpointer.flushed:
         saved = checkpointer.finish()

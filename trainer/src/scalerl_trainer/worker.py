@@ -8,7 +8,7 @@ command               what every rank does
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
 ``GATHER_ADAPTERS``   the same with adapters
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
-``SAVE``              copies its state to the host and starts to write it to the staging folder
+``SAVE``              starts to copy its state to the host, and to write it to the staging folder
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
 ``EXIT``              returns
 ``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer
@@ -206,6 +206,7 @@ class Worker:
             + step_stats.seconds.get("compute", 0.0),
             "optimizer_seconds": step_stats.seconds.get("update", 0.0),
             "publish_wait_seconds": step_stats.seconds.get("wait", 0.0),
+            "checkpoint_seconds": step_stats.seconds.get("copy", 0.0),
         }
         broken = Counter[int]()
         for index, tokens in step_stats.broken.items():
