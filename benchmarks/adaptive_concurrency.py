@@ -26,7 +26,8 @@ import numpy as np
 from support.length_model import HEAD_SIZE, LAYERS, make_length_model
 from support.vllm_process import VllmProcess
 
-from scalerl_generator.rollouts.concurrency import Concurrency, Occupancy, cache_pressure, groups_wanted
+from scalerl_generator.rollouts.concurrency import Concurrency, cache_pressure
+from scalerl_generator.rollouts.occupancy import Occupancy, groups_wanted
 from scalerl_generator.vllm_client import VllmClient
 
 MOST, COMPLETIONS = 256, 8

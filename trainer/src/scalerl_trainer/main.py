@@ -3,14 +3,12 @@
 Exit codes:
 
 0
-    The run has finished, or SIGTERM arrived. In both cases a checkpoint is written first, except after a SIGTERM during
-    the rendezvous.
+    The run has finished, or SIGTERM arrived. In both cases a checkpoint is written first, except after a SIGTERM during the rendezvous.
 1
     Any other failure, including that the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
-    A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
-    another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
-    that is another run's.
+    A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of another model, all
+    damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to that is another run's.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -24,8 +22,7 @@ Exit codes:
 
 A step whose loss or gradient is not finite, or whose importance ratios explode, is skipped and recorded.
 
-If :mod:`scalerl_trainer.launch` starts several ranks in a pod, only ``LOCAL_RANK`` 0 listens on ``--listen``; the others
-listen on a free loopback port.
+If :mod:`scalerl_trainer.launch` starts several ranks in a pod, only ``LOCAL_RANK`` 0 listens on ``--listen``; the others listen on a free port.
 """
 
 from __future__ import annotations
@@ -118,8 +115,7 @@ _BAD_INPUT = (
 def set_on_signals(stop: threading.Event) -> None:
     """Set ``stop`` on SIGTERM and SIGINT.
 
-    Another thread sets it. A signal handler runs in the main thread, which may be inside ``stop.wait`` and hold the event's
-    lock; setting the event there would deadlock.
+    Another thread sets it: the handler runs in the main thread, which may hold the event's lock in ``stop.wait``, and would deadlock.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
