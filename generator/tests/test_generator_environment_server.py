@@ -18,7 +18,7 @@ from test_generator_episodes import MAX_TOKENS, PROMPT_IDS, Echo, ModelServer, c
 from test_generator_streams import Bench
 
 from scalerl_api.spec import PromptSpec
-from scalerl_generator.rollouts.occupancy import Occupancy
+from scalerl_generator.rollouts.occupancy import MIN_OCCUPANCY, Occupancy
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_processes.waiting import cancel
 from scalerl_tasks import Prompt
@@ -76,11 +76,15 @@ async def test_outage_is_no_occupancy(bench: Bench, tmp_path: Path) -> None:
             await episodes
     seconds = time.monotonic() - started
     assert [one.waited_seconds > 2.0 for one in streams.completions] == [True] * 4
-    parts = [one.sampling_seconds for one in streams.completions]
+    for one in streams.completions:
+        assert 0 < one.sampling_seconds <= seconds - one.waited_seconds, "no second is of both"
     occupancy, of_all = Occupancy(smoothing=1.0), Occupancy(smoothing=1.0)
     occupancy.observe_episodes(streams.completions, seconds)
-    of_all.observe(parts, seconds)
-    assert occupancy.fraction > 0.5 > of_all.fraction
+    of_all.observe([one.sampling_seconds for one in streams.completions], seconds)
+    down = max(one.waited_seconds for one in streams.completions)
+    mean = sum(one.sampling_seconds for one in streams.completions) / 4
+    assert occupancy.fraction == pytest.approx(max(MIN_OCCUPANCY, mean / (seconds - down)))
+    assert occupancy.fraction > of_all.fraction
 
 
 # A server that is stopped in this process leaves what it accepts at that moment to the collector.
