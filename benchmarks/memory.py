@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.model_size import Adapters, ModelSize
 from scalerl_api.memory.trainer_rank import peak, rank_moments
 
 WORKER = Path(__file__).parent / "support" / "memory_worker.py"
@@ -56,6 +56,7 @@ def case(stage: int, world: int, **changes: Any) -> dict[str, Any]:
         "fp32_head": True,
         "reference": False,
         "lora": None,
+        "targets": [],
         # Below the model's size, as those of a real run are.
         "bucket": 5_000_000,
         "engine": "DeepSpeed",
@@ -136,7 +137,9 @@ def estimate(settings: dict[str, Any], parameters: int) -> int:
     return peak(
         rank_moments(
             size,
-            trained=None if settings["lora"] is None else size.adapter_parameters(settings["lora"]),
+            adapters=None
+            if settings["lora"] is None
+            else Adapters(settings["lora"], tuple(settings["targets"])),
             dtype=settings["dtype"],
             zero_stage=settings["stage"],
             engine=settings["engine"],
