@@ -7,13 +7,15 @@ import os
 from collections.abc import Generator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 # On a loaded machine an example may take any time.
-settings.register_profile("untimed", settings.default, deadline=None)
+settings.register_profile(
+    "untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
 
 # These share the cluster with a node: there is one of it on a machine.
@@ -58,6 +60,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()  # nor are they visited while tests run
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The cluster with a node ends after the tests of its scope: idle, it takes 3 % of a processor. Only workers run them in a row."""
+    if not hasattr(item.config, "workerinput") or nextitem is None:
+        return
+    if scope(item.nodeid) == "node" != scope(nextitem.nodeid) and "cluster" in getattr(item, "funcargs", {}):
+        item.funcargs["cluster"].down()  # type: ignore[attr-defined]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:

@@ -3,9 +3,10 @@
     python benchmarks/checkpoint.py [--quick] [--rounds N] [--megabytes N] [--directory DIR]
 
 One rank of the engine (gloo, ZeRO 1, bfloat16) with a Llama whose checkpoint has about 1 GB. *waits* is the time in
-which the state is written, flushed, hashed and committed in line; *stops* is what training is stopped for: the copy to the host, and the
-commit once the thread has written. Rounds alternate; medians. A step is taken between two checkpoints. The first checkpoint, which
-reserves the host's memory, is shown apart. The last line is one JSON object.
+which the state is written, flushed, hashed and committed in line; *stops* is what training is stopped for: the call, the time for which the
+update of the next step waits until the state is copied to the host, and the commit once the thread has written. Rounds alternate; medians.
+The first checkpoint, which reserves the host's memory, is shown apart, and so is the time of a step with nothing beside it and of the one
+beside the copy and the begin of the write, which share the processors with it. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,19 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
     store = CheckpointStore(paths, 1, fence=fence)
     aside = CheckpointStore(paths, 1, fence=fence, removes_aside=True)
     checkpointer = Checkpointer(aside, Ranks(0, 1, 960.0), engine)
-    found: dict[str, list[float]] = {"first": [], "waits": [], "stops": [], "step": []}
+    found = defaultdict[str, list[float]](list)
+
+    def step(kind: str, number: int) -> float:
+        """Take one; returns for how long its update waited."""
+        stats = engine.step(batch(number, 64, 2, engine.config.vocab_size), Cispo(5.0))
+        assert stats.applied
+        found[kind].append(stats.seconds["total"])
+        return stats.seconds["copy"]
+
+    step("warm-up", 0)
     for number in range(2 * rounds + 1):
         kind = "first" if number == 0 else ("waits", "stops")[number % 2]
-        begin = time.perf_counter()
-        assert engine.step(batch(number, 64, 2, engine.config.vocab_size), Cispo(5.0)).applied
-        found["step"].append(time.perf_counter() - begin)
+        step("step", number)
         begin = time.perf_counter()
         if kind == "waits":
             staged = store.stage(number + 1)
@@ -74,6 +83,7 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
             continue
         assert checkpointer.start(number + 1, b"snapshot") is None
         stopped = time.perf_counter() - begin
+        stopped += step("first beside" if kind == "first" else "beside", number)
         while not checkpointer.flushed:
             time.sleep(0.01)
         begin = time.perf_counter()
@@ -101,7 +111,8 @@ def main() -> None:
         found = measure(Path(root), 100 if arguments.quick else arguments.megabytes, arguments.rounds)
     print(
         f"{found['bytes'] / 1e9:.2f} GB: waits {found['waits']:.2f} s, stops training {found['stops']:.3f} s "
-        f"({found['stops'] / found['waits']:.1%}), the first {found['first']:.3f} s; a step {found['step']:.2f} s"
+        f"({found['stops'] / found['waits']:.1%}), the first {found['first']:.3f} s; "
+        f"a step {found['step']:.2f} s, beside a copy {found['beside']:.2f} s, beside the first {found['first beside']:.2f} s"
     )
     print(json.dumps(found | {"share": found["stops"] / found["waits"]}))
 

@@ -66,7 +66,7 @@ class Learner:
     reach: float = 1.5
     """Skill at another difficulty rises by exp(-distance / reach) of it."""
     own: float = 0.0
-    """Part of the rise that is the prompt's own: nobody else has it."""
+    """Part of the rise that is the prompt's own: no other has it."""
     prerequisite: bool = False
     """The rise is multiplied by the mean pass rate one operation below."""
     forgets: float = 0.0

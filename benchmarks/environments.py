@@ -43,8 +43,8 @@ from scalerl_generator.rollouts.concurrency import Concurrency
 from scalerl_generator.rollouts.delivery import Delivery
 from scalerl_generator.rollouts.episodes import EpisodeSampler
 from scalerl_generator.rollouts.generation import RolloutGenerator
-from scalerl_generator.rollouts.kept_completions import KeptCompletions
 from scalerl_generator.rollouts.leasing import Leasing
+from scalerl_generator.rollouts.partial_completion import KeptCompletions
 from scalerl_generator.rollouts.partial_reports import PartialReports
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.rollouts.task_runtimes import TaskRuntime

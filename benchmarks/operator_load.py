@@ -53,7 +53,7 @@ from scalerl_api import operator_metric_names as metric_names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import OutlookStatus, RunStatus
 from scalerl_operator import names
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.run_metrics import RunMetrics

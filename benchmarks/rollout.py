@@ -310,7 +310,7 @@ def replayed(folder: Path, made: list[Path], temperature: float, with_suffix: bo
 
 
 def drafting(folder: Path, made: list[Path]) -> dict[str, float]:
-    """Microseconds a sequence and step with 256 sequences, and a remembered token, on one core."""
+    """Microseconds a sequence and step with 256 sequences, and a stored token, on one core."""
     epochs = asyncio.run(sampled_epochs(folder, made, 1.0))
     prompts = [np.array(prompt, np.int32) for prompt in prompts_of(folder)[:16]]
     drafter = Drafter(256, 4_000_000, 32)
@@ -338,7 +338,7 @@ def drafting(folder: Path, made: list[Path]) -> dict[str, float]:
         drafter.propose(slots[row_r], row_r, rows_rt, (begun[row_r] + step).astype(np.int32), limit_r, 0.05)
         seconds += time.process_time() - started
         drafts += len(row_r)
-    figures = {"us a sequence and step": 1e6 * seconds / drafts, "us a remembered token": 1e6 * remembering}
+    figures = {"us a sequence and step": 1e6 * seconds / drafts, "us a stored token": 1e6 * remembering}
     print(", ".join(f"{value:.1f} {name}" for name, value in figures.items()))
     return figures
 

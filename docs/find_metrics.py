@@ -20,7 +20,7 @@ from scalerl_coordinator.response_log import HistoryCounters
 from scalerl_curvefit.sidecar.metrics import Metrics as SidecarMetrics
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.server_state import BusyClock, ServerState
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.process_metrics import Metrics as OperatorMetrics
 from scalerl_trainer.metrics import Metrics as TrainerMetrics

@@ -214,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--into", type=Path, help="folder, made anew (default: dist/VERSION)")
+    parser.add_argument("--into", type=Path, help="folder, emptied first (default: dist/VERSION)")
     parser.add_argument("--registry", default="", help="push images there: registry.example.com/team")
     parser.add_argument(
         "--device", default="", choices=("", "cpu", "gpu"), help="of the images (default: gpu)"

@@ -37,9 +37,9 @@ def model_of(annotation: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("engine", get_args(EngineName))
 def test_rules_accept_what_an_engine_takes(engine: EngineName, dtype: Any) -> None:
-    library = ENGINES[engine]
+    implied = ENGINES[engine]
     for stage, offload in itertools.product(range(4), get_args(Offload)):
-        takes = stage in library.zero_stages(offload, dtype) and offload in ("None", *library.offloads)
+        takes = stage in implied.zero_stages(offload, dtype) and offload in ("None", *implied.offloads)
         trainer = {"engine": engine, "zeroStage": stage, "offload": offload, "devices": 1}
         try:
             spec = run_spec(trainer=trainer, model={"scratch": {}, "dtype": dtype})

@@ -28,7 +28,7 @@ def check_group(options: Options, world: int) -> dict[str, Any]:
 def group_of(world: int, options: Options) -> dict[str, Any]:
     import torch
 
-    from scalerl_trainer.publish.buckets import checksum_u8
+    from scalerl_api.weight_layout import tensor_checksum
     from scalerl_trainer.publish.sender_group import Store, open_group
 
     device = open_device(options)
@@ -36,7 +36,7 @@ def group_of(world: int, options: Options) -> dict[str, Any]:
     store = Store("127.0.0.1", 60.0)
     receiver = None
     if world == 2:
-        arguments = ["--receive", str(store.address.port), "--device", options.device]
+        arguments = ["--receive", str(store.port), "--device", options.device]
         arguments += ["--tiny"] if options.tiny else []
         receiver = subprocess.Popen(
             [sys.executable, str(SCRIPT), *arguments],
@@ -47,14 +47,14 @@ def group_of(world: int, options: Options) -> dict[str, Any]:
     buffer = torch.randint(0, 255, (1 << (16 if options.tiny else 26),), dtype=torch.uint8, device=device)
     begin = time.monotonic()
     try:
-        group = open_group(1, backend, world, store, device, 60.0, lambda: None)
+        group = open_group(store.join(1, backend, world, 60.0), store, device, lambda: None)
         opened = time.monotonic() - begin
         begin = clock(device)
         group.wait(group.start_broadcast(buffer, 60.0), time.monotonic() + 60, lambda: None)
         seconds = clock(device) - begin
         if receiver is not None:
             said = receiver.communicate(timeout=60)[0]
-            if f"checksum {checksum_u8(buffer)}" not in said:
+            if f"checksum {tensor_checksum(torch, buffer)}" not in said:
                 raise RuntimeError(f"the receiver said: {said[-300:]}")
         group.close()
         return {"status": "ok", "open_seconds": opened, "bytes": buffer.numel(), "seconds": seconds}
@@ -74,7 +74,7 @@ def receive(port: int, options: Options) -> None:
     import torch
     import torch.distributed
 
-    from scalerl_trainer.publish.buckets import checksum_u8
+    from scalerl_api.weight_layout import tensor_checksum
 
     c10d: Any = torch.distributed
     count = torch.cuda.device_count() if options.device == "cuda" else 0
@@ -100,4 +100,4 @@ def receive(port: int, options: Options) -> None:
     broadcast.rootRank = broadcast.rootTensor = 0
     group.broadcast([buffer], broadcast).wait()
     clock(device)
-    print(f"checksum {checksum_u8(buffer)}", flush=True)
+    print(f"checksum {tensor_checksum(torch, buffer)}", flush=True)

@@ -29,11 +29,11 @@ from scalerl_coordinator.core import Core
 from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.journaled_core import load_state
 from scalerl_coordinator.response_store import ResponseStore
 from scalerl_coordinator.samplers import TaskSamplers, make_sampler
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
-from scalerl_coordinator.state_loading import load_state
 from scalerl_tasks import Prompt, SourceError, open_task
 
 TOKEN = "secret"
@@ -213,12 +213,12 @@ def coordinator(make_process: Callable[..., Process]) -> Process:
 @pytest.fixture
 async def client(coordinator: Process) -> AsyncIterator[Client]:
     """A client of the process."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Client(session, coordinator.url, TOKEN)
 
 
 @pytest.fixture
 async def visitor(local: Local) -> AsyncIterator[Client]:
     """A client of the coordinator in this process."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Client(session, local.url, TOKEN)

@@ -21,10 +21,10 @@ from scalerl_coordinator.core import Core
 from scalerl_coordinator.disk import Disk
 from scalerl_coordinator.generator_requests import GeneratorRequests
 from scalerl_coordinator.journal import Journal
+from scalerl_coordinator.journaled_core import load_state
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.settings import Identity, Settings
 from scalerl_coordinator.state import CoordinatorState
-from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trainer_requests import TrainerRequests
 from scalerl_coordinator.transitions import apply
 

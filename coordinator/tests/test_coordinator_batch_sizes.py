@@ -71,7 +71,7 @@ def test_batch_size_change_reissues_stale_groups():
     assert (state.counts.stale, state.counts.acknowledged, state.counts.queued) == (10, 6, 6)
     assert world.push(world.member, make_group(first, version=0)) is PushResult.ACCEPTED
     assert state.closed(0)
-    assert [lease.slot for lease in world.lease(world.member, 0)] == []  # k = 1: nobody may run ahead
+    assert [lease.slot for lease in world.lease(world.member, 0)] == []  # k = 1: no generator may run ahead
 
 
 def test_batch_size_change_queues_filtered_groups_of_reopened_steps():

@@ -19,7 +19,7 @@ from scalerl_coordinator import core as core_module
 from scalerl_coordinator import generator_endpoints, journaled_core
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.journal_records import Record
-from scalerl_coordinator.prompt_sequence import SeededEpochs
+from scalerl_coordinator.sampler_interface import SeededEpochs
 from scalerl_coordinator.state import CoordinatorState
 from scalerl_tasks import PromptError, SourceError
 

@@ -28,7 +28,7 @@ from scalerl_coordinator.journal import Journal, JournalFailed, JournalRefused
 CALLS = ("rename", "open", "unlink", "write", "ftruncate", "mkdir", "rmdir", "listdir", "scandir", "stat")
 SYNCS = ("fsync", "fdatasync")
 RECORDS = 5
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 ENDS = (AttemptSuperseded, JournalFailed, JournalRefused, FileNotFoundError)
 """How one ends that was replaced: it finds that, or the folder that it writes is gone."""
 
@@ -185,14 +185,14 @@ def test_nothing_acknowledged_is_lost_wherever_the_earlier_one_stops(
         if ended := old.wait():
             break
         begun = any(root.glob("owner-*-old"))
-        told = set(old.acknowledged)
+        acknowledged = set(old.acknowledged)
         new = complete(root, attempts[1], "new", crashes=crashes)
         assert new.recovered is not None
-        assert told <= set(new.recovered)
+        assert acknowledged <= set(new.recovered)
         old.go_on()
         old._thread.join(WAIT_SECONDS)
         if begun or attempts[0] < attempts[1]:
-            complete_before = old.problem is None and told == {f"old{at}" for at in range(RECORDS)}
+            complete_before = old.problem is None and acknowledged == {f"old{at}" for at in range(RECORDS)}
             assert complete_before or isinstance(old.problem, ENDS), (calls, old.problem)
             assert set(old.acknowledged) <= set(new.recovered), "acknowledged, and unknown to the next"
             last = complete(root, attempts[2], "last")
@@ -294,7 +294,7 @@ async def test_volume_that_cannot_be_written_acknowledges_nothing(tmp_path: Path
     with pytest.raises(JournalRefused):
         await journal.durable()
     fails = False
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while journal.refusing is not None:  # noqa: ASYNC110 -- nothing announces it
             await asyncio.sleep(0.05)
     journal.append(b"s")
@@ -306,12 +306,12 @@ async def test_volume_that_cannot_be_written_acknowledges_nothing(tmp_path: Path
 
 async def test_idle_coordinator_notices_that_it_was_replaced(tmp_path: Path) -> None:
     fence = Fence.begin(tmp_path, Attempt(1, 1), "a")
-    journal, told = Journal(fence.folder, fence=fence), asyncio.Event()
-    journal.on_failure = lambda problem: told.set()
+    journal, failed = Journal(fence.folder, fence=fence), asyncio.Event()
+    journal.on_failure = lambda problem: failed.set()
     list(journal.recover())
     await journal.start()
     Fence.begin(tmp_path, Attempt(1, 2), "b")
-    await asyncio.wait_for(told.wait(), 30)
+    await asyncio.wait_for(failed.wait(), 120)
     await journal.close()
 
 

@@ -335,7 +335,8 @@ async def test_journal_writer_failure_is_reported_to_waiters(tmp_path, where):
     async with asyncio.timeout(120):
         with pytest.raises(JournalFailed if where == "write" else JournalRefused):
             await journal.durable()
-        await asyncio.sleep(0.05)
+        while not deaths:  # noqa: ASYNC110 -- nothing announces it
+            await asyncio.sleep(0.01)
         with pytest.raises(JournalFailed, match="a bug"):
             journal.check()
     assert [str(death) for death in deaths] == ["a bug"]

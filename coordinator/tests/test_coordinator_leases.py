@@ -23,8 +23,8 @@ from scalerl_coordinator.core import Refusal
 from scalerl_coordinator.journal import JournalCounters
 from scalerl_coordinator.membership import UnknownMember
 from scalerl_coordinator.metrics import Metrics
-from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.run_status import build_status
+from scalerl_coordinator.sampler_interface import SeededEpochs
 from scalerl_coordinator.shards import fill_shard
 
 

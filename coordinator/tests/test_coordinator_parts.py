@@ -16,13 +16,13 @@ from scalerl_api.metrics_fields import TASK_FIGURES
 from scalerl_coordinator import journal_records as r
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.accounting import RolloutCounts
-from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.evaluation import Evaluation, PromptResult, due, summarize
 from scalerl_coordinator.group_checks import InvalidGroup, summarize_group
+from scalerl_coordinator.journaled_core import LogicalClock
 from scalerl_coordinator.leases import LeaseBook
 from scalerl_coordinator.membership import Membership, UnknownMember, name_of, new_member_id
-from scalerl_coordinator.prompt_sequence import SeededEpochs
 from scalerl_coordinator.rewards import zero_variance
+from scalerl_coordinator.sampler_interface import SeededEpochs
 from scalerl_coordinator.shards import Item, balance
 from scalerl_coordinator.slots import (
     BatchSize,

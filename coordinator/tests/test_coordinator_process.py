@@ -63,12 +63,12 @@ async def test_process_full_disk_answers_507_and_loses_nothing(coordinator, serv
 
 async def test_process_sigterm_answers_polls_and_writes_snapshot(coordinator, serving):
     await serving.lease(serving.member, 0, 64)
-    poll = asyncio.create_task(serving.lease(serving.member, 0, 1, wait=30))
+    poll = asyncio.create_task(serving.lease(serving.member, 0, 1, wait=60))
     await asyncio.sleep(0.2)
     await serving.status()  # an answer to what was asked after the poll: the process has that, too
     started = time.monotonic()
     assert await asyncio.to_thread(coordinator.terminate) == 0
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     assert (await poll).leases == []
     assert list(coordinator.paths.journal.glob("snapshot-*"))
 
@@ -163,7 +163,7 @@ class Generator:
 
 
 class Trainer:
-    """A trainer that retries; it remembers what it trained on."""
+    """A trainer that retries; it stores what it trained on."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -209,7 +209,7 @@ async def test_process_random_kills_lose_nothing_acknowledged(coordinator, clien
     stop = asyncio.Event()
     generators = [Generator(client, f"g{i}", coordinator.digest, seed * 10 + i) for i in range(3)]
     trainer = Trainer(client)
-    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
         alive = [tasks.create_task(g.live(stop)) for g in generators]
         training = tasks.create_task(trainer.live(12))
         for _ in range(4):

@@ -218,7 +218,7 @@ def test_first_weights_get_no_lease_before_their_probe(world):
     world.hello("t2", 1)
     world.beat(later, 1)
     assert world.core.membership.members[later].version == -1, (
-        "nobody has probed it, and the next trainer will"
+        "it has not been probed, and the next trainer does so"
     )
     assert [m.name for m in world.begin_publish("t2").members] == ["later"]
     world.commit_publish("t2", [later])
@@ -315,7 +315,7 @@ def test_mismatch_sources_are_separate(world):
 
 
 def test_publish_commit_retry_counts_once(world):
-    """The answer was lost; the trainer says it again, and a coordinator that restarted hears it."""
+    """The answer was lost; the trainer repeats the report, and a coordinator that restarted receives it."""
     train(world, publish=False)
     members = [m.member_id for m in world.begin_publish("t").members]
     for value in (0.25, 0.25):

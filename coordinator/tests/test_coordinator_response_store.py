@@ -62,12 +62,12 @@ class Opened:
         options = {"identity": IDENTITY, "disk": self.disk} | options
         self.store = ResponseStore(directory, max_bytes=max_bytes, **options)
         self.store.start()
-        assert self.store.drain(20)
+        assert self.store.drain(120)
 
     def put(self, *groups: PastGroup) -> None:
         for one in groups:
             self.store.put(one)
-        assert self.store.drain(20)
+        assert self.store.drain(120)
 
     def find(self, prompt: int, digest: bytes = DIGESTS[0], task: int = 0) -> list[PastResponse]:
         blob = self.store.lookup(PromptRef(task, Split.TRAIN, prompt), digest)
@@ -183,7 +183,7 @@ def test_full_queue_drops_and_does_not_wait(tmp_path: Path) -> None:
     dropped = opened.store.counters.dropped["queue_full"]
     assert 150 < dropped < 200
     blocked.set()
-    assert opened.store.drain(20)
+    assert opened.store.drain(120)
     assert opened.store.counters.stored == 200 - dropped
     opened.close()
 
@@ -220,7 +220,7 @@ def test_idle_store_yields_to_others_on_the_volume(tmp_path: Path) -> None:
     opened = Opened(tmp_path / "history", 2**16)
     opened.put(*(group(number, number, tokens=60) for number in range(40)))
     opened.disk.volume_free = 2**30 // 20 - 1
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     counters = opened.store.counters
     # The last segment's file is gone shortly before it is no longer counted.
     while (segments(tmp_path / "history") or counters.nbytes) and time.monotonic() < deadline:

@@ -26,10 +26,9 @@ async def past(client: Client, group: wire.Group) -> list[wire.PastResponse]:
 
 async def found_for(client: Client, groups: list[wire.Group]) -> list[list[wire.PastResponse]]:
     """What is found once all groups are: they are written, and read again, beside the requests."""
-    for _ in range(500):
-        if all(found := [await past(client, group) for group in groups]):
-            break
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(120):
+        while not all(found := [await past(client, group) for group in groups]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
     return found
 
 
@@ -51,7 +50,7 @@ async def test_accepted_training_groups_are_served_by_prompt(tmp_path, serving_o
     async with aiohttp.ClientSession() as session, serving_on(tmp_path, history=store) as local:
         client = Client(session, local.url)
         groups = await served(client, local.digest)
-        assert store.drain(20)
+        assert store.drain(120)
         training = [group for group in groups if group.split is wire.Split.TRAIN]
         assert len(training) < len(groups)
         for group in training:
@@ -85,7 +84,7 @@ async def test_run_continues_when_the_history_cannot_be_written(tmp_path, servin
     async with aiohttp.ClientSession() as session, serving_on(tmp_path, history=store) as local:
         client = Client(session, local.url)
         groups = await served(client, local.digest)
-        assert store.drain(20)
+        assert store.drain(120)
         assert await past(client, groups[-1]) == []
         assert store.counters.dropped["disk"] > 0
         assert (await client.next("t", 0)).action is wire.NextAction.TRAIN

@@ -17,8 +17,7 @@ from scalerl_api.wire import NextAction, Split
 from scalerl_coordinator.accepted_group import Accepted
 from scalerl_coordinator.edge_of_competence import EdgeOfCompetence
 from scalerl_coordinator.prompt_history import RECENT_STEPS, KnownHistory, PromptHistory, Tried, tried
-from scalerl_coordinator.prompt_sequence import SeededEpochs
-from scalerl_coordinator.sampler_interface import Sampler, SamplerInput
+from scalerl_coordinator.sampler_interface import Sampler, SamplerInput, SeededEpochs
 from scalerl_coordinator.samplers import (
     DifficultyPools,
     NoPositiveResampling,

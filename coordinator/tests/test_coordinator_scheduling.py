@@ -87,7 +87,7 @@ def test_pace_is_of_groups_and_steps() -> None:
 def test_every_place_is_assigned_once(
     tokens: list[float], generators: list[tuple[int, int, float]], policy: SchedulingPolicy
 ) -> None:
-    """Until all places are assigned or nobody has room."""
+    """Until all places are assigned or no generator has room."""
     slots = [OpenSlot(slot, slot // 4, n) for slot, n in enumerate(tokens)]
     asking = [Generator(f"g{n}", *one) for n, one in enumerate(generators)]
     assigned = policy.assign(SchedulerInput(slots, asking, tokens_per_step=1000.0))

@@ -104,7 +104,7 @@ def start(paths: RunPaths, name: str, **variables: str) -> subprocess.Popen[byte
 
 def finish(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Ask it to end; what it reported last."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, (out, err)
     last: dict[str, Any] = json.loads(out.splitlines()[-1])
     return last
@@ -143,7 +143,7 @@ def record_evaluation(paths: RunPaths, version: int, prompts: int = 40) -> None:
 
 
 def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (value := found()):
         assert process.poll() is None
         assert time.monotonic() < deadline

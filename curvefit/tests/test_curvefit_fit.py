@@ -107,7 +107,7 @@ def test_interval_narrows_with_correlated_points() -> None:
 
 
 def test_fit_reports_prior_bounds() -> None:
-    """Rewards that rise straight on: neither Cmid nor A can be told, and both bounds are named."""
+    """Rewards that rise straight on: neither Cmid nor A is determined, and both bounds are named."""
     compute = np.linspace(1.0, 40.0, 40)
     fitted = cf.fit(cf.Curve(compute, 0.1 + 0.01 * compute))
     assert "A" in {edge.parameter for edge in fitted.edges}

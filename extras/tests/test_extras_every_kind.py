@@ -26,14 +26,13 @@ from scalerl_api.registry import Kind, PluginError, entry_point, installed, make
 from scalerl_api.schedule import ScheduleSpec
 from scalerl_api.source import EvaluationTaskSpec
 from scalerl_api.spec import RunSpec
-from scalerl_coordinator.scheduling import Generator, OpenSlot, SchedulerInput
-from scalerl_coordinator.scheduling.interface import SchedulingPolicy
+from scalerl_coordinator.scheduling import Generator, OpenSlot, SchedulerInput, SchedulingPolicy
 from scalerl_coordinator.tracking.sink import Sink
 from scalerl_coordinator.tracking.tracker_process import follow, open_sink
 from scalerl_coordinator.training_leases import policy_of
 from scalerl_generator.server.server_options import ServerProblem, parse, vllm_arguments
 from scalerl_lifecycle.role_containers import plan
-from scalerl_lifecycle.runtime import StoredRuntime
+from scalerl_lifecycle.runtime import Runtime
 from scalerl_lifecycle.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
 from scalerl_tasks.open_graders import grading_digest, open_episodes
@@ -77,7 +76,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     source = shutil.copytree(ROOT / "examples" / "plugin", tmp_path_factory.mktemp("source") / "plugin")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", folder, source], check=True, timeout=200, capture_output=True)
+    subprocess.run([*command, "--target", folder, source], check=True, timeout=390, capture_output=True)
     return folder
 
 
@@ -216,7 +215,7 @@ def test_drafter_reaches_the_server() -> None:
 def scalerl(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "scalerl_cli.main", *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, cwd=folder, env=dict(os.environ)
+        command, capture_output=True, text=True, timeout=390, cwd=folder, env=dict(os.environ)
     )
 
 
@@ -296,7 +295,7 @@ def test_floats_and_other_objects_are_no_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "interface"), [("schedule", SchedulingPolicy), ("tracker", Sink), ("runtime", StoredRuntime)]
+    ("kind", "interface"), [("schedule", SchedulingPolicy), ("tracker", Sink), ("runtime", Runtime)]
 )
 def test_page_names_the_attributes_of_the_interface(kind: str, interface: Any) -> None:
     page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")

@@ -314,7 +314,7 @@ def test_opgraph_random_access_is_deterministic():
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=300,
             env=os.environ | {"PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
@@ -442,7 +442,7 @@ async def test_open_task_of_op_graph_section():
     spec = TaskSpec.model_validate(
         {
             "plugin": {"name": "opgraph", "parameters": section_ | {"size": 300}},
-            "verifier": {"name": "opgraph-strict", "memory": "256Mi", "timeoutSeconds": 2},
+            "verifier": {"name": "opgraph-strict", "memory": "256Mi", "timeoutSeconds": 120},
             "heldOut": {"size": 20},
         }
     )

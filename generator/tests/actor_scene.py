@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import aiohttp
 import numpy as np
 from actor_stand_ins import CoordinatorStandIn, Generator, GeneratorProcesses, TrainerSide, until, write_run
 
+from scalerl_api import endpoints
 from scalerl_api.load import load_run
 from scalerl_tasks.sources import open_task
 
@@ -37,6 +39,20 @@ class Scene:
         url = self.generator.server_url + "/stand-in"
         async with self.session.request("POST" if failure else "GET", url, json=failure or None) as response:
             return dict(await response.json())
+
+    async def shows(self, *metrics: str) -> None:
+        """Wait until the actor's metrics have these lines."""
+        async with asyncio.timeout(120):
+            text = ""
+            while not all(line in text for line in metrics):
+                await asyncio.sleep(0.01)
+                _, text = await self.get(endpoints.METRICS)
+
+    async def held(self, tokens: int) -> None:
+        """Wait until the fake server has decoded so many tokens."""
+        async with asyncio.timeout(120):
+            while (await self.server())["tokens"] < tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def member(self, known: int = 0) -> None:
         """Wait until the actor has registered more than ``known`` times and is ready."""

@@ -169,7 +169,7 @@ class CoordinatorStandIn:
                 completions=4,
                 max_tokens=32,
                 temperature=1.0,
-                remaining_seconds=60.0,
+                remaining_seconds=600.0,
                 policy_version=0,
             )
             self._offered += 1
@@ -330,7 +330,7 @@ class Generator:
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    async def exit_code(self, seconds: float = 15.0) -> int:
+    async def exit_code(self, seconds: float = 240.0) -> int:
         """As the process would exit; what ended it is logged."""
         assert self._task is not None
         try:
@@ -364,7 +364,7 @@ class GeneratorProcesses(Generator):
     async def kill_server(self) -> None:
         assert self.server is not None
         self.server.kill()
-        await asyncio.to_thread(self.server.wait, 10)
+        await asyncio.to_thread(self.server.wait, 120)
 
     async def start_actor(self) -> None:
         argv = [sys.executable, "-m", "scalerl_generator.actor", "--server", self.server_url]
@@ -385,7 +385,7 @@ class GeneratorProcesses(Generator):
     def log(self) -> str:
         return (self.directory / "actor.log").read_text()
 
-    async def exit_code(self, seconds: float = 15.0) -> int:
+    async def exit_code(self, seconds: float = 240.0) -> int:
         assert self.actor is not None
         return await asyncio.to_thread(self.actor.wait, seconds)
 
@@ -393,7 +393,7 @@ class GeneratorProcesses(Generator):
         for process in (self.actor, self.server):
             if process is not None and process.poll() is None:
                 process.kill()
-                await asyncio.to_thread(process.wait, 10)
+                await asyncio.to_thread(process.wait, 120)
 
 
 def role_environment(directory: Path, name: str, coordinator_url: str) -> dict[str, str]:
@@ -436,12 +436,12 @@ class TrainerSide:
             rank=1,
             world_size=2,
             backend="gloo",
-            timeout_seconds=5.0,
+            timeout_seconds=120.0,
         )
         return await self.post(endpoints.WEIGHTS_JOIN, message, Ack)
 
     async def receive(
-        self, epoch: int, version: int, timeout_seconds: float = 5.0, files: WeightFiles | None = None
+        self, epoch: int, version: int, timeout_seconds: float = 120.0, files: WeightFiles | None = None
     ) -> Any:
         message = WeightReceive(
             epoch=epoch,

@@ -12,9 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from scalerl_api.weight_layout import lay_out, trailer
+from scalerl_api.weight_layout import lay_out, tensor_checksum, trailer
 from scalerl_api.wire import TensorSpec
-from scalerl_generator.weights.checksum import checksum_u8
 
 
 def main() -> None:
@@ -30,7 +29,7 @@ def main() -> None:
     group = dist.ProcessGroupGloo(dist.PrefixStore(f"scalerl-{epoch}", store), 0, 2, options)
     group.allreduce([torch.ones(1)]).wait()
     buffer = torch.zeros(first.total_bytes, dtype=torch.uint8)
-    words = trailer(version, first.index, checksum_u8(buffer[: first.payload_bytes]))
+    words = trailer(version, first.index, tensor_checksum(torch, buffer[: first.payload_bytes]))
     buffer[first.payload_bytes :].view(torch.int64).copy_(torch.tensor(words))
     how = dist.BroadcastOptions()
     how.rootRank = 0

@@ -50,4 +50,4 @@ def walk(seed: int, steps: int) -> None:
         for slot, limit in zip(stepping, limit_r, strict=True):
             assert 0 <= drafted_s[slot] <= min(limit, most)
             draft = draft_sd[slot, : drafted_s[slot]]
-            assert ((draft >= 0) & (draft < vocabulary)).all(), "a draft of tokens that nobody said"
+            assert ((draft >= 0) & (draft < vocabulary)).all(), "a draft of tokens that no response has"

@@ -37,6 +37,7 @@ class Engine:
     def __init__(self, folder: Path, dtype: str) -> None:
         from vllm import LLM
 
+        gc.freeze()  # what is imported; the collection of `close` would visit it each time
         self.llm: Any = LLM(
             str(folder),
             dtype=dtype,
@@ -183,4 +184,5 @@ if __name__ == "__main__":
         env["PYTHONPATH"] = os.pathsep.join(sys.path)
         os.execve(sys.executable, [sys.executable, __file__, *sys.argv[1:]], env)
     assert BUCKET_BYTES
+    gc.disable()  # for imports; `close` collects
     main()

@@ -74,6 +74,8 @@ class Server:
         """The next answers of a join: it opens for a while."""
         self.fetches: list[dict[str, Any]] = []
         """The next answers of a fetch."""
+        self.tokens = 0
+        """Decoded so far, one for all completions of a request."""
         self.layers = 0
         """Of a mixture of experts whose choices are reported; 0 for none."""
         self.breaks: list[tuple[int, str]] = []
@@ -105,7 +107,7 @@ class Server:
             texts = [prompt[:1] * params["max_tokens"] for _ in texts]
         if body.get("stream"):
             return await self.stream(request, texts, params)
-        choices = self.choices(texts, params, await self.decode(max(len(t) for t in texts)))
+        choices = self.choices(texts, params, await self.decode(0, max(len(t) for t in texts)))
         return web.json_response({"choices": choices})
 
     async def stream(
@@ -119,7 +121,7 @@ class Server:
         fails, how = self.breaks.pop(0) if self.breaks else (longest, "")
         while sent < longest:
             end = min(longest, 1 if sent == 0 else sent + params["stream_interval"])
-            versions += await self.decode(min(end, fails) - sent)
+            versions += await self.decode(sent, min(end, fails))
             if fails < end:
                 if how == "error":
                     await response.write(b'data: {"error": {"message": "the engine is ill"}}\n\n')
@@ -179,11 +181,15 @@ class Server:
             np.save(file, np.array(rows, np.uint16).reshape(-1, self.layers, 2))
             return base64.b64encode(file.getvalue()).decode()
 
-    async def decode(self, tokens: int) -> list[str]:
+    async def decode(self, begin: int, end: int) -> list[str]:
+        """The versions of these tokens. With a ``hold`` among the failures, no request gets beyond so many."""
         versions: list[str] = []
-        for _ in range(tokens):
+        for at in range(begin, end):
+            while at >= self.failure.get("hold", end):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             await self.running.wait()
             versions.append(self.version)
+            self.tokens += 1
             if self.seconds_per_token:
                 await asyncio.sleep(self.seconds_per_token)
         return versions
@@ -256,6 +262,7 @@ class Server:
             "requests": self.requests,
             "running": self.running.is_set(),
             "version": self.version,
+            "tokens": self.tokens,
         }
         return web.json_response(seen)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
@@ -16,6 +17,7 @@ from scalerl_api.wire import Group, Lease, PromptRef, Split
 from scalerl_generator.coordinator_client import CoordinatorClient
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration
+from scalerl_generator.rollouts import leasing
 from scalerl_generator.rollouts.concurrency import Concurrency
 from scalerl_generator.rollouts.delivery import Delivery
 from scalerl_generator.rollouts.episodes import Grading
@@ -72,7 +74,7 @@ class Hands:
         self.leasing = Leasing(*parts, concurrency=concurrency, per_group=4, release_seconds=0.5)
 
     def take(
-        self, name: str, generate: Callable[[Grow], Awaitable[None]], slot: int = 0, seconds: float = 60.0
+        self, name: str, generate: Callable[[Grow], Awaitable[None]], slot: int = 0, seconds: float = 600.0
     ) -> None:
         self.maker.generators[name] = generate
         lease = Lease(
@@ -86,7 +88,7 @@ class Hands:
             remaining_seconds=seconds,
             policy_version=0,
         )
-        self.leasing._start_lease(lease, "m1", time.monotonic())
+        self.leasing._start_lease(lease, "m1", leasing.time.monotonic())
 
     async def served(self) -> None:
         await until(lambda: not self.leasing._held)
@@ -103,6 +105,24 @@ async def hands() -> AsyncIterator[Hands]:
         yield hands
         for task in hands.leasing._releases:
             task.cancel()
+
+
+@pytest.fixture
+async def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only when nothing can run, at once: no lease ends because the machine is slow."""
+    loop: Any = asyncio.get_running_loop()
+    now, select = loop.time(), loop._selector.select
+
+    def jump(timeout: float | None) -> Any:
+        nonlocal now
+        events = select(None if timeout is None else 0)
+        if not events and timeout:
+            now += timeout
+        return events
+
+    monkeypatch.setattr(loop._selector, "select", jump)
+    monkeypatch.setattr(loop, "time", lambda: now)
+    monkeypatch.setattr(leasing, "time", SimpleNamespace(monotonic=lambda: now))
 
 
 async def refuse(_: Grow) -> None:
@@ -166,6 +186,7 @@ async def test_leasing_raises_if_every_slot_fails(hands: Hands, begun: bool) -> 
     assert isinstance(hands.failure, GenerationFailed)
 
 
+@pytest.mark.usefixtures("jumping_clock")
 async def test_lease_continues_while_grading_progresses(hands: Hands) -> None:
     async def generate(_: Grow) -> None:
         await asyncio.sleep(0)
@@ -179,6 +200,7 @@ async def test_lease_continues_while_grading_progresses(hands: Hands) -> None:
     assert hands.membership._progress["3"] >= 15, "heartbeats tell the coordinator"
 
 
+@pytest.mark.usefixtures("jumping_clock")
 async def test_lease_continues_while_steps_of_its_pool_progress(hands: Hands) -> None:
     """Episodes wait for a step of others, made one at a time, and for the reply after it, behind others' tokens."""
     pool, first = asyncio.Lock(), asyncio.Event()
@@ -211,6 +233,7 @@ async def test_lease_continues_while_steps_of_its_pool_progress(hands: Hands) ->
     assert hands.membership._progress["3"] >= 15, "heartbeats tell the coordinator"
 
 
+@pytest.mark.usefixtures("jumping_clock")
 async def test_step_that_hangs_ends_its_lease(hands: Hands) -> None:
     async def play(on_tokens: Grow) -> None:
         with hands.maker.grading["stuck"]():

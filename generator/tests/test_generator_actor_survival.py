@@ -21,7 +21,7 @@ from test_generator_actor_coordinator import Coordinator, Trainer
 
 from scalerl_api.load import load_run
 from scalerl_api.wire import Member, StepReport
-from scalerl_coordinator.prompt_sequence import SeededEpochs
+from scalerl_coordinator.sampler_interface import SeededEpochs
 from scalerl_tasks.sources import open_task
 
 VICTIMS = ["coordinator", "actor", *["trainer"] * 2, *["server"] * 3, *["grader"] * 3]

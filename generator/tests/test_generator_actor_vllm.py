@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scalerl_api import endpoints
 from scalerl_api.load import load_run
-from scalerl_api.weight_layout import lay_out, trailer
+from scalerl_api.weight_layout import lay_out, tensor_checksum, trailer
 from scalerl_api.wire import (
     Ack,
     Group,
@@ -45,7 +45,6 @@ from scalerl_api.wire import (
     WeightReceive,
     WeightReceived,
 )
-from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_tasks.sources import open_task
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -128,7 +127,7 @@ class Sender:
             for slot in bucket.slots:
                 flat = parameters[slot.tensor.name].detach().contiguous().view(-1).view(torch.uint8)
                 buffer[slot.offset : slot.offset + len(flat)] = flat
-            words = trailer(version, bucket.index, checksum_u8(buffer[: bucket.payload_bytes]))
+            words = trailer(version, bucket.index, tensor_checksum(torch, buffer[: bucket.payload_bytes]))
             buffer[bucket.payload_bytes :].view(torch.int64).copy_(torch.tensor(words))
             self._group.broadcast([buffer]).wait()
 

@@ -28,9 +28,9 @@ from vllm_with_updates import (
 
 from scalerl_api.weight_layout import lay_out
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.weights.merged_lora import merged_weights
 from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import UpdateFailed
+from scalerl_generator.weights.vllm_weight_engine import merged_weights
 
 RANK, SCALE = 2, 2.0
 PROBE = [int(t) for t in np.random.default_rng(3).integers(2, 64, 60)]

@@ -48,7 +48,7 @@ class Own:
 """
 MASKED = {
     "raises": "RuntimeError: no luck (own.py, line 8)",
-    "hangs": "took longer than 1 s and was killed",
+    "hangs": "took longer than 2 s and was killed",
     "no message": "returned no message, and the episode is not done; return a message, or done=True",
     "another type": "returned dict; return a scalerl_tasks.environments.protocol.Step",
     "none": "returned NoneType; return a",
@@ -82,7 +82,7 @@ async def bench() -> AsyncIterator[Bench]:
 def pool(folder: Path) -> GradingPool:
     (folder / "own.py").write_text(CLASS)
     config = EnvironmentConfig(python=PythonFunction("Own", str(folder / "own.py")))
-    return GradingPool(VerifierConfig("environment", environment=config), timeout_seconds=1.0)
+    return GradingPool(VerifierConfig("environment", environment=config), timeout_seconds=2.0)
 
 
 async def test_each_fault_ends_its_own_episodes(bench: Bench, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_process_ends_while_an_archive_is_written(archive: Path, tmp_path: Path)
         "s = c.begin_store(Path(sys.argv[1]), Path(sys.argv[2])); s.join(0.2); assert s.is_alive()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, archive, tmp_path / "a"], timeout=60, capture_output=True, check=True
+        [sys.executable, "-c", program, archive, tmp_path / "a"], timeout=300, capture_output=True, check=True
     )
     assert done.stderr == b""
     assert not archive.exists()

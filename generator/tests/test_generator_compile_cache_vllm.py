@@ -107,4 +107,4 @@ def test_second_pod_does_not_compile_again(tmp_path: Path) -> None:
     assert f"files of {stored[0].name} in" in text
     assert again == libraries
     print(f"start of the engine: {first:.1f} s, with the archive {second:.1f} s")
-    assert second < 0.7 * first
+    assert "vLLM compiles" not in text

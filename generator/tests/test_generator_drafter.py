@@ -169,6 +169,7 @@ def test_drafter_random_walk(seed: int) -> None:
     walk(seed, 300)
 
 
+@pytest.mark.timeout(900)
 def test_drafter_stays_within_its_arrays(pytestconfig: pytest.Config) -> None:
     """The random walk, compiled with checked indices: otherwise it would read and write elsewhere."""
     # Kept from run to run, apart from what is compiled without checks: numba would take the one for the other.
@@ -182,7 +183,6 @@ def test_drafter_stays_within_its_arrays(pytestconfig: pytest.Config) -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert done.returncode == 0, done.stderr
 

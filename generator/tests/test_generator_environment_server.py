@@ -115,7 +115,7 @@ async def test_episodes_are_those_of_a_server_that_is_not_killed(
 
     serving_task = asyncio.create_task(serve())
     turns: list[int] = []
-    async with ServerGrader(EnvironmentServer(url, timeout_seconds=30.0, sessions=6), TIMINGS) as grader:
+    async with ServerGrader(EnvironmentServer(url, timeout_seconds=120.0, sessions=6), TIMINGS) as grader:
         environment, slots = EnvironmentGrader(grader), asyncio.Semaphore(6)
 
         async def episode(number: int) -> None:

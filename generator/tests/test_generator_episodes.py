@@ -37,9 +37,8 @@ from scalerl_coordinator.group_checks import InvalidGroup, check_partials
 from scalerl_coordinator.partials import PartialStore
 from scalerl_generator.rollouts.completion_streams import CompletionStreams
 from scalerl_generator.rollouts.episodes import EpisodeSampler
-from scalerl_generator.rollouts.kept_completions import KeptCompletions
 from scalerl_generator.rollouts.occupancy import Occupancy
-from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_completion import KeptCompletions, PartialCompletion
 from scalerl_generator.rollouts.partial_reports import UnusablePartials, _report, read_partials
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.server_state import BusyClock
@@ -82,7 +81,7 @@ class ModelServer(stand_in_vllm.Server):
         texts: list[list[int]] = [reply] * params["n"]
         if body.get("stream"):
             return await self.stream(request, texts, params)
-        return web.json_response({"choices": self.choices(texts, params, await self.decode(len(reply)))})
+        return web.json_response({"choices": self.choices(texts, params, await self.decode(0, len(reply)))})
 
     def choices(self, texts: list[Any], params: dict[str, Any], versions: list[str]) -> list[dict[str, Any]]:
         choices = super().choices(texts, params, versions)
@@ -129,7 +128,7 @@ class Slow(Echo):
 
     async def steps(self, *given: Any, **named: Any) -> list[Graded]:
         self.asked.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
         return []
 
 
@@ -479,7 +478,8 @@ async def test_lost_server_and_weight_update_keep_episodes(bench: Bench, codec: 
             streams = bench.streams(ids, 4, max_tokens=MAX_TOKENS)
             streams.completions = begun or streams.completions
             task = asyncio.create_task(sampler(bench, codec, environment).sample(streams, PROMPT))
-            await asyncio.sleep(0.02)
+            made = streams.completions
+            await until(lambda t=task, made=made: t.done() or any(c.tokens for c in made))
             if task.done() or begun is not None:
                 await task
                 break

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_generator.rollouts.repetition import (
+from scalerl_generator.rollouts.group_packing import (
     MAX_PATTERN_TOKENS,
     MIN_LOOP_TOKENS,
     MIN_REPEATS,

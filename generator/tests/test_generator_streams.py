@@ -21,8 +21,7 @@ from scalerl_api.wire import MASKED, Lease, PromptRef, Split
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.rollouts.completion_streams import CompletionStreams, ServerLost, sample_plain
-from scalerl_generator.rollouts.kept_completions import KeptCompletions
-from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_completion import KeptCompletions, PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient
@@ -147,10 +146,10 @@ async def test_versions_of_broken_stream_are_never_too_new(bench: Bench) -> None
     truth: list[str] = []
     decode = bench.server.decode
 
-    async def recorded(tokens: int) -> list[str]:
+    async def recorded(begin: int, end: int) -> list[str]:
         versions = []
-        for _ in range(tokens):
-            versions += await decode(1)
+        for at in range(begin, end):
+            versions += await decode(at, at + 1)
         truth.extend(versions)
         return versions
 

@@ -304,13 +304,12 @@ async def test_score_waits_for_a_teacher_that_answers_nobody(
     waited: list[str] = []
     server.status = status
     scoring = asyncio.create_task(teacher.score([5], [sampled(6)], lambda: waited.append(teacher.problem)))
-    await until(lambda: len(server.scored) > 1)
+    await until(lambda: len(server.scored) > 1 and len(waited) > 5)  # the lease is kept alive
     assert not scoring.done()
     assert f"HTTP {status}: not now" in teacher.problem
     server.status = 200
     assert [logprobs.tolist() for logprobs in await scoring] == [[-1 / 8]]
     assert teacher.problem == ""
-    assert len(waited) > 5, "the lease was not kept alive"
     text = metrics.text().decode()
     assert "scalerl_actor_teacher_tokens_total 1.0" in text
     # The last two that were asked for are a probe, and the completion.
@@ -361,7 +360,7 @@ async def test_completion_that_fails_while_others_are_answered_raises(
     poisoned = [asyncio.create_task(teacher.score([5], [sampled(9)], lambda: None)) for _ in range(requests)]
     other = asyncio.create_task(teacher.score([5], [sampled(6)], lambda: None))
     await until(lambda: len(server.scored) > 20 * requests)
-    assert not any(task.done() for task in [*poisoned, other]), "the teacher answers nobody"
+    assert not any(task.done() for task in [*poisoned, other]), "the teacher answers no request"
     server.status = 200
     await asyncio.wait_for(other, 120)
     for failed in await asyncio.wait_for(asyncio.gather(*poisoned, return_exceptions=True), 120):
@@ -452,11 +451,14 @@ async def test_teacher_that_accepts_requests_and_answers_none_is_a_problem(
     server.answering = asyncio.Event()
     scoring = asyncio.create_task(teacher.score([5], [sampled(*[6] * 9)], lambda: None))
     await until(lambda: "no answer in" in teacher.problem)
-    await until(lambda: len(limits) == 4)
+    await until(lambda: len(limits) >= 4)
     assert not scoring.done()
     # 10 tokens at 100 a second, and twice as long after each attempt.
-    assert limits == pytest.approx([0.3, 0.6, 1.2, 2.4])
-    assert "scalerl_actor_teacher_failures_total 3.0" in metrics.text().decode()
+    assert limits[:4] == pytest.approx([0.3, 0.6, 1.2, 2.4])
+    assert metrics.registry.get_sample_value("scalerl_actor_teacher_failures_total") in (
+        len(limits) - 1,
+        len(limits),
+    )
     server.answering.set()
     (found,) = await asyncio.wait_for(scoring, 120)
     assert len(found) == 9
@@ -614,7 +616,7 @@ async def test_actor_ends_while_groups_wait_for_the_teacher(scene: Scene, signal
         scene.generator.terminate()
     else:
         coordinator.stop = True
-    assert await scene.generator.exit_code(40.0) == 0
+    assert await scene.generator.exit_code() == 0
     assert not coordinator.groups
     assert sum(len(release.lease_ids) for release in coordinator.releases) == 2
 
@@ -647,7 +649,7 @@ async def test_completions_waiting_for_the_teacher_are_scored_whole(tmp_path: Pa
                 await first.kill_actor()
             else:
                 first.terminate()
-                assert await first.exit_code(40.0) == 0
+                assert await first.exit_code() == 0
             assert not coordinator.groups
             saved = coordinator.partials.nbytes // 8
             coordinator.reassign()

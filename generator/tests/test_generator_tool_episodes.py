@@ -76,7 +76,7 @@ class ScriptedServer(ModelServer):
             reply.logprobs.append(logprob)
         if body.get("stream"):
             return await self.stream(request, [reply], params)
-        return web.json_response({"choices": self.choices([reply], params, await self.decode(len(reply)))})
+        return web.json_response({"choices": self.choices([reply], params, await self.decode(0, len(reply)))})
 
 
 @pytest.fixture

@@ -152,10 +152,10 @@ async def test_client_errors_are_typed(serve: Serve) -> None:
     assert not await client.health(timeout_seconds=0.05)
     with pytest.raises(ServerDown, match=r"no answer in 0\.05 s"):
         await client.call("POST", "/resume", {}, 0.05)
-    nobody = VllmClient("http://127.0.0.1:9", "secret")
+    absent = VllmClient("http://127.0.0.1:9", "secret")
     with pytest.raises(ServerDown):
-        await nobody.pause()
-    await nobody.close()
+        await absent.pause()
+    await absent.close()
 
 
 async def test_client_names_the_limit_that_passed(serve: Serve) -> None:
@@ -232,7 +232,7 @@ def test_client_raises_vllm_errors_only() -> None:
 
 
 RECEIVE = WeightReceive(
-    epoch=1, version=4, tensors=[TensorSpec("w", "float32", [2])], bucket_bytes=64, timeout_seconds=1
+    epoch=1, version=4, tensors=[TensorSpec("w", "float32", [2])], bucket_bytes=64, timeout_seconds=120
 )
 
 

@@ -199,7 +199,7 @@ def engine():
 
 if __name__ == "__main__":
     multiprocessing.get_context("spawn").Process(target=engine).start()
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -213,7 +213,7 @@ def test_spawned_engine_dies_with_server(tmp_path: Path) -> None:
         server.kill()
         deadline = time.monotonic() + 120
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while engine.read_bytes():  # empty of a zombie that nobody has waited for
+            while engine.read_bytes():  # empty of a zombie that no process has waited for
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
 

@@ -23,11 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
-from scalerl_api.weight_layout import lay_out, trailer
+from scalerl_api.weight_layout import lay_out, tensor_checksum, trailer
 from scalerl_api.wire import GroupJoin, TensorSpec, WeightReceive
 from scalerl_generator.server.require_token import TOKEN_VARIABLE
 from scalerl_generator.vllm_client import VllmClient
-from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_generator.weights.update_reports import FetchReport
 from scalerl_trainer.publish.weight_folders import VolumeFolder
@@ -182,7 +181,7 @@ class Sender:
             for slot in bucket.slots:
                 flat = tensors[slot.tensor.name].detach().contiguous().view(-1).view(torch.uint8)
                 buffer[slot.offset : slot.offset + len(flat)] = flat
-            words = trailer(version, bucket.index, checksum_u8(buffer[: bucket.payload_bytes]))
+            words = trailer(version, bucket.index, tensor_checksum(torch, buffer[: bucket.payload_bytes]))
             buffer[bucket.payload_bytes :].view(torch.int64).copy_(torch.tensor(words))
             if bucket.index == damaged_bucket:
                 buffer[5] ^= 1

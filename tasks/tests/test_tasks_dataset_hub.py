@@ -61,7 +61,7 @@ def read(hub, cache, cases, **environ):
         "HF_ENDPOINT": hub.url if hub is not None else "http://127.0.0.1:9",
         "HF_HOME": str(cache),
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_ETAG_TIMEOUT": "2",
+        "HF_HUB_ETAG_TIMEOUT": "60",
         **environ,
     }
     done = subprocess.run(
@@ -70,7 +70,7 @@ def read(hub, cache, cases, **environ):
         | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

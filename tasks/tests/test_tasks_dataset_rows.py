@@ -5,8 +5,7 @@ import random
 import pytest
 from dataset_files import VERL, opened
 
-from scalerl_tasks import JsonlError, JsonlRowsError, SourceError
-from scalerl_tasks.dataset import table_source as dataset_source
+from scalerl_tasks import JsonlError, JsonlRowsError, SourceError, repeats
 
 
 def problems(tmp_path, rows, **fields):
@@ -204,12 +203,12 @@ def test_dataset_bad_rows_are_counted_and_the_first_listed(tmp_path):
     assert "100 of 100 rows cannot be used (100 type of answer); the first: " in summary
 
 
-def test_seen_is_a_set():
+def test_keys_of_repeats_are_a_set():
     rng = random.Random(1)
     keys = [rng.randrange(1, 6000).to_bytes(8) for _ in range(20_000)]
-    seen, expected = dataset_source._Seen(), set()
+    found, expected = repeats._KeySet(), set()
     for key in keys:
-        assert seen.add(key) is (key not in expected)
+        assert found.add(key) is (key not in expected)
         expected.add(key)
 
 

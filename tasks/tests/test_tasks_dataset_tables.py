@@ -40,6 +40,17 @@ def test_dataset_in_the_cache_follows_the_file(tmp_path, monkeypatch):
     assert open_dataset(path, tmp_path / "run").digest == cached.digest
 
 
+def test_dataset_in_the_cache_of_an_earlier_release_is_checked(tmp_path, monkeypatch):
+    write_lines(tmp_path / "d.jsonl", [{"prompt": "p", "answer": "1", "split": "test"}])
+    misspelt = spec(str(tmp_path / "d.jsonl"), filter={"where": ["spilt != 'test'"]})
+    with monkeypatch.context() as earlier:
+        earlier.setattr(dataset_source.Mapper, "check_all", lambda self: None)
+        earlier.setattr(dataset_source, "_CACHE_VERSION", 1)
+        assert len(open_dataset(misspelt)) == 1
+    with pytest.raises(SourceError, match="no row has 'spilt'; did you mean 'split'"):
+        open_dataset(misspelt)
+
+
 def test_dataset_table_that_is_cut_off_is_refused(tmp_path):
     opened(tmp_path, [{"prompt": "p", "answer": "1"}])
     (table,) = (tmp_path / "data").glob("*.rows")

@@ -86,7 +86,7 @@ async def test_lasting_failures_do_not_keep_the_gate_shut(groups: int) -> None:
     assert gate.problem
     assert not any(group.done() for group in playing)
     out = False
-    for group in await asyncio.wait_for(asyncio.gather(*playing), 5):
+    for group in await asyncio.wait_for(asyncio.gather(*playing), 120):
         assert sum(one.error is None for (one,) in group) == 12
     for at in range(MAX_FAILURES):
         await play(gate, f"good-{at}")
@@ -106,17 +106,17 @@ async def test_episodes_of_an_environment_that_fails_wait_until_it_works() -> No
     for at in range(EPISODES - 1):
         await play(gate, f"bad-{at}")
     waiting = asyncio.create_task(play(gate, "good", "bad-a", "bad-b", on_graded=keep))
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(120):
+        while kept < 3 or environment.tries.get("bad-a", 0) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     assert not waiting.done()
     assert gate.problem.startswith("the environment game.py:Game failed in ")
     assert gate.problem.endswith(f"of the last {EPISODES} episodes: KeyError: 'db'")
     assert [one.error for one in await play(gate, "good-2")] == [None]
-    assert kept > 2
     broken = False
     found = await asyncio.wait_for(waiting, 120)
     assert [one.verdict for one in found] == [Verdict(1.0)] * 3
     assert environment.tries["good"] == 1, "only what failed is tried again"
-    assert environment.tries["bad-a"] > 2
     assert gate.problem != "", "three episodes are no half"
     for at in range(MAX_FAILURES):
         await play(gate, f"good-{at}")

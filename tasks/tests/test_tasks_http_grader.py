@@ -121,7 +121,7 @@ async def _slow(rows: list[dict[str, Any]]) -> web.Response:
         (lambda rows: web.json_response({"rewards": []}), "answered something else"),
         (lambda rows: web.Response(text='{"scores": [NaN]}'), "answered something else"),
         (lambda rows: scores([0.5] * (len(rows) + 1)), "answered 3 scores for 2 completions"),
-        (_slow, "did not answer 2 completions within 0.2 s; raise verifier.timeoutSeconds"),
+        (_slow, "did not answer 2 completions within 0.5 s; raise verifier.timeoutSeconds"),
         (lambda rows: web.Response(body=b" " * (3 << 20)), "the answer has more than"),
     ],
     ids=["500", "401", "redirect", "html", "keys", "nan", "too many", "slow", "large"],
@@ -133,7 +133,10 @@ async def test_service_that_fails_makes_groups_wait(handler, says, caplog):
         nonlocal calls
         calls += 1
 
-    async with serving() as (service, url), grading(url, timeout_seconds=0.2) as grader:
+    async with (
+        serving() as (service, url),
+        grading(url, timeout_seconds=0.5 if handler is _slow else 120) as grader,
+    ):
         service.handler = handler
         group = asyncio.create_task(grader.score_group(PROMPT, ["4", "5"], on_graded=waits))
         while not (grader.problem and calls > 3):

@@ -16,7 +16,7 @@ def modules_after(code: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     return set(json.loads(result.stdout.splitlines()[-1]))
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl_tasks import JsonlError, JsonlSource, SourceError
+from scalerl_api.dataset_source import DatasetSource as DatasetSpec
+from scalerl_tasks import JsonlError, JsonlSource, SourceError, open_dataset
+from scalerl_tasks.dataset.table_source import description
 from scalerl_tasks.jsonl import MAX_LINE_BYTES
 
 GOOD = b'{"prompt": "2 + 2 =", "answer": "4"}\n'
@@ -104,9 +106,8 @@ BAD = [
         3,
         None,
         "id",
-        "'q' is already the id of line 1",
+        "'q' is also the id of an earlier line",
     ),
-    (GOOD + b'{"prompt": "x", "answer": "4"}\n' + GOOD, 3, None, None, "the same as on line 1"),
 ]
 
 
@@ -126,8 +127,34 @@ def test_jsonl_reports_position_of_error(tmp_path, content, line, column, field,
 def test_jsonl_reports_first_repeated_id(tmp_path):
     rows = [{"prompt": f"p{i}", "answer": "a", "id": f"i{i % 700}"} for i in range(1000)]
     path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    with pytest.raises(JsonlError, match=r"line 701, field 'id': 'i0' is already the id of line 1"):
+    with pytest.raises(JsonlError, match=r"line 701, field 'id': 'i0' is also the id of an earlier line"):
         JsonlSource(path)
+
+
+def test_jsonl_drops_repeated_prompts(tmp_path):
+    """As a data set does: the later row goes, whatever its answer and id. A warm start keeps each solution of a prompt."""
+    rows = [
+        {"prompt": "p", "answer": "1", "solution": "s", "id": "a"},
+        {"prompt": "q", "answer": "1"},
+        {"prompt": "p", "answer": "2", "id": "b"},
+        {"prompt": "p", "answer": "1", "solution": "t", "id": "c"},
+        {"prompt": "q", "answer": "1", "id": "a"},
+    ]
+    path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    task, dataset = JsonlSource(path), open_dataset(DatasetSpec(files=["d.jsonl"]), tmp_path)
+    for source in (task, dataset):
+        assert [(source[i].text, source[i].answer) for i in range(len(source))] == [("p", "1"), ("q", "1")]
+        assert description(source)[-2:] == [
+            "3 rows dropped as duplicates of an earlier prompt",
+            "1 row of these with another answer",
+        ]
+    warm, dataset = (
+        JsonlSource(path, solutions=True),
+        open_dataset(DatasetSpec(files=["d.jsonl"]), tmp_path, solutions=True),
+    )
+    for source in (warm, dataset):
+        assert [source[i].solution for i in range(len(source))] == ["s", None, None, "t"]
+        assert description(source)[-1] == "1 row dropped as duplicates of an earlier prompt"
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
@@ -169,7 +196,14 @@ def test_jsonl_closes_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-@given(st.lists(st.tuples(st.text(min_size=1), st.text(min_size=1)), min_size=1, max_size=20, unique=True))
+@given(
+    st.lists(
+        st.tuples(st.text(min_size=1), st.text(min_size=1)),
+        min_size=1,
+        max_size=20,
+        unique_by=lambda row: row[0],
+    )
+)
 def test_jsonl_round_trip(tmp_path_factory, rows):
     rows = [(p, a) for p, a in rows if p.strip() and a.strip()] or [("p", "a")]
     content = "\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows).encode()

@@ -183,10 +183,10 @@ async def test_each_wrong_result_has_one_message_and_the_others_are_graded():
         "high": "gave 2, which is not in [0, 1] (verifier.range), for the prompt row-7",
         "huge": "(int) for the prompt row-7; not a number",
         "die": "the grader by project_rewards.py:score of the prompt row-7 died 2 times",
-        "slow": "grading by project_rewards.py:score of the prompt row-7 took longer than 1 s",
+        "slow": "grading by project_rewards.py:score of the prompt row-7 took longer than 3 s",
         "memory": "grading needed more than",
     }
-    found = await graded(function("score"), ROW, ["4", *wrong, "none", "5", "4"], timeout_seconds=1.0)
+    found = await graded(function("score"), ROW, ["4", *wrong, "none", "5", "4"], timeout_seconds=3.0)
     first, *bad, none, other, last = found
     assert (first, other, last) == (Graded(Verdict(1.0)), Graded(Verdict(0.0)), Graded(Verdict(1.0)))
     assert none == Graded(None, "not applicable: the verifier gave None")
@@ -200,10 +200,9 @@ async def test_children_of_a_function_end_with_its_grader():
     before = set(_children_named("sleep"))
     found = await graded(function("score"), ROW, ["child"], timeout_seconds=1.0)
     assert "took longer" in (found[0].error or "")
-    left = set(_children_named("sleep")) - before
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    async with asyncio.timeout(120):  # what was killed may take a moment to end
+        while set(_children_named("sleep")) - before:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def _children_named(name: str) -> list[int]:

@@ -57,12 +57,12 @@ class Count(Replayed):
 
     class Game:
         def __init__(self, of: Count) -> None:
-            self.of, self.heard = of, list[str]()
+            self.of, self.actions = of, list[str]()
 
         def step(self, action: str) -> Any:
-            self.heard.append(action)
-            done = len(self.heard) == 5
-            return SimpleNamespace(observations=["|".join(self.heard)], reward=0.1, done=done)
+            self.actions.append(action)
+            done = len(self.actions) == 5
+            return SimpleNamespace(observations=["|".join(self.actions)], reward=0.1, done=done)
 
         def close(self) -> None:
             self.of.closed += 1

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_processes import wait_until
 
 from scalerl_tasks.errors import VerifierError
 from scalerl_tasks.programs.verifier import CodeConfig, CodeVerifier
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMITS = Limits(cpu_seconds=1, memory_bytes=256 << 20, output_bytes=1 << 16, threads=16)
+PATIENT = replace(LIMITS, cpu_seconds=120)
+"""Of what has to end in its own way, however slow the machine is."""
 SECRET = "the-token-of-the-run"
 
 # What a program may try, and what it may not print after that. `call` makes a system call by its number.
@@ -225,7 +228,7 @@ def sandbox() -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALERL_TOKEN", SECRET)
         with _many_descriptors():
-            one = Sandbox.start(LIMITS)
+            one = Sandbox.start(PATIENT)
         yield one
         one.close()
 
@@ -234,7 +237,7 @@ def sandbox() -> Iterator[Sandbox]:
 def without_namespaces() -> Iterator[Sandbox]:
     """As in a restricted pod, whose runtime refuses namespaces."""
     with _many_descriptors():
-        one = Sandbox.start(LIMITS, namespaces=False)
+        one = Sandbox.start(PATIENT, namespaces=False)
     assert not one.namespaces
     yield one
     one.close()
@@ -299,7 +302,7 @@ def test_program_reaches_nothing_outside(
         .replace("{{", "{")
         .replace("}}", "}")
     )
-    result = one.run(program, "", 5)
+    result = one.run(program, "", 120)
     assert result.output.startswith("began"), result
     assert "ESCAPED" not in result.output, result.output
     assert SECRET not in result.output
@@ -310,7 +313,7 @@ def test_program_reaches_nothing_outside(
 @pytest.mark.parametrize("what", EXHAUSTING)
 def test_program_ends_at_its_limits(without_namespaces: Sandbox, what: str) -> None:
     program, words = EXHAUSTING[what]
-    limit = 0.5 if "took" in words else 10.0
+    limit = 0.5 if "took" in words else 120.0
     started = time.monotonic()
     result = without_namespaces.run(program, "", limit)
     seconds = time.monotonic() - started
@@ -320,16 +323,16 @@ def test_program_ends_at_its_limits(without_namespaces: Sandbox, what: str) -> N
     assert seconds < limit + 60
     assert not _programs()
     # The next program finds a clean folder, and its own share of everything.
-    assert without_namespaces.run("import os\nprint(os.listdir('.'), input())", "in", 5).output == "[] in\n"
+    assert without_namespaces.run("import os\nprint(os.listdir('.'), input())", "in", 120).output == "[] in\n"
 
 
 @pytest.mark.parametrize("what", ["disk", "ten thousand files", "sparse files"])
 def test_files_are_limited_by_the_file_system(sandbox: Sandbox, what: str) -> None:
     if not sandbox.namespaces:
         pytest.skip("no namespaces here")
-    result = sandbox.run(EXHAUSTING[what][0], "", 5)
+    result = sandbox.run(EXHAUSTING[what][0], "", 120)
     assert result.problem == "exited with status 1"
-    assert sandbox.run("import os\nprint(os.listdir('.'))", "", 5).output == "[]\n"
+    assert sandbox.run("import os\nprint(os.listdir('.'))", "", 120).output == "[]\n"
 
 
 def test_files_that_come_and_go_do_not_end_the_launcher(without_namespaces: Sandbox) -> None:
@@ -339,7 +342,7 @@ def test_files_that_come_and_go_do_not_end_the_launcher(without_namespaces: Sand
         "    open('x', 'w').close(); os.listdir('.'); os.remove('x')\nprint(len(input()))"
     )
     size = 15 << 20
-    assert without_namespaces.run(program, "x" * size, 10) == ScriptResult(f"{size}\n")
+    assert without_namespaces.run(program, "x" * size, 120) == ScriptResult(f"{size}\n")
 
 
 def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespaces: Sandbox) -> None:
@@ -354,7 +357,7 @@ def test_program_has_a_folder_and_the_runtime(sandbox: Sandbox, without_namespac
     )
     wanted = "x ['b']\n6 typing.List[int] deque([1]) 2 6\nthread\nasync line\n3 True\n"
     for one in (sandbox, without_namespaces):
-        assert one.run(program, "line\n", 10) == ScriptResult(wanted)
+        assert one.run(program, "line\n", 120) == ScriptResult(wanted)
 
 
 def test_folder_is_not_mounted_over_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,12 +372,11 @@ def test_folder_is_not_mounted_over_the_runtime(tmp_path: Path, monkeypatch: pyt
 
 
 CALLER = """
-import sys, threading
 from scalerl_tasks.sandbox.confinement import MAX_DESCRIPTORS, Limits
 from scalerl_tasks.sandbox.sandbox import Sandbox
 one = Sandbox.start(Limits(), namespaces=False)
-threading.Timer(0.3, print, ("running",), {"flush": True}).start()
-one.run("import time\\ntime.sleep(60)", "", 60)
+print("started", flush=True)
+one.run("import time\\ntime.sleep(3600)", "", 3600)
 """
 
 
@@ -383,15 +385,11 @@ def test_programs_end_with_the_caller(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", CALLER], stdout=subprocess.PIPE, env=environment) as caller:
         assert caller.stdout is not None
-        assert caller.stdout.readline() == b"running\n"
-        assert _programs(tmp_path)
+        assert caller.stdout.readline() == b"started\n"
+        wait_until(lambda: _programs(tmp_path))
         assert list(tmp_path.iterdir())
         caller.kill()
-    deadline = time.monotonic() + 10
-    while (_programs(tmp_path) or any(tmp_path.iterdir())) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _programs(tmp_path)
-    assert not list(tmp_path.iterdir())
+    wait_until(lambda: not _programs(tmp_path) and not any(tmp_path.iterdir()))
 
 
 # --- tests cannot be forged --------------------------------------------------------------------------------
@@ -472,13 +470,19 @@ def test_program_cannot_forge_its_result(verifier: CodeVerifier, forger: str, su
     assert not _programs()
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[CodeVerifier]:
+    with CodeVerifier(CodeConfig("All", PATIENT, seconds=120)) as one:
+        yield one
+
+
 @pytest.mark.parametrize("suite", SUITES)
-def test_right_program_passes(verifier: CodeVerifier, suite: str) -> None:
+def test_right_program_passes(patient: CodeVerifier, suite: str) -> None:
     """The tests above fail for what the programs do, not for the tests."""
     answer, metadata = SUITES[suite]
     two = 5 if suite == "check" else [1, 2]
     program = f"def f(x): return 'WANTED' if x == 1 else {two}"
-    assert verifier.score(Prompt("p", "", answer, metadata=metadata), program).score == 1
+    assert patient.score(Prompt("p", "", answer, metadata=metadata), program).score == 1
 
 
 def test_program_cannot_forge_a_comparison() -> None:
@@ -489,7 +493,7 @@ def test_program_cannot_forge_a_comparison() -> None:
                 assert verifier.score(prompt, program).score == 0, forger
 
 
-def test_objects_of_the_program_can_be_used(verifier: CodeVerifier) -> None:
+def test_objects_of_the_program_can_be_used(patient: CodeVerifier) -> None:
     """Arithmetic gives objects, and membership is what they iterate over."""
     program = (
         "class V:\n    def __init__(s, *x): s.x = x\n    def __mul__(s, k): return V(*(k * y for y in s.x))\n"
@@ -503,7 +507,7 @@ def test_objects_of_the_program_can_be_used(verifier: CodeVerifier) -> None:
         "assert 4 in V(3, 4) and 5 not in V(3, 4)",
         *CLOSE,
     ]
-    assert verifier.score(Prompt("p", "", json.dumps(tests)), program).score == 1
+    assert patient.score(Prompt("p", "", json.dumps(tests)), program).score == 1
 
 
 RAW = """import json, os, struct, time

@@ -65,9 +65,13 @@ def prometheus() -> str:
     return _debian("prometheus")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def control_plane() -> Iterator[Cluster]:
-    """A real API server with its controllers; its nodes are not real, so that pods become ready and run nothing."""
+    """A real API server with its controllers; its nodes are not real, so that pods become ready and run nothing.
+
+    Each of the few modules that use it has one of its own, which costs a start; one that a worker kept until the end of all tests
+    would take 2 % of a processor.
+    """
     from stage import own_control_plane
 
     with own_control_plane(unreal_nodes=2) as cluster:

@@ -79,7 +79,7 @@ class LiveOperator:
     log: Path
 
     def get(self, path: str) -> str:
-        with direct.open(self.url + path, timeout=5) as answer:
+        with direct.open(self.url + path, timeout=120) as answer:
             return answer.read().decode()
 
     def refused(self) -> list[str]:
@@ -146,7 +146,7 @@ class CurveFit:
         """The status of its answer."""
         request = urllib.request.Request(self.url + path, data=body, method="POST")
         try:
-            with direct.open(request, timeout=20) as answer:
+            with direct.open(request, timeout=120) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as refused:
             return refused.code

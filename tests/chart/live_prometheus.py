@@ -38,7 +38,7 @@ class Prometheus:
         aside.rename(self.targets)
 
     def get(self, path: str, **query: str) -> Any:
-        with direct.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=20) as answer:
+        with direct.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=120) as answer:
             said = json.loads(answer.read())
         assert said["status"] == "success", said
         return said["data"]

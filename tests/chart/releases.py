@@ -25,7 +25,7 @@ class Helm:
     env: Mapping[str, str]
     namespace: str
 
-    def __call__(self, *words: str, seconds: float = 380.0) -> str:
+    def __call__(self, *words: str, seconds: float = 900.0) -> str:
         """What helm printed; HelmError with what it said instead."""
         done = subprocess.run(
             [self.program, "--namespace", self.namespace, *words],

@@ -187,7 +187,7 @@ def tenant(control_plane: Cluster, helm: str, tmp_path_factory: pytest.TempPathF
     yield found
     control_plane.kubectl("delete", "namespace", TENANT, OTHER, "--wait=false")
     for obj in reversed(made):
-        control_plane.kubectl("delete", obj["kind"], obj["metadata"]["name"], "--timeout=180s")
+        control_plane.kubectl("delete", obj["kind"], obj["metadata"]["name"], "--timeout=500s")
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -234,7 +234,7 @@ def test_change_is_judged_and_the_number_of_runs_is_limited(tenant: Tenant, cont
     until(taken, 120, lambda: tenant.create({}))
     until(
         lambda: "exceeded quota" in tenant.create({}, name="second"),
-        60,
+        120,
         lambda: tenant.create({}, name="second"),
     )
 
@@ -272,7 +272,7 @@ def test_change_is_judged_and_the_number_of_runs_is_limited(tenant: Tenant, cont
             return False
         return True
 
-    until(by_the_operator, 60, lambda: refusals[-1])
+    until(by_the_operator, 120, lambda: refusals[-1])
     assert not any("ValidatingAdmissionPolicy" in refusal for refusal in refusals)
     # Such a run may still lose its finalizer.
     control_plane.kubectl(
@@ -315,7 +315,7 @@ def test_author_of_runs_may_not_create_pods(tenant: Tenant, control_plane: Clust
         except KubectlError:
             return False
 
-    until(lambda: may("create", "scalerlruns.scalerl.dev"), 60, lambda: "ada may not create runs")
+    until(lambda: may("create", "scalerlruns.scalerl.dev"), 120, lambda: "ada may not create runs")
     for verb, what in (
         *(("create", kind) for kind in ("pods", "jobs.batch", "secrets", "rolebindings.rbac.authorization.k8s.io", "pods/exec")),
         *(("get", "secrets"), ("patch", "resourcequotas"), ("delete", "networkpolicies.networking.k8s.io")),

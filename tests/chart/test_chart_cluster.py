@@ -105,7 +105,7 @@ def test_kubeconform_finds_nothing_unknown(control_plane, helm, kubeconform, nam
 
 
 def test_pods_are_admitted_under_restricted_pod_security(control_plane, release):
-    notes = release("install", RELEASE, str(CHART), "--wait", "--timeout", "300s")
+    notes = release("install", RELEASE, str(CHART), "--wait", "--timeout", "600s")
     assert "manages the runs in all namespaces" in notes
     assert f"helm -n {release.namespace} test {RELEASE}" in notes
     pods = control_plane.get("pods", "-n", release.namespace, "-l", "app.kubernetes.io/component=operator")

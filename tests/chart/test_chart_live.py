@@ -51,8 +51,8 @@ def live(
     finally:
         release("uninstall", RELEASE)
         control_plane.kubectl("delete", "namespace", "research", "--wait=false")
-        control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
-        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=180s")
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=500s")
+        control_plane.kubectl("delete", "namespace", "research", "--ignore-not-found", "--timeout=500s")
 
 
 def succeed(cluster: Cluster, selector: str, namespace: str) -> bool:
@@ -126,12 +126,12 @@ def test_chart_permissions_suffice_for_a_whole_run(control_plane, live):
     control_plane.kubectl("patch", RUNS, NAME, "-n", here, "--type=merge", "-p", suspend)
     at_work = {"Service", "StatefulSet", "Deployment", "Job", "PodDisruptionBudget"}
 
-    def at_rest() -> bool:
-        # Nobody drains a run whose trainer runs nothing: what its pods would do, they have done.
+    def is_suspended() -> bool:
+        # The test drains no run whose trainer runs nothing: what its pods would do, they have done.
         succeed(control_plane, "app.kubernetes.io/component=trainer", here)
         return not at_work & there(control_plane, here)
 
-    until(at_rest, 120, state)
+    until(is_suspended, 120, state)
     assert {"ConfigMap", "Secret", "PersistentVolumeClaim", "NetworkPolicy"} <= there(control_plane, here)
 
     control_plane.kubectl("delete", RUNS, NAME, "-n", here, "--wait=false")
@@ -142,3 +142,30 @@ def test_chart_permissions_suffice_for_a_whole_run(control_plane, live):
     needed = {(verb, kind) for kind, verbs in NEEDED.items() for verb in verbs}
     assert needed - ELSEWHERE <= live.used() <= needed
     assert "Traceback" not in live.tail()
+
+
+def test_operator_starts_without_a_deleted_namespace_and_takes_it_up_again(helm, control_plane, tmp_path):
+    for name in (NAMESPACE, "research", "gone"):
+        control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    values = ["--set", "watchNamespaces={research,gone}", "--set", "rbac.aggregateToUsers=false"]
+    release = Helm(helm, control_plane.env, NAMESPACE)
+    release("install", RELEASE, str(CHART), "--set", "replicas=0", *values)
+    (deployment,) = (obj for obj in render(helm, *values) if obj["kind"] == "Deployment")
+    kubeconfig = as_account(control_plane, NAMESPACE, RELEASE, tmp_path, "-n", "research")
+    control_plane.kubectl("delete", "namespace", "gone", "--timeout=180s")
+    try:
+        with operator(deployment, kubeconfig, NAMESPACE, tmp_path / "log", SCALERL_SIDECAR_URL="") as live:
+            assert "gone was deleted, or lacks the chart's Role" in live.log.read_text()
+            assert live.refused()
+            control_plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "gone"}})
+            release("upgrade", RELEASE, str(CHART), "--set", "replicas=0", *values)
+            control_plane.apply(RUN, namespace="gone")
+            until(lambda: there(control_plane, "gone"), 180, live.tail)
+            control_plane.kubectl("delete", RUNS, NAME, "-n", "gone", "--wait=false")
+            until(lambda: not control_plane.get(RUNS, "-n", "gone")["items"], 120, live.tail)
+    finally:
+        release("uninstall", RELEASE)
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
+        control_plane.kubectl(
+            "delete", "namespace", "research", "gone", "--ignore-not-found", "--timeout=180s"
+        )

@@ -31,7 +31,7 @@ def test_every_query_reads_what_exists(asked):
     available = set(TARGET_LABELS)
     for selector in read:
         known = KNOWN | FROM_PROMETHEUS
-        assert selector.metric in known, f"{selector.metric} is measured by nobody: {asked.expr}"
+        assert selector.metric in known, f"{selector.metric} is not measured: {asked.expr}"
         own = set(known[selector.metric]) | TARGET_LABELS
         if selector.metric.endswith("_bucket"):
             own.add("le")

@@ -79,7 +79,7 @@ def test_helm_installs_it_from_a_registry(helm, control_plane, packaged, registr
     (tmp_path / "pulled").mkdir()
     client("pull", *of, "-d", str(tmp_path / "pulled"))
     assert (tmp_path / "pulled" / packaged.name).read_bytes() == packaged.read_bytes()
-    client("install", "scalerl", *of, "--wait", "--timeout", "300s")
+    client("install", "scalerl", *of, "--wait", "--timeout", "600s")
     try:
         (release,) = json.loads(client("list", "--output", "json"))
         assert (release["chart"], release["app_version"]) == (NAME, METADATA["appVersion"])

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from scalerl_coordinator.decisions import DecisionLog
 if TYPE_CHECKING:
     from testcluster import Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.local, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.local, pytest.mark.timeout(2400)]
 RUNS = "scalerlruns.scalerl.dev"
 RUN, HERE = "small", "measured"
 LATE, NEVER = "late", "never"
@@ -42,6 +43,8 @@ LATE, NEVER = "late", "never"
 STEPS = 12
 WINDOW = "5m"
 START_SECONDS = 420.0
+LATE_SECONDS = 120.0
+"""Prometheus asks every second and waits no longer: what a busy process answers too late is missing until it is asked again."""
 CURVE = msgspec.json.encode(
     wire.FitRequest(
         points=wire.Points(
@@ -211,14 +214,14 @@ def live_operator(
                 train(control_plane, name, coordinator, state)
             until(lambda: made.get("/metrics").count("run_forecast_tokens{") == 2, 180, state)
             yield made
-        # Nobody drains them: without the operator, and without its finalizer, they are gone at once.
+        # They are not drained: without the operator, and without its finalizer, they are gone at once.
         for name in (RUN, LATE):
             without = json.dumps({"metadata": {"finalizers": None}})
             control_plane.kubectl("patch", RUNS, name, "-n", HERE, "--type=merge", "-p", without)
-            control_plane.kubectl("delete", RUNS, name, "-n", HERE, "--timeout=180s")
+            control_plane.kubectl("delete", RUNS, name, "-n", HERE, "--timeout=500s")
     finally:
         release("uninstall", RELEASE)
-        control_plane.kubectl("delete", "crd", RUNS, "--timeout=180s")
+        control_plane.kubectl("delete", "crd", RUNS, "--timeout=500s")
 
 
 @pytest.fixture(scope="module")
@@ -293,13 +296,14 @@ def put(asked: Asked, namespace: str) -> str:
 @pytest.mark.parametrize("asked", dashboards(), ids=lambda asked: asked.where)
 def test_every_panel_shows_something(scraped, asked):
     namespace = NAMESPACE if asked.where.startswith("operator") else HERE
-    series = scraped.query(put(asked, namespace))
-    excuse = next((why for metric, why in EMPTY.items() if metric in asked.expr), None)
-    if excuse is not None and not series:
-        return
-    assert series, f"nothing for {asked.expr}"
-    values = [float(s["value"][1]) for s in series]
-    assert any(math.isfinite(value) for value in values), f"{values} for {asked.expr}"
+    expr = put(asked, namespace)
+    excused = any(metric in asked.expr for metric in EMPTY)
+
+    def shows() -> bool:
+        series = scraped.query(expr)
+        return any(math.isfinite(float(s["value"][1])) for s in series) or (excused and not series)
+
+    until(shows, LATE_SECONDS, lambda: f"{scraped.query(expr)} for {asked.expr}")
 
 
 def test_every_alert_reads_existing_metrics(scraped):
@@ -310,7 +314,8 @@ def test_every_alert_reads_existing_metrics(scraped):
         assert rule["health"] == "ok", f"{name}: {rule.get('lastError')}"
     for asked in alerts():
         for selector in selectors(asked.expr):
-            assert scraped.query(f"count({selector.metric})"), f"{asked.where}: no {selector.metric}"
+            found, where = f"count({selector.metric})", asked.where
+            until(partial(scraped.query, found), LATE_SECONDS, f"{where}: nothing for {found}".format)
 
 
 def test_healthy_run_has_no_critical_alert(scraped):
@@ -323,10 +328,13 @@ def test_healthy_run_has_no_critical_alert(scraped):
 
 
 def test_every_target_is_scraped_without_an_error(scraped):
-    targets = scraped.get("targets")["activeTargets"]
     jobs = {"scalerl-run", "scalerl-operator", "scalerl-curvefit"}
-    assert {t["labels"]["job"] for t in targets} == jobs
-    assert [t["lastError"] for t in targets if t["health"] != "up"] == []
+    assert {t["labels"]["job"] for t in scraped.get("targets")["activeTargets"]} == jobs
+
+    def errors() -> list[str]:
+        return [t["lastError"] for t in scraped.get("targets")["activeTargets"] if t["health"] != "up"]
+
+    until(lambda: not errors(), LATE_SECONDS, lambda: str(errors()))
 
 
 def test_empty_panels_have_a_known_reason(scraped):
@@ -340,22 +348,25 @@ def test_empty_panels_have_a_known_reason(scraped):
 )
 def test_alert_is_raised_for_the_run_that_it_is_about_and_no_other(scraped, name):
     (asked,) = (asked for asked in alerts() if asked.where == f"alert {name}")
-    assert {series["metric"]["run"] for series in scraped.query(asked.expr)} == {LATE}
-    raised = [
-        alert["labels"]["run"]
-        for alert in scraped.get("alerts")["alerts"]
-        if alert["labels"]["alertname"] == name
-    ]
-    assert raised == [LATE], "pending, or firing"
+
+    def about() -> tuple[set[str], list[str]]:
+        """The runs of which the expression is true now, and those of which it is pending or firing."""
+        now = {series["metric"]["run"] for series in scraped.query(asked.expr)}
+        alerts = scraped.get("alerts")["alerts"]
+        return now, [a["labels"]["run"] for a in alerts if a["labels"]["alertname"] == name]
+
+    until(lambda: about() == ({LATE}, [LATE]), LATE_SECONDS, lambda: str(about()))
 
 
 def test_run_that_cannot_start_is_shown_until_it_is_deleted(scraped, control_plane):
     about = f'{{__name__=~"scalerl_operator_run_.*", run="{NEVER}"}}'
+    until(lambda: scraped.query(about), LATE_SECONDS, lambda: f"nothing for {about}")
     (phase,) = (s["metric"] for s in scraped.query(about) if s["metric"]["__name__"].endswith("_phase"))
     assert (phase["phase"], phase["reason"]) == ("Pending", "ReferenceNotFound")
-    control_plane.kubectl("delete", RUNS, NEVER, "-n", HERE, "--timeout=180s")
+    control_plane.kubectl("delete", RUNS, NEVER, "-n", HERE, "--timeout=500s")
     until(lambda: not scraped.query(about), 120, lambda: str(scraped.query(about)))
-    assert scraped.query(f'scalerl_operator_run_phase{{run="{LATE}"}}')
+    late = f'scalerl_operator_run_phase{{run="{LATE}"}}'
+    until(lambda: scraped.query(late), LATE_SECONDS, lambda: f"nothing for {late}")
 
 
 def test_columns_of_kubectl_get(scraped, control_plane):

@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 def say(what: str, seconds: float, bound: float) -> None:
-    """A figure for whoever reads the log. The bound is a quiet machine's; a busy one may take four times as long."""
+    """A figure for the log. The bound is a quiet machine's; a busy one may take four times as long."""
     print(f"measured: {what}: {seconds:.1f} s (bound {bound:.0f} s)", flush=True)
     assert seconds < 4 * bound, what
 
@@ -52,18 +52,25 @@ def chart(cluster: Cluster, images: dict[str, str]) -> Iterator[None]:
         values["images"][role] = {"repository": repository, "tag": tag}
     command = ["upgrade", "--install", "scalerl", str(ROOT / "charts/scalerl"), "-n", OPERATORS]
     helm(
-        cluster, *command, "--create-namespace", "--wait", "--timeout=5m", "-f", "-", stdin=json.dumps(values)
+        cluster,
+        *command,
+        "--create-namespace",
+        "--wait",
+        "--timeout=10m",
+        "-f",
+        "-",
+        stdin=json.dumps(values),
     )
     try:
         yield
     finally:
-        helm(cluster, "uninstall", "scalerl", "-n", OPERATORS, "--wait", "--timeout=2m")
+        helm(cluster, "uninstall", "scalerl", "-n", OPERATORS, "--wait", "--timeout=5m")
 
 
 def helm(cluster: Cluster, *words: str, stdin: str | None = None) -> str:
     """What helm printed."""
     argv = [str(tool("helm")), *words]
-    done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=400, env=cluster.env)
+    done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=900, env=cluster.env)
     assert done.returncode == 0, f"helm {' '.join(words)}: {done.stderr}"
     return done.stdout
 

@@ -37,7 +37,7 @@ async def is_reported(cluster: Any, at: Stage, case: Case) -> Object:
         at.now += 1.0  # some problems are diagnosed only after a while
         return said(run, case.condition).get("reason") == case.reason
 
-    run = await at.reconcile_until(reported, name="invalid", times=900)
+    run = await at.reconcile_until(reported, name="invalid")
     condition = said(run, case.condition)
     assert condition["status"] == "False", condition
     assert case.says in condition["message"], condition

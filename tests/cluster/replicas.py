@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from asyncio.sslproto import SSLProtocolState
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from scalerl_operator.kube import connection
 from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.manifests.scope import Images
 from scalerl_operator.settings import Settings
+
+LONG_LEASE_SECONDS = 90
+"""A machine that stands still for a while does not end an operator's lead."""
+_ENDING = (SSLProtocolState.FLUSHING, SSLProtocolState.SHUTDOWN)
 
 
 def config_map(namespace: str, name: str, run: str | None = "r", **data: str) -> Object:
@@ -71,7 +76,14 @@ async def running(operator: main.Operator) -> AsyncIterator[main.Operator]:
         operator.stop()
         await asyncio.wait_for(task, 120)
         # kopf does not wait until the API server has acknowledged the end of its TLS connections.
-        await asyncio.sleep(0.25)
+        await until(lambda: not _connections_that_end())
+
+
+def _connections_that_end() -> list[object]:
+    """This event loop's TLS connections that are closed and still wait for the other side."""
+    transports = list(asyncio.get_running_loop()._transports.values())  # type: ignore[attr-defined]
+    found = [t for t in transports if t._sock is not None]
+    return [t for t in found if t.is_closing() or getattr(t.get_protocol(), "_state", None) in _ENDING]
 
 
 def noting(reconciled: list[Key]) -> main.MakeReconcile:
@@ -89,10 +101,19 @@ def noting(reconciled: list[Key]) -> main.MakeReconcile:
 
 
 async def an_operator(
-    served: Cluster, namespace: str, reconciled: list[Key], identity: str = "test", **timings: float
+    served: Cluster,
+    namespace: str,
+    reconciled: list[Key],
+    identity: str = "test",
+    *,
+    lease_seconds: int = LONG_LEASE_SECONDS,
+    **timings: float,
 ) -> main.Operator:
+    """lease_seconds: for how long it leads without a renewal."""
     chosen = settings(served, namespace, identity)
-    return main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(reconciled), **timings)
+    made = main.Operator(chosen, await connection.load(chosen.kubeconfig), noting(reconciled), **timings)
+    made.leader.duration_seconds = lease_seconds
+    return made
 
 
 async def asked(operator: main.Operator, path: str) -> tuple[int, str]:
@@ -133,7 +154,7 @@ async def leader(among: list[Replica], seconds: float = 120.0) -> Replica:
             if await each.holder() == each.identity:
                 return each
         await asyncio.sleep(0.1)
-    raise AssertionError(f"nobody leads: {[(each.identity, each.said) for each in among]}")
+    raise AssertionError(f"no replica leads: {[(each.identity, each.said) for each in among]}")
 
 
 async def follow(among: list[Replica], first: Replica, seconds: float = 120.0) -> None:
@@ -183,7 +204,7 @@ async def replica(
 
 async def _answer(host: str, port: int, path: str) -> tuple[int, str]:
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
         session.get(f"http://{host}:{port}{path}") as answer,
     ):
         return answer.status, await answer.text()

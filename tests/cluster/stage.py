@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -25,12 +26,13 @@ from testcluster import Cluster, KubectlError, MissingError, start_control_plane
 
 from scalerl_api import endpoints, wire
 from scalerl_coordinator.decisions import DecisionLog
+from scalerl_operator.controller.coordinator_poller import Timings
 from scalerl_operator.controller.pod_views import LOST_SECONDS
 from scalerl_operator.controller.reconcile import Reconciler
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.errors import decode
+from scalerl_operator.kube.errors import AlreadyExists, Conflict, decode
 from scalerl_operator.kube.kinds import kind_of
 from scalerl_operator.kube.transport import Call
 from scalerl_operator.manifests.scope import Images
@@ -41,6 +43,8 @@ WATCHED = (
     *("ScaleRLRun", "ConfigMap", "Service", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job"),
     *("NetworkPolicy", "PodDisruptionBudget", "Pod"),
 )
+PATIENT_SECONDS = 120.0
+"""Timeout of the operator's requests: tests are not about a machine that is slow."""
 _addresses = (
     # Derived from the process id, so that concurrent test runs have different addresses.
     f"127.{1 + os.getpid() % 250}.{a}.{b}"
@@ -121,7 +125,7 @@ class Coordinator:
         async def status(request: web.Request) -> web.Response:
             self.asked += 1
             if self.silent:
-                await asyncio.sleep(30)
+                await asyncio.sleep(3600)
             if self.token and request.headers["authorization"] != f"Bearer {self.token}":
                 said = wire.Problem(
                     error="unauthorized", message="the run's bearer token is missing or wrong"
@@ -172,9 +176,12 @@ class Stage:
         self._own = own  # the test's own requests are not counted
         self.now, self.stepped = 0.0, 0.0
         """Seconds by which time has passed, and by which the operator's wall clock alone was set."""
+        self.stopped: float | None = None
+        """Unix seconds at which that clock stands but for these: else a slow machine adds its own."""
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.leads, self.namespaced = True, False
         self.lost_seconds = LOST_SECONDS
+        self.answer_seconds = PATIENT_SECONDS
         self.writes_left: int | None = None
         """Number of writes after which the operator is interrupted at any point of a reconcile; None: no limit."""
         self.coordinator = Coordinator()
@@ -195,9 +202,16 @@ class Stage:
             namespaced=self.namespaced,
             background=False,
             lost_seconds=self.lost_seconds,
+            poll_timings=Timings(answer=self.answer_seconds),
             clock=self.clock,
             monotonic=lambda: time.monotonic() + self.now,
         )
+
+    def silence(self, silent: bool) -> None:
+        """Whether the coordinator answers no request: only then does the operator give up after a second."""
+        self.coordinator.silent, self.answer_seconds = silent, 1.0 if silent else PATIENT_SECONDS
+        for poller in self.reconciler.coordinators._pollers.values():
+            poller.client._timeout_seconds = self.answer_seconds
 
     def may_write(self) -> bool:
         """The operator's fence, called before each of its writes."""
@@ -208,7 +222,7 @@ class Stage:
         return True
 
     def clock(self) -> float:
-        return time.time() + self.now + self.stepped
+        return (time.time() if self.stopped is None else self.stopped) + self.now + self.stepped
 
     async def reconcile(self, name: str = "tiny-addition") -> float | None:
         """Update the state that watches and pollers maintain, then reconcile once."""
@@ -228,7 +242,7 @@ class Stage:
 
     async def account(self) -> None:
         """Wait until a controller has created the namespace's service account, without which pods are refused."""
-        words = ("wait", "serviceaccount/default", "-n", self.namespace, "--for=create", "--timeout=180s")
+        words = ("wait", "serviceaccount/default", "-n", self.namespace, "--for=create", "--timeout=500s")
         await asyncio.to_thread(self.kubectl, *words)
 
     async def watch(self) -> None:
@@ -242,11 +256,13 @@ class Stage:
             self.cache.forget_missing(kind, present, version)
 
     async def reconcile_until(
-        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 600
+        self, until: Callable[[Object], bool], name: str = "tiny-addition", times: int = 1200
     ) -> Object:
         """Reconcile until ``until`` holds for the run, at most ``times`` times; returns the run."""
         for _ in range(times):
-            await self.reconcile(name)
+            # A controller may be first, as the garbage collector: the operator's queue tries again, too.
+            with contextlib.suppress(AlreadyExists, Conflict):
+                await self.reconcile(name)
             run = await self._own.get("ScaleRLRun", self.namespace, name)
             if run is None or until(run):
                 return run or {}
@@ -436,9 +452,10 @@ async def stage_in(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()
     async with AsyncExitStack() as stack:
-        fenced = KubeApi(configuration, on_call=calls.called, fence=lambda: there.may_write())
+        patient = functools.partial(KubeApi, configuration, timeout=PATIENT_SECONDS)
+        fenced = patient(on_call=calls.called, fence=lambda: there.may_write())
         api = await stack.enter_async_context(fenced)
-        own = await stack.enter_async_context(KubeApi(configuration))
+        own = await stack.enter_async_context(patient())
         there = Stage(api, own, calls, namespace, cluster.kubectl)
         await stack.enter_async_context(there.coordinator.serving())
         try:

@@ -9,8 +9,8 @@ import json
 import pytest
 from stage import Object, Stage, condition, tiny
 
+from scalerl_operator.controller.apply import SEARCH_SECONDS
 from scalerl_operator.controller.coordinator_poller import CHECK_SECONDS
-from scalerl_operator.controller.stray_pods import SEARCH_SECONDS
 from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster

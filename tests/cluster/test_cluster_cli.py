@@ -19,7 +19,7 @@ from testcluster import Cluster
 
 from scalerl_api.curve import curve_csv
 from scalerl_cli.main import main
-from scalerl_operator.controller import ended_run_record
+from scalerl_operator.controller import run_object
 from scalerl_operator.kube import errors
 from scalerl_operator.manifests import run_record as records
 from scalerl_operator.names import ENDED
@@ -190,7 +190,7 @@ async def test_life_of_a_run_as_a_user_with_the_documented_role(
     )
 
 
-async def test_user_without_rights_is_told_what_to_ask_for(
+async def test_user_without_rights_gets_a_message_with_what_to_ask_for(
     there: Stage, control_plane: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shell = Shell(user(control_plane, there.namespace, tmp_path), capsys)
@@ -210,7 +210,7 @@ async def test_user_without_rights_is_told_what_to_ask_for(
 async def test_oldest_records_go_and_no_failure_keeps_a_run(
     there: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ended_run_record, "MAX_RECORDS", 2)
+    monkeypatch.setattr(run_object, "MAX_RECORDS", 2)
     for name in ("a", "b", "c"):
         metadata = {"name": f"{name}-ended-1", "labels": {ENDED: name}}
         await there.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata})
@@ -218,7 +218,7 @@ async def test_oldest_records_go_and_no_failure_keeps_a_run(
     await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
     await there.delete("ScaleRLRun", NAME)
     await there.reconcile_until(lambda r: False)
-    for _ in range(600):
+    for _ in range(1200):
         left = [one for one in await there.all("ConfigMap") if ENDED in (one["metadata"].get("labels") or {})]
         if len(left) == 2:
             break
@@ -228,14 +228,14 @@ async def test_oldest_records_go_and_no_failure_keeps_a_run(
 
     # An API server that refuses the record: for two minutes it is tried again, if that may help.
     for kind, waits in ((errors.Unreachable, True), (errors.Forbidden, False)):
-        monkeypatch.setattr(ended_run_record, "_write", _raises(kind("no")))
+        monkeypatch.setattr(run_object, "_write_record", _raises(kind("no")))
         await there.create(tiny())
         await there.reconcile_until(lambda r: r.get("status", {}).get("phase") == "Preparing")
         await there.delete("ScaleRLRun", NAME)
         if waits:
             with pytest.raises(errors.Unreachable):
                 await there.reconcile_until(lambda r: False)
-            there.now += ended_run_record.TRY_SECONDS + 1
+            there.now += run_object.TRY_SECONDS + 1
         assert await there.reconcile_until(lambda r: False) == {}
 
 

@@ -34,7 +34,7 @@ def _until_gone(cluster: Cluster, *words: str) -> None:
 
 def _running(pids: Iterable[int]) -> list[int]:
     """Those that still run after a moment in which a killed process may end."""
-    for _ in range(300):
+    for _ in range(1200):
         pids = [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
         if not pids:
             break
@@ -67,7 +67,7 @@ def test_controllers_work_and_garbage_is_collected(control_plane: Cluster) -> No
         namespace="collected",
     )
     control_plane.kubectl(
-        "wait", "pod", "-l", "app=owned", "-n", "collected", "--for=create", "--timeout=180s"
+        "wait", "pod", "-l", "app=owned", "-n", "collected", "--for=create", "--timeout=500s"
     )
     control_plane.kubectl("delete", "configmap", "owner", "-n", "collected")
     _until_gone(control_plane, "deployment/owned", "-n", "collected")
@@ -95,9 +95,9 @@ def test_two_control_planes_are_isolated_and_removed(control_plane: Cluster, tmp
     root = tmp_path / "second"
     with start_control_plane(root, unreal_nodes=2) as second:
         second.kubectl("create", "namespace", "alone")
-        second.kubectl("wait", "serviceaccount/default", "-n", "alone", "--for=create", "--timeout=180s")
+        second.kubectl("wait", "serviceaccount/default", "-n", "alone", "--for=create", "--timeout=500s")
         second.kubectl("run", "pod", "--image=none", "-n", "alone")
-        second.kubectl("wait", "pod/pod", "-n", "alone", "--for=condition=Ready", "--timeout=180s")
+        second.kubectl("wait", "pod/pod", "-n", "alone", "--for=condition=Ready", "--timeout=500s")
         with pytest.raises(KubectlError, match="NotFound"):
             control_plane.kubectl("get", "namespace", "alone")
         pids = second.programs()
@@ -138,7 +138,7 @@ def test_leftovers_of_a_killed_caller_are_removed(short: Path, monkeypatch: pyte
     used.mkdir()
     (left / "pid").write_text(str(2**22 - 1))
     program = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(100)", str(used)]
+        [sys.executable, "-c", "import time; time.sleep(1000)", str(used)]
     )  # as a supervisor, it names its folder
     (used / "pid").write_text(str(program.pid))
     try:

@@ -200,7 +200,7 @@ def watched(
             watched.over.set()
             thread.join()
         finally:
-            cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=120s", seconds=200)
+            cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=500s")
             cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
@@ -210,12 +210,12 @@ def test_edit_that_fails_loses_nothing(watched: Watched, edit: Failing) -> None:
     before, attempt = run.step(), run.status()["trainer"]["attempt"]
     run.patch(edit.patch)
 
-    def told() -> bool:
+    def reported() -> bool:
         found = run.condition(type_)
         return found[:2] == (status, reason) and all(part in found[2] for part in edit.says)
 
     try:
-        said = until(told, 500, f"{edit.then}: {edit.says}")
+        said = until(reported, 500, f"{edit.then}: {edit.says}")
         kept = run.step()
         assert kept >= before
         if edit.trains_on:

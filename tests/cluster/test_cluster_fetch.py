@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,13 @@ def test_files_of_a_run_come_from_its_coordinator_or_from_a_pod_of_its_own(
         cluster.apply(pod)
         where = ("-n", NAMESPACE, "--kubeconfig", str(cluster.kubeconfig))
         cluster.kubectl(
-            "wait", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--for=condition=Ready", "--timeout=180s"
+            "wait", "pod", pod["metadata"]["name"], "-n", NAMESPACE, "--for=condition=Ready", "--timeout=500s"
         )
-        for _ in range(200):
+        for _ in range(1200):
             capsys.readouterr()
             if main(["logs", "tiny-addition", "coordinator", *where]) == 0:
                 break
+            time.sleep(0.1)
         prefix, digest, _ = capsys.readouterr().out.split()
         assert prefix == "tiny-addition-coordinator-0/coordinator"
 

@@ -20,7 +20,7 @@ def served(cluster: Cluster) -> Iterator[Cluster]:
     serve_runs(cluster)
     yield cluster
     if not there:
-        cluster.kubectl("delete", "crd", CRD, "--timeout=110s", seconds=120)
+        cluster.kubectl("delete", "crd", CRD, "--timeout=500s")
 
 
 @pytest.mark.parametrize("case", [case for case in ROWS if case.nodes], ids=lambda case: case.name)

@@ -20,7 +20,7 @@ other=$((1 - JOB_COMPLETION_INDEX))
 served() { exec 3<>/dev/tcp/$1/$2 && printf "GET /$other HTTP/1.0\\r\\n\\r\\n" >&3 && grep -q ^peer-$other$ <&3; }
 until served peer-$other.peers.node-test.svc 8080; do sleep 0.1; done
 until served web 80; do sleep 0.1; done
-nslookup elsewhere.example | grep -o NXDOMAIN | head -1
+until nslookup elsewhere.example | grep -m 1 -o NXDOMAIN; do sleep 0.1; done
 touch /data/done-$JOB_COMPLETION_INDEX; until [ -e /data/done-$other ]; do sleep 0.1; done
 echo met
 """
@@ -94,7 +94,7 @@ def _objects() -> list[dict[str, Any]]:
 def test_pods_reach_each_other_by_name_service_and_volume(cluster: Cluster) -> None:
     cluster.apply(*_objects())
     try:
-        cluster.kubectl("wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=180s")
+        cluster.kubectl("wait", "job/peer", "-n", NAMESPACE, "--for=condition=Complete", "--timeout=500s")
         for index in range(2):
             selector = f"batch.kubernetes.io/job-completion-index={index}"
             said = cluster.kubectl("logs", "--tail=-1", "-n", NAMESPACE, "-l", selector)
@@ -110,11 +110,10 @@ def test_pods_reach_each_other_by_name_service_and_volume(cluster: Cluster) -> N
 def test_commands_run_in_pods_with_exit_codes(cluster: Cluster) -> None:
     cluster.kubectl("run", "shell", "--image=localhost/busybox:1", "--", "sh", "-c", "sleep 1000 & wait")
     try:
-        cluster.kubectl("wait", "pod/shell", "--for=condition=Ready", "--timeout=180s")
+        cluster.kubectl("wait", "pod/shell", "--for=condition=Ready", "--timeout=500s")
         assert cluster.kubectl("exec", "shell", "--", "echo", "hello") == "hello\n"
-        assert "10.96.0.1" in cluster.kubectl(
-            "exec", "shell", "--", "nslookup", "kubernetes.default.svc.cluster.local"
-        )
+        asked = "until nslookup kubernetes.default.svc.cluster.local; do sleep 0.1; done"
+        assert "10.96.0.1" in cluster.kubectl("exec", "shell", "--", "sh", "-c", asked)
     finally:
         cluster.kubectl("delete", "pod", "shell", "--grace-period=1")
 
@@ -158,7 +157,7 @@ def _leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_cluster(folder / "node") as cluster:
         assert cluster.layout is not None
         cluster.kubectl("run", "stays", "--image=localhost/busybox:1", "--", "sleep", "1000")
-        cluster.kubectl("wait", "pod/stays", "--for=condition=Ready", "--timeout=180s")
+        cluster.kubectl("wait", "pod/stays", "--for=condition=Ready", "--timeout=500s")
         assert cgroups.left(cluster.layout.cgroup)
         with pytest.raises(ClusterError, match="another cluster with a node is up"):
             start_cluster(folder / "second")

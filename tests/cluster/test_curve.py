@@ -45,5 +45,5 @@ async def test_unchanged_curve_is_not_written(api: KubeApi, namespace: str, serv
         "configmap",
         "-l",
         "scalerl.dev/run=decided",
-        "--timeout=180s",
+        "--timeout=500s",
     )

@@ -92,7 +92,7 @@ def run(cluster: Cluster, images: dict[str, str], tmp_path_factory: pytest.TempP
             cluster.kubectl("apply", "-f", "-", *ns, stdin=json.dumps(manifest()))
             yield Run(cluster, NAME, NAMESPACE)
         finally:
-            cluster.kubectl("delete", "scalerlruns", "--all", *ns, "--timeout=120s", seconds=200)
+            cluster.kubectl("delete", "scalerlruns", "--all", *ns, "--timeout=500s")
             cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 

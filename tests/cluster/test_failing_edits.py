@@ -38,7 +38,7 @@ async def drain(there: Stage) -> None:
 
 async def prepare_ends(there: Stage, code: int = 0, message: str = "") -> None:
     """As soon as the preparation has been created again; before, the phase is that of the drain."""
-    for _ in range(600):
+    for _ in range(1200):
         await there.reconcile()
         pods = [
             pod for pod in await there.all("Pod", "prepare") if "deletionTimestamp" not in pod["metadata"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -88,11 +89,12 @@ async def test_fork_waits_for_its_source_and_mounts_its_claim_until_it_has_train
         return (run["status"]["phase"], condition(run, "Prepared")) == ("Preparing", "Preparing")
 
     await there.reconcile_until(again, FORK)
-    for _ in range(100):
+    for _ in range(1200):
         await there.reconcile(FORK)
         job = await there.get("Job", Names(FORK).prepare)
         if job is not None and "deletionTimestamp" not in job["metadata"]:
             break
+        await asyncio.sleep(0.1)
     assert job is not None
     assert "scalerl-source" not in str(job["spec"])
 

@@ -23,7 +23,7 @@ from scalerl_api import wire
 from scalerl_operator.controller.parts import WORKLOADS
 from scalerl_operator.kube import errors
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 Object = dict[str, Any]
 Names = frozenset[tuple[str, str]]
@@ -182,7 +182,7 @@ async def settle(there: Stage, reached: Reached, cut: int | None) -> tuple[Objec
     raise AssertionError(f"not reached: {json.dumps(run.get('status'))} {sorted(names)}")
 
 
-def remembered(run: Object) -> Object:
+def without_times(run: Object) -> Object:
     """Of a status what does not depend on how long anything took."""
     status = run.get("status", {})
     return {
@@ -207,7 +207,7 @@ async def played(
         written.append(there.calls.writes - writes)
         # What a run that is gone has left is the garbage collector's.
         names = names if run else frozenset()
-        scenes.append(Scene(remembered(run), names, dict(made), list(there.coordinator.stop_requests)))
+        scenes.append(Scene(without_times(run), names, dict(made), list(there.coordinator.stop_requests)))
         if len(scenes) - 1 == last:
             break
     return scenes, written

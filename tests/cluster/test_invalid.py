@@ -135,7 +135,7 @@ def test_client_side_apply_takes_the_definition(server: Server, control_plane: A
     applied = json.loads(control_plane.kubectl(*words))
     stored = applied["metadata"]["annotations"][ANNOTATION]
     assert stored == applied_configuration(crd.definition())
-    pod_template = control_plane.kubectl("explain", "scalerlruns.spec.generator.podTemplate")
+    pod_template = control_plane.once_served("explain", "scalerlruns.spec.generator.podTemplate")
     assert "Its fields: as in spec.podTemplate." in " ".join(pod_template.split())
 
 

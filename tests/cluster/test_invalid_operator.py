@@ -61,7 +61,7 @@ def volume(name: str) -> Object:
 
 async def is_prepared(at: Stage) -> None:
     """As soon as its pod has begun: the node says so once, and not after it has ended."""
-    for _ in range(600):
+    for _ in range(1200):
         (pod,) = await at.pods("prepare")
         if pod.get("status", {}).get("phase") == "Running":
             return await at.end("prepare")
@@ -112,7 +112,7 @@ async def test_namespaced_operator_names_a_missing_storage_class(
                 at.now += 1.0
                 return said(run, "Prepared").get("reason") == "ReferenceNotFound"
 
-            run = await at.reconcile_until(named, name="invalid", times=400)
+            run = await at.reconcile_until(named, name="invalid")
             assert 'storageclass.storage.k8s.io "none" not found' in said(run, "Prepared")["message"]
         finally:
             await is_gone(at)

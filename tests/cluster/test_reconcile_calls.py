@@ -11,7 +11,8 @@ from stage import Stage, condition, evaluations, tiny
 from scalerl_api import wire
 from scalerl_api.reasons import Reason
 from scalerl_autoscaling.report import AutoscalerReport
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_lifecycle.status_fields import seconds
 from scalerl_operator.controller import apply
 from scalerl_operator.controller.diagnosis import EVENTS_SECONDS, MIN_AGE_SECONDS, START_CHECK_SECONDS
 from scalerl_operator.controller.pod_views import PLACING_SECONDS
@@ -118,6 +119,7 @@ async def test_new_pod_without_node_is_no_problem_at_first(there: Stage) -> None
     unbound = "pod has unbound immediate PersistentVolumeClaims"
     waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": unbound}
     await there.edit("Pod", pod["metadata"]["name"], {"status": {"conditions": [waits]}}, "status")
+    there.stopped = seconds(pod["metadata"]["creationTimestamp"])
     writes = there.calls.writes
     wait = await there.reconcile()
     assert wait is not None
@@ -138,6 +140,7 @@ async def is_made_and_does_not_begin(there: Stage) -> None:
     waiting["state"] = {"waiting": {"reason": "ContainerCreating"}}
     status = {"phase": "Pending", "containerStatuses": [waiting]}
     await there.edit("Pod", pod["metadata"]["name"], {"status": status}, "status")
+    there.stopped = seconds(pod["metadata"]["creationTimestamp"])
 
 
 async def test_periodic_reconcile_reads_only_events(there: Stage) -> None:
@@ -175,12 +178,12 @@ async def test_coordinator_is_polled_once_per_reconcile(
     asked = there.coordinator.asked
     assert await there.reconcile() == POLL_SECONDS
     assert there.coordinator.asked == asked + 1
-    there.coordinator.silent = True
+    there.silence(True)
     assert await there.reconcile() == POLL_SECONDS, "its answer wakes the run"
     assert there.coordinator.asked == asked + 2, (
         "one that does not answer is not asked again in the same reconcile"
     )
-    there.coordinator.silent = False
+    there.silence(False)
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     assert await there.reconcile() == ASK_AGAIN_SECONDS
     assert (there.coordinator.asked, there.coordinator.stop_requests) == (asked + 4, ["interrupted"]), (

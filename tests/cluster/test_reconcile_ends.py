@@ -17,7 +17,7 @@ from testcluster import Cluster
 
 from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS
 from scalerl_operator.kube.errors import Conflict, Invalid
 from scalerl_operator.manifests.scope import Images
 
@@ -59,7 +59,7 @@ async def reach(true: Any, what: str, times: int = 600) -> None:
 
 
 async def land(there: Stage, role: str, count: int) -> None:
-    """A role's pods have a node: whoever deletes one waits for its kubelet, which the test plays."""
+    """A role's pods have a node: a deletion waits for its kubelet, which the test plays."""
     for pod in await there.pods(role, count):
         name = pod["metadata"]["name"]
         binding = {
@@ -78,7 +78,7 @@ async def delete(there: Stage, cascade: str) -> None:
 
 
 async def is_gone(there: Stage) -> bool:
-    # The garbage collector writes the run too; whoever comes second reconciles again.
+    # The garbage collector writes the run too; the second writer reconciles again.
     with contextlib.suppress(Conflict):
         await there.reconcile()
     return await there.get("ScaleRLRun", NAME) is None
@@ -128,11 +128,11 @@ async def test_drain_deletes_trainer_job_before_unreachable_coordinator(there: S
     await land(there, "trainer", 2)
     await there.edit("ScaleRLRun", NAME, {"spec": {"podTemplate": {"labels": {"no label": "a"}}}})
     await there.reconcile_until(lambda run: condition(run, "Accepted") == "SpecInvalid")
-    there.coordinator.silent = True
+    there.silence(True)
     await there.delete("ScaleRLRun", NAME)
     assert await there.reconcile() == ASK_AGAIN_SECONDS
     there.now += COORDINATOR_TIMEOUT_SECONDS / 3
-    await there.fresh_operator()  # since when nobody answers is in the status
+    await there.fresh_operator()  # since when the coordinator does not answer is in the status
     assert await there.reconcile() == ASK_AGAIN_SECONDS
     (job,) = await there.all("Job", "trainer")
     assert "deletionTimestamp" not in job["metadata"], "the coordinator may come back"
@@ -193,7 +193,7 @@ async def test_orphan_deletion_drains_and_keeps_objects(there: Stage) -> None:
     after = await objects(there)
     assert set(after) == set(before), "nothing taken, nothing made"
     assert [o for o in after.values() if o["metadata"].get("ownerReferences")] == []
-    # Whoever wants the name again sees to what they have kept.
+    # Before the name is used again, the user removes what was kept.
     await there.create(tiny())
     run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
     assert condition(run, "Accepted") == "NameTaken"
@@ -202,11 +202,11 @@ async def test_orphan_deletion_drains_and_keeps_objects(there: Stage) -> None:
     words = command[1].replace("NAMESPACE", there.namespace).replace("NAME", NAME).split()
     await asyncio.to_thread(there.kubectl, *words, "--wait=false")
     # The claim waits for its last pod, which no kubelet ends.
-    await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted", times=600)
+    await there.reconcile_until(lambda r: condition(r, "Accepted") == "Accepted")
 
 
 async def test_status_of_a_later_release_is_tolerated(there: Stage, control_plane: Cluster) -> None:
-    """After a downgrade: phases, reasons and conditions that nobody here knows."""
+    """After a downgrade: phases, reasons and conditions that this release does not know."""
     ours = yaml.safe_load(CRD.read_text())
     later = copy.deepcopy(ours)
     status = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections import Counter
 from typing import Any
 
@@ -140,7 +141,7 @@ async def test_unlabelled_workload_is_stopped_with_the_run(there: Stage, *, seen
     there.coordinator.phase = wire.Phase.FINISHED
     await there.end("trainer", 0, count=2)
     await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
-    for _ in range(300):
+    for _ in range(600):
         await there.reconcile()
         left = [o["metadata"]["name"] for kind in WORKLOADS for o in await there.all(kind)]
         if not left:
@@ -155,7 +156,7 @@ async def test_unlabelled_preparation_is_stopped_with_the_run(there: Stage) -> N
     await there.edit("Job", "tiny-addition-prepare", STRIPPED)
     await there.edit("ScaleRLRun", "tiny-addition", {"spec": {"suspend": True}})
     await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspended")
-    for _ in range(300):
+    for _ in range(600):
         await there.reconcile()
         left = await there.all("Job")
         if not left:
@@ -316,6 +317,7 @@ async def test_freed_name_is_not_reported_as_taken(there: Stage, monkeypatch: py
 
 async def test_delayed_repair_is_made_when_due(there: Stage) -> None:
     await there.create(tiny())
+    there.stopped = time.time()
     await there.reconcile()
     for _ in range(2):
         await there.edit("ConfigMap", "tiny-addition-spec", {"data": {"run.yaml": "{}"}})

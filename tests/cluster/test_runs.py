@@ -36,8 +36,8 @@ def installed(cluster: Cluster, images: dict[str, str]) -> Iterator[Cluster]:
     with ExitStack() as stack:
         stack.enter_context(chart(cluster, images))
         yield cluster
-        cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=120s", seconds=200)
-        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s", seconds=200)
+        cluster.kubectl("delete", "scalerlruns", "--all", "-n", NAMESPACE, "--timeout=500s")
+        cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=500s")
 
 
 def start(cluster: Cluster, example: str) -> Run:
@@ -53,7 +53,7 @@ def start(cluster: Cluster, example: str) -> Run:
 def test_chart_tests_itself(installed: Cluster) -> None:
     """From a pod of its own, by the Service's name."""
     began = time.monotonic()
-    said = helm(installed, "test", "scalerl", "-n", OPERATORS, "--timeout=180s")
+    said = helm(installed, "test", "scalerl", "-n", OPERATORS, "--timeout=500s")
     say("helm test", time.monotonic() - began, 60)
     assert "Succeeded" in said
 
@@ -351,9 +351,8 @@ def in_volume(cluster: Cluster, claim: str, command: str) -> str:
                 "-n",
                 NAMESPACE,
                 "--for=jsonpath={.status.phase}=Succeeded",
-                "--timeout=180s",
-            ),
-            seconds=200,
+                "--timeout=500s",
+            )
         )
         return cluster.kubectl("logs", "look", "-n", NAMESPACE)
     finally:

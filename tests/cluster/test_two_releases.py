@@ -14,7 +14,7 @@ from testcluster.handle import KubectlError
 pytestmark = pytest.mark.cluster
 
 
-async def holds(condition: object, what: str, seconds: float = 60.0) -> None:
+async def holds(condition: object, what: str, seconds: float = 120.0) -> None:
     assert callable(condition)
     for _ in range(int(seconds / 0.5)):
         if await asyncio.to_thread(condition):

@@ -8,7 +8,7 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_api.process import STEPS_LOST_EXIT_CODE
-from scalerl_operator.controller.follow_up import BLOCKED_SECONDS
+from scalerl_operator.controller.reconcile import BLOCKED_SECONDS
 from scalerl_operator.kube import errors
 from scalerl_operator.names import ABANDON, RUN, RUN_UID
 
@@ -24,7 +24,7 @@ def degraded(run: Object) -> Object:
     return next(c for c in run["status"]["conditions"] if c["type"] == "Degraded")
 
 
-async def rests(there: Stage) -> None:
+async def suspend(there: Stage) -> None:
     await there.edit(*THE_RUN, {"spec": {"suspend": True}})
     await there.reconcile_until(lambda r: r["status"]["phase"] == "Suspending")
     await there.end("trainer", 0, count=2)
@@ -75,7 +75,7 @@ async def test_deleted_claim_is_reported_at_once_and_holds_run(
     assert "tiny-addition-data is being deleted" in degraded(run)["message"]
     assert any(reason == "ClaimDeleted" for reason, _ in await there.events())
     assert (run["status"]["phase"], condition(run, "TrainerReady")) == ("Running", "Ready")
-    await rests(there)
+    await suspend(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
     run = await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimLost", times=1)
     labels = {RUN: "tiny-addition", RUN_UID: run["metadata"]["uid"]}
@@ -117,7 +117,7 @@ async def test_lost_claim_of_run_with_copies_is_replaced(there: Stage) -> None:
     assert "suspend and resume the run" in degraded(run)["message"]
     await there.reconcile()
     assert await there.get(*CLAIM) is None
-    await rests(there)
+    await suspend(there)
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     run = await there.reconcile_until(lambda r: r["status"]["phase"] == "Preparing")
     assert (condition(run, "Accepted"), condition(run, "Degraded")) == ("Accepted", "Healthy")
@@ -129,7 +129,7 @@ async def test_steps_of_a_lost_claim_can_be_abandoned(
     there: Stage,
 ) -> None:
     await there.start(tiny())
-    await rests(there)
+    await suspend(there)
     await delete_claim(there)
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     await is_held(there, "does not exist")
@@ -219,7 +219,7 @@ async def test_missing_named_claim_is_found(there: Stage) -> None:
     await there.delete(*CLAIM)
     there.now += 31.0
     await there.reconcile_until(lambda r: condition(r, "Degraded") == "ClaimDeleted", times=1)
-    await rests(there)
+    await suspend(there)
     await there.edit(*CLAIM, {"metadata": {"finalizers": None}})
     await there.edit(*THE_RUN, {"spec": {"suspend": False}})
     await is_held(there, "does not exist")

@@ -95,7 +95,7 @@ class Watch:
             address = re.search(r"--listen (\S+)", coordinator.command)
             assert address is not None, coordinator.command
             request = urllib.request.Request(f"http://{address[1]}{path}", headers=headers)
-            with contextlib.suppress(OSError), direct.open(request, timeout=5) as answer:
+            with contextlib.suppress(OSError), direct.open(request, timeout=60) as answer:
                 found: bytes = answer.read()
                 return found
         return b""

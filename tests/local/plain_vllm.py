@@ -5,6 +5,7 @@ ASKED holds lists of token ids; the answer to each: log-probabilities after the 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ os.environ |= {
 
 
 def main() -> None:
+    gc.disable()  # most of the objects are those of imports, which stay
     from vllm import LLM, SamplingParams
 
     asked = json.loads(Path(sys.argv[2]).read_text())

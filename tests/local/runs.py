@@ -117,7 +117,7 @@ class LocalRun:
             address = re.search(r"--listen (\S+)", actor.command)
             assert address is not None, actor.command
             try:
-                with direct.open(f"http://{address[1]}/metrics", timeout=5) as answer:
+                with direct.open(f"http://{address[1]}/metrics", timeout=60) as answer:
                     text = answer.read().decode()
             except OSError:
                 continue
@@ -138,8 +138,11 @@ class LocalRun:
 
     def until(self, condition: Callable[[], Any], seconds: float, what: str) -> None:
         end = time.monotonic() + seconds
-        while not condition():
-            if self.process.poll() is not None:
+        while True:
+            ended = self.process.poll() is not None
+            if condition():
+                return
+            if ended:
                 raise AssertionError(
                     f"the run ended ({self.process.returncode}) before {what}:\n{self.tail()}"
                 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, assert_counts_add_up, assert_nothing_left, small_spec, start_run
+from runs import ROOT, START_SECONDS, assert_counts_add_up, assert_nothing_left, small_spec, start_run
 
 from scalerl_api.metrics_fields import by_task
 from scalerl_tasks import Mixture
@@ -18,7 +18,7 @@ from scalerl_tasks import Mixture
 EXAMPLE = ROOT / "examples/mix/run.yaml"
 STEPS, PROMPTS = 8, 8
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def small_mix() -> dict[str, Any]:
@@ -41,10 +41,10 @@ def small_mix() -> dict[str, Any]:
 def test_mix_keeps_its_proportions_through_a_kill(tmp_path: Path) -> None:
     spec = small_mix()
     with start_run(tmp_path, spec) as run:
-        run.until(lambda: run.step() >= 2, 300, "two steps")
+        run.until(lambda: run.step() >= 2, START_SECONDS, "two steps")
         (coordinator,) = run.find("scalerl_coordinator.main")
         os.kill(coordinator.pid, signal.SIGKILL)
-        assert run.finish(300) == 0, run.tail()
+        assert run.finish(900) == 0, run.tail()
         rows, curve, summary = run.metrics(), run.curve(), run.summary()
         others = {
             name: run.directory.joinpath(f"curve-{name}.csv").read_text().splitlines()

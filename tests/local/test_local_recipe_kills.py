@@ -180,7 +180,7 @@ class Rates(KnownHistory):
 
 
 def assert_prompts(found: Audit, run: LocalRun, steps: int) -> None:
-    """Every slot had the prompts that follow from the seed and the journaled scores alone: what a run that nobody
+    """Every slot had the prompts that follow from the seed and the journaled scores alone: what a run that nothing
     disturbs draws, in slot order, where a slot of step s knows the scores of the steps before s - k."""
     spec = load_run(run.directory / "run.yaml").spec
     sampler = make_sampler(spec.recipe.curriculum, PROMPTS - HELD_OUT, spec.seed, float)

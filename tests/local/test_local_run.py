@@ -28,6 +28,7 @@ from runs import (
     small_spec,
     start_run,
 )
+from small_processes import is_running, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scalerl_api.curve import curve_figures
@@ -157,7 +158,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     with start_run(tmp, RUN, environment=environment) as run:
         run.until(lambda: run.step() >= STEPS - 1, 700, "the last step but one")
         answers = ask_generator(run)
-        code = run.finish(120)
+        code = run.finish(300)
         assert code == 0, run.tail()
     assert_nothing_left(run.directory)
     (tmp / "answers.json").write_text(json.dumps(answers))
@@ -237,7 +238,7 @@ def test_plot_redraws_the_curve(finished: LocalRun) -> None:
 
 def test_run_refuses_a_used_directory(finished: LocalRun) -> None:
     with start_run(finished.directory.parent, RUN) as again:
-        assert again.finish(120) == 2
+        assert again.finish(300) == 2
     assert "--resume" in again.output.read_text()
 
 
@@ -247,7 +248,7 @@ def test_run_trains_the_same_prompts_after_interrupt_kill_and_resume(
     with start_run(tmp_path, RUN) as first:
         first.until(lambda: first.step() >= 3, START_SECONDS, "three steps")
         first.process.send_signal(signal.SIGINT)
-        assert first.finish(120) == 130, first.tail()
+        assert first.finish(300) == 130, first.tail()
     interrupted = first.summary()
     assert interrupted["stop_reason"] == "interrupted"
     assert 3 <= interrupted["steps"] < 20
@@ -269,7 +270,7 @@ def test_run_trains_the_same_prompts_after_interrupt_kill_and_resume(
         second.process.kill()
         second.process.wait(timeout=120)
         assert_nothing_left(second.directory)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in engines)
+        wait_until(lambda: not any(is_running(pid) for pid in engines))
 
     with start_run(tmp_path, RUN, "--resume") as third:
         assert third.finish(700) == 0, third.tail()

@@ -16,7 +16,7 @@ from runs import START_SECONDS, LocalRun, assert_counts_add_up, assert_nothing_l
 
 STEPS, PROMPTS, TRAIN = 20, 8, 16
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def fed_responses(run: LocalRun) -> float:
@@ -49,12 +49,12 @@ def test_speculation_survives_kills_and_reports_acceptance(tmp_path: Path) -> No
         server = run.server()
         before = fed_responses(run)
         os.kill(server.pid, signal.SIGKILL)
-        run.until(lambda: run.step() >= 8, 300, "eight steps")
-        # The new server remembers nothing of the epochs before.
-        assert fed_responses(run) > before
+        run.until(lambda: run.step() >= 8, START_SECONDS, "eight steps")
+        # The new server has nothing of the epochs before.
+        run.until(lambda: fed_responses(run) > before, 300, "past responses for the new server")
         (coordinator,) = run.find("scalerl_coordinator.main")
         os.kill(coordinator.pid, signal.SIGKILL)
-        assert run.finish(300) == 0, run.tail()
+        assert run.finish(900) == 0, run.tail()
         summary = run.summary()
         lines = [json.loads(line) for line in (run.directory / "history.jsonl").read_text().splitlines()]
         trace = (run.directory / "trace.jsonl").read_text().splitlines()

@@ -1,7 +1,7 @@
 """A hub of data sets on loopback, with the part of its HTTP API that huggingface_hub uses to read data sets, and its errors.
 
 ``/api/datasets/NAME/revision/REV`` and ``…/tree/REV`` describe a repository, ``/datasets/NAME/resolve/REV/PATH`` has a file (HEAD for its
-ETag and commit). Errors are told apart by ``X-Error-Code``, as huggingface_hub's ``hf_raise_for_status`` reads them: a repository that is
+ETag and commit). Errors are distinguished by ``X-Error-Code``, as huggingface_hub's ``hf_raise_for_status`` reads them: a repository that is
 missing, or private for this token, is a 401 without a token and a 404 with one; the files of a gated one are a 401 or 403.
 """
 

@@ -11,7 +11,7 @@ from scalerl_tasks.environments.server_grader import ServerGrader
 from scalerl_tasks.environments.server_settings import EnvironmentServer
 from scalerl_tasks.environments.timings import Timings
 
-TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, waiting=0.02)
+TIMINGS = Timings(first_back_off=0.02, max_back_off=0.05, waiting=0.02, ended=600.0, idle=600.0)
 PROMPT = Prompt("row-7", "Say it.", "4", metadata={"level": 3})
 
 
@@ -29,7 +29,7 @@ async def steps(
 
 
 def options(url: str, **changes: Any) -> EnvironmentServer:
-    return EnvironmentServer(url, **{"timeout_seconds": 2.0, **changes})
+    return EnvironmentServer(url, **{"timeout_seconds": 120.0, **changes})
 
 
 def grading(server: EnvironmentServer, **seconds: float) -> ServerGrader:

@@ -66,10 +66,14 @@ def _answers(url: str) -> bool:
 
 
 if __name__ == "__main__":
+    import gc
     import multiprocessing
 
+    gc.disable()  # imports make a million objects that stay; neither process visits them afterwards
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    gc.freeze()
+    gc.enable()
     entry.main()

@@ -41,7 +41,7 @@ HIDDEN_GRANDCHILD = """
 def is_running(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # also if it ends while it is read
         return False
     return stat.rsplit(")", 1)[1].split()[0] != "Z"
 

@@ -93,7 +93,7 @@ class Actor:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=message.timeout_seconds)
-        taken = {}
+        pg, taken = self.pg, {}
         started = time.perf_counter()
         transfer = 0.0
         try:
@@ -101,7 +101,7 @@ class Actor:
                 self.fault("receive", message.version, bucket.index)
                 begin = time.perf_counter()
                 buffer = torch.empty(bucket.total_bytes, dtype=torch.uint8)
-                self.pg.broadcast([buffer], options).wait(options.timeout)
+                pg.broadcast([buffer], options).wait(options.timeout)
                 transfer += time.perf_counter() - begin
                 payload, trailer = buffer[: bucket.payload_bytes], buffer[bucket.payload_bytes :]
                 if self.check:
@@ -113,7 +113,8 @@ class Actor:
                         slot.tensor.shape
                     )
         except RuntimeError as error:
-            self.pg = None
+            if self.pg is pg:  # else another trainer has opened a group meanwhile
+                self.pg = None
             raise Refused("update-failed", str(error)[:200]) from error
         if self.check:
             aside = self.directory / f"v{message.version}.tmp"
@@ -200,4 +201,4 @@ def serve(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    serve(**ACTOR)  # type: ignore[name-defined]  # noqa: F821  # given by whoever runs this file
+    serve(**ACTOR)  # type: ignore[name-defined]  # noqa: F821  # given by the code that runs this file

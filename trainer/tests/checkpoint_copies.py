@@ -44,7 +44,11 @@ class Relay:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # the server was killed
+                client.close()
+                continue
             threading.Thread(target=self._copy, args=(client, server, True), daemon=True).start()
             threading.Thread(target=self._copy, args=(server, client, False), daemon=True).start()
 
@@ -77,7 +81,7 @@ def end_uploads() -> None:
     UPLOADERS.clear()
     for thread in threading.enumerate():
         if thread.name == "upload":
-            thread.join(60)
+            thread.join(120)
             assert not thread.is_alive()
 
 
@@ -113,7 +117,7 @@ class Trainer:
     def sync(self) -> None:
         self.uploader.advance([self.uploader.state])
 
-    def until(self, true: Callable[[], Any], seconds: float = 60.0) -> None:
+    def until(self, true: Callable[[], Any], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, self.uploader.problem
@@ -126,7 +130,7 @@ class Trainer:
 
 def complete(s3: S3Server, to: str) -> list[int]:
     prefix = to.removeprefix(f"s3://{BUCKET}/") + "/step-"
-    names = [p.removeprefix(prefix) for p in s3.objects() if p.startswith(prefix)]
+    names = [p.removeprefix(prefix) for p in s3.paths() if p.startswith(prefix)]
     return sorted(int(n.split("/")[0]) for n in names if n.endswith(f"/{MANIFEST}"))
 
 

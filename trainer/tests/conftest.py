@@ -163,8 +163,12 @@ def slow(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def uploads_end() -> Iterator[None]:
+def uploads_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of tests that copy checkpoints, at the usual priority: a loaded machine would hardly get to the copies, nor to any later request to
+    a store, whose threads are those of the first one."""
     from checkpoint_copies import end_uploads
 
+    for module in ("load", "upload", "write"):
+        monkeypatch.setattr(f"scalerl_trainer.checkpoints.{module}.lower_priority", lambda: None)
     yield
     end_uploads()

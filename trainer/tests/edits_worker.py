@@ -19,9 +19,9 @@ from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import Checkpointer
 from scalerl_trainer.engine import Engine, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.engine.fsdp_backend import FsdpBackend
+from scalerl_trainer.engine.settings import engine_settings
 from scalerl_trainer.models import load_model
 from scalerl_trainer.ranks import Ranks
-from scalerl_trainer.spec_settings import engine_settings
 
 given: dict[str, Any] = WORKER  # type: ignore[name-defined]  # noqa: F821
 rank: int = given["rank"]

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.utils import groups
-from stages import SKIPPED, Stage, engine_of
+from safetensors.torch import load_file
+from stages import COPIED, SKIPPED, Stage, engine_of
 
 from scalerl_api.load import load_run
 from scalerl_api.memory.model_size import Dtype
@@ -26,6 +28,8 @@ from scalerl_tasks.tokenizer import ModelTokenizer
 from scalerl_trainer import packing
 from scalerl_trainer.algo.losses import Cispo, Loss, LossOutput, TokenBatch
 from scalerl_trainer.background import in_background
+from scalerl_trainer.checkpoints.engine_files import Piece
+from scalerl_trainer.checkpoints.host_copy import HostBuffers
 from scalerl_trainer.engine import (
     Engine,
     EngineSettings,
@@ -360,6 +364,48 @@ class Scenarios:
         engine.close()
         return {"before": before, "found": found, "after": after, "applied": stats.applied}
 
+    def copied(self, stage: Stage, dtype: Dtype, change: str = "step") -> dict[str, Any]:
+        """A checkpoint's file of this rank, and its state before and after what comes next, which the copy waits for.
+
+        A step releases the copy once its gradients are there; the copy then takes its time, for which the update is to wait.
+        """
+        engine = self.engine(stage, dtype)
+        if change == "proximal":
+            engine.keep_proximal(load_model(self.model, dtype="float32"))
+            engine.set_proximal()
+        engine.step(self.share(0), Cispo())
+        before, released, copy_all = _state(engine), threading.Event(), HostBuffers._copy_all
+
+        def slowly(buffers: HostBuffers, pieces: list[Piece]) -> list[Piece]:
+            assert released.wait(TIMEOUT_SECONDS)
+            time.sleep(0.3)
+            return copy_all(buffers, pieces)
+
+        with patch.object(HostBuffers, "_copy_all", slowly):
+            state = engine.copy_state()
+            if change == "step":
+                engine.before_update = released.set
+                stats = engine.step(self.share(1), Cispo())
+                assert stats.applied
+                assert stats.seconds["copy"] > 0
+            else:
+                released.set()
+                {"proximal": engine.set_proximal, "reset": engine.reset_optimizer}[change]()
+        after, folder = _state(engine), self.out / f"copied-{stage}-{dtype}-{change}-{self.rank.rank}"
+        folder.mkdir()
+        found = load_file(state.write(folder)[0])
+        engine.close()
+        return {"kept": _same(before, found), "changed": not _same(before, after)}
+
+
+def _state(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's part of what a checkpoint has, under the names of its file."""
+    return {
+        f"{piece.name}@{piece.start}/{key}": values.clone()
+        for piece in engine._trained.pieces(engine._proximal)
+        for key, values in piece.values.items()
+    }
+
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -394,6 +440,10 @@ def main() -> None:
         for waits in (True, False):
             dtype: Dtype = "bfloat16" if stage == 2 else "float32"
             results[f"beside {stage} {waits}"] = scenarios.beside(stage, dtype, waits=waits)
+    for stage, dtype in COPIED:
+        results[f"copied {stage} {dtype}"] = scenarios.copied(stage, dtype)
+    for change in ("proximal", "reset"):
+        results[f"copied {change}"] = scenarios.copied(1, "bfloat16", change)
     results["warm"] = scenarios.warm(1)
     results["timeout"] = groups._get_data_parallel_group()._get_backend(device).options._timeout
     torch.save(results, out / f"rank-{rank.rank}.pt")

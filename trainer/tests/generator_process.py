@@ -25,8 +25,10 @@ given: dict[str, Any] = GENERATOR  # type: ignore[name-defined]  # noqa: F821
 module = runpy.run_path(str(Path(__file__).parent / "actor_process.py"), run_name="actor")
 actor: dict[str, Any] = given["actor"]
 headers = {"authorization": f"Bearer {actor['token']}", wire.WIRE_HEADER: str(wire.WIRE_VERSION)}
-http = httpx.Client(base_url=given["coordinator"], headers=headers, trust_env=False, timeout=20)
+http = httpx.Client(base_url=given["coordinator"], headers=headers, trust_env=False, timeout=60)
 task = open_task(load_run(Path(given["run_file"])).spec.task)
+held_back: list[wire.Lease] = []
+"""Leases of slots that are not permitted yet."""
 
 
 class Unknown(Exception):
@@ -78,10 +80,19 @@ def member() -> None:
     while True:
         try:
             me = call(endpoints.MEMBERS, register, wire.Registered)
+            held_back.clear()
             while True:
                 work(me)
         except Unknown:
             continue
+
+
+def permitted_slots() -> float:
+    """See ``Run.permit``."""
+    try:
+        return float((Path(actor["directory"]) / "slots").read_text())
+    except FileNotFoundError:
+        return float("inf")
 
 
 def work(me: wire.Registered) -> None:
@@ -94,7 +105,11 @@ def work(me: wire.Registered) -> None:
         time.sleep(0.1)
         return
     request = wire.LeaseRequest(member_id=me.member_id, weight_version=held, max_groups=4, wait_seconds=0.5)
-    for lease in call(endpoints.LEASE, request, wire.Leases).leases:
+    held_back.extend(call(endpoints.LEASE, request, wire.Leases).leases)
+    for lease in list(held_back):
+        if lease.split is wire.Split.TRAIN and lease.slot >= permitted_slots():
+            continue
+        held_back.remove(lease)
         if given["skip_held_out"] and lease.split is wire.Split.HELD_OUT:
             continue
         time.sleep(given["seconds_per_group"])

@@ -81,10 +81,11 @@ class HubModels:
                     return
                 try:
                     for start in range(0, len(content), CHUNK):
+                        if start + CHUNK >= len(content):  # counted before the client goes on
+                            hub.downloads[name] += 1
                         self.wfile.write(content[start : start + CHUNK])
                         if name.endswith(".safetensors"):
                             time.sleep(hub.seconds_a_chunk)
-                    hub.downloads[name] += 1
                 except OSError:  # the client was killed
                     return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -31,7 +32,7 @@ class S3Server:
             "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
             "AWS_SECRET_ACCESS_KEY": "secret",
         }
-        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=10)
+        self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
         self.start()
 
     def start(self) -> None:
@@ -81,9 +82,16 @@ class S3Server:
         """Number of successful reads of an object, or of parts of it."""
         return len(re.findall(rf'"GET /{BUCKET}/{re.escape(path)} HTTP/[\d.]+" 20', self._log.read_text()))
 
+    def paths(self) -> list[str]:
+        """Of all objects."""
+        return [entry["path"] for page in obstore.list(self._store) for entry in page]
+
     def objects(self) -> dict[str, bytes]:
-        paths = [entry["path"] for page in obstore.list(self._store) for entry in page]
-        return {path: bytes(obstore.get(self._store, path).bytes()) for path in paths}
+        found = {}
+        for path in self.paths():
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                found[path] = bytes(obstore.get(self._store, path).bytes())
+        return found
 
     def written(self, path: str) -> Any:
         return obstore.head(self._store, path)["last_modified"]

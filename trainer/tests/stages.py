@@ -10,6 +10,11 @@ SKIPPED: list[tuple[Stage, Literal["float32", "bfloat16"]]] = [
     *((stage, "bfloat16") for stage in (1, 2, 3, "FSDP2", "3 offload", "FSDP2 offload")),
 ]
 """Stages and dtypes in which steps are skipped."""
+COPIED: list[tuple[Stage, Literal["float32", "bfloat16"]]] = [
+    *((stage, "float32") for stage in (0, 3)),
+    *((stage, "bfloat16") for stage in (1, "FSDP2", "3 offload")),
+]
+"""Stages and dtypes in which the state is copied beside a step; in float32, it is what passes compute with."""
 _ENGINES: Final[dict[Stage, dict[str, Any]]] = {
     "FSDP2": {"engine": "FSDP2", "zero_stage": 3},
     "3 optimizer": {"zero_stage": 3, "offload": "Optimizer"},

@@ -21,7 +21,7 @@ pipe: Connection = given["pipe"]
 
 torch.set_num_threads(1)
 device = init_process_group(
-    Rank(given["rank"], 2, given["rank"], "127.0.0.1", given["port"]), device="cpu", timeout_seconds=120
+    Rank(given["rank"], 2, given["rank"], "127.0.0.1", given["port"]), device="cpu", timeout_seconds=240
 )
 errors = []
 for stage, folder in given["folders"].items():

@@ -40,9 +40,9 @@ def test_next_step_is_fetched_while_the_present_one_is_computed() -> None:
     steps.closed = 0
     assert prefetch.take(0) == "step 0"
     for _ in range(3):  # it repeats its request for step 1, which is not closed
-        assert steps.requested.acquire(timeout=10)
+        assert steps.requested.acquire(timeout=120)
     steps.closed = 1
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while steps.fetched != [0, 1]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -72,7 +72,7 @@ def test_failure_ahead_is_tried_again_and_then_raised() -> None:
     with pytest.raises(CoordinatorUnreachable):
         prefetch.take(0)
     assert prefetch.take(0) == "step 0"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while steps.fetched != [0, 1]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -89,4 +89,4 @@ def test_dead_thread_raises_where_its_result_is_used() -> None:
         raise SystemExit("thread")
 
     with pytest.raises(SystemExit, match="thread"):
-        in_background("dies", work, CPU).result(timeout=10)
+        in_background("dies", work, CPU).result(timeout=120)

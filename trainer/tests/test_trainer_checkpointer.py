@@ -64,9 +64,10 @@ class SlowDisk(Disk):
     """Reads files only once ``released`` is set."""
 
     def __init__(self) -> None:
-        self.released = threading.Event()
+        self.asked, self.released = threading.Event(), threading.Event()
 
     def sha256(self, path: Path, progress: Any = None) -> str:
+        self.asked.set()
         self.released.wait(120)
         return super().sha256(path, progress)
 
@@ -133,6 +134,7 @@ def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     monkeypatch.setattr(write, "time", clock := Clock(tick=0.75))
     begun = clock.now
     assert one.start(1, b"") is None
+    assert disk.asked.wait(120)
     saved = one.finish()
     assert clock.now - begun < timeout_seconds
     assert saved.error == "rank 0: the write made no progress for 3 s"
@@ -141,7 +143,7 @@ def test_finish_slow_disk_fails_checkpoint_before_collective_timeout(
     assert "the write before this one still hangs" in str(one.start(2, b"")), "its buffers are in use"
     disk.released.set()
     assert one._writer is not None
-    one._writer.join(60)
+    one._writer.join(120)
     assert CheckpointStore(RunPaths(tmp_path), 2).steps() == [], "it changes nothing any more"
     assert one.start(2, b"") is None
     assert one.finish().error is None
@@ -162,7 +164,7 @@ def test_hung_write_is_noticed_from_its_last_progress_on(
     assert one.finish().error == "rank 0: the write made no progress for 1.5 s", "and the clock stands still"
     disk.released.set()
     assert one._writer is not None
-    one._writer.join(60)
+    one._writer.join(120)
 
 
 def test_finish_waits_for_a_write_that_progresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +175,7 @@ def test_finish_waits_for_a_write_that_progresses(tmp_path: Path, monkeypatch: p
 
     def copy_state() -> Any:
         def write(directory: Path, progress: Any) -> list[Path]:
-            assert started.wait(60)
+            assert started.wait(120)
             for _ in range(12):
                 time.sleep(0.4)  # finish looks every 0.3 s
                 clock.now += 1.0

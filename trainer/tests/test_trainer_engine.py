@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from free_port import free_port
-from stages import SKIPPED, Stage
+from stages import COPIED, SKIPPED, Stage
 
 from scalerl_trainer.engine.gradient_norms import kind_of
 from scalerl_trainer.models import load_model
@@ -252,7 +252,7 @@ def test_step_stats_are_equal_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert first.ratios.tokens == 35
     assert sum(p.tokens for p in first.fresh_ratios_by_position) == 9 + 1 + 6 + 8
     assert first.loss_means["truncated"] == pytest.approx(round(first.loss_means["truncated"] * 35) / 35)
-    assert set(first.seconds) == {"pack", "compute", "wait", "update", "total"}
+    assert set(first.seconds) == {"pack", "compute", "wait", "copy", "update", "total"}
     assert [rank["train 3"]["stats"][0].learning_rate for rank in ranks] == [5e-3, 5e-3]
 
 
@@ -348,3 +348,10 @@ def test_weights_read_beside_a_step_are_those_before_its_update(
         assert not all(torch.equal(read["before"][n], read["after"][n]) for n in read["before"])
     assert all(torch.equal(tensor, whole["before"][n]) for n, tensor in whole["found"].items())
     assert not all(torch.equal(tensor, mixed["before"][n]) for n, tensor in mixed["found"].items())
+
+
+@pytest.mark.parametrize("case", [*(f"{stage} {dtype}" for stage, dtype in COPIED), "proximal", "reset"])
+def test_a_copy_beside_a_step_has_the_state_before_its_update(ranks: list[dict[str, Any]], case: str) -> None:
+    """Bit for bit, on all ranks, although forward and backward passes were over before it began."""
+    for rank in ranks:
+        assert rank[f"copied {case}"] == {"kept": True, "changed": True}

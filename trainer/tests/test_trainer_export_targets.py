@@ -174,7 +174,7 @@ def put(directory: Path, to: str, best: str, last: str, **environ: str) -> str:
         env=environment | {"HF_HOME": str(directory / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

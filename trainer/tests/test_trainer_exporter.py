@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from checkpoint_copies import Relay
 from s3_server import BUCKET, S3Server
 from safetensors.torch import load_file
 
@@ -331,13 +332,14 @@ def test_exporter_reports_last_copy_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert run.said().problem == "KeyError: 'etag'", "a write that succeeds is no copy"
 
 
-def test_exporter_copy_does_not_block_commits(tmp_path: Path) -> None:
+def test_exporter_copy_does_not_block_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies pause for minutes; after a pause the newest models are copied."""
     blocked = tmp_path / "mount"
     blocked.write_text("not a folder")
     run = Run(tmp_path / "run", to=str(blocked))
-    run.start(copy_pauses=(3.0,))
-    points = []
+    run.start(copy_pauses=(300.0,))
+    pause_ends, points = threading.Event(), []
+    monkeypatch.setattr(run.exporter._closing, "wait", lambda seconds: not pause_ends.wait(seconds))
     for version in (10, 20, 30, 40):
         run.write(version)
         points.append(point(version, version / 100))
@@ -345,6 +347,7 @@ def test_exporter_copy_does_not_block_commits(tmp_path: Path) -> None:
         until(lambda version=version: run.folders == [name(version)])
     assert run.count("copy", "failed") == 1
     blocked.unlink()
+    pause_ends.set()
     until(lambda: run.count("copy", "ok") == 1)
     assert [p.name for p in blocked.iterdir()] == [name(40)]
     run.exporter.close()
@@ -356,8 +359,9 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
     for variable in [v for v in os.environ if v.startswith("AWS_") or v.lower().endswith("_proxy")]:
         monkeypatch.delenv(variable)
     server = S3Server(tmp_path / "server.log")
+    relay = Relay(int(server.url.rpartition(":")[2]), 5e6)  # or the upload may end before it is seen
     try:
-        for variable, value in server.environ.items():
+        for variable, value in (server.environ | {"AWS_ENDPOINT_URL": relay.url}).items():
             monkeypatch.setenv(variable, value)
         monkeypatch.setattr("scalerl_api.object_store._RETRIES", {"max_retries": 3})
         run = Run(tmp_path / "run", to=f"s3://{BUCKET}/a")
@@ -367,10 +371,11 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
         run.exporter.evaluated([point(10, 0.1)])
         until(server.uploading)
         server.kill()
+        relay.bytes_per_second = 1e9
         until(lambda: run.count("copy", "failed") >= 1)
         run.write(20)
         until(lambda: run.folders == [name(10), name(20)])
-        assert f"s3://{BUCKET}/a: GenericError" in run.said().problem
+        until(lambda: f"s3://{BUCKET}/a: GenericError" in run.said().problem)
         assert run.said().best is not None
         assert run.said().best.uri == "", "no copy that is whole"
         server.start()
@@ -381,6 +386,7 @@ def test_exporter_retries_interrupted_copy(tmp_path: Path, monkeypatch: pytest.M
         assert server.objects().items() >= objects.items()
         run.exporter.close()
     finally:
+        relay.close()
         server.close()
 
 
@@ -394,10 +400,9 @@ def test_exporter_close_does_not_wait_for_copy_after_stop(
     ended = threading.Event()
     monkeypatch.setattr(shutil, "copyfile", lambda *_: ended.wait(120))
     run.exporter.evaluated([point(10, 0.1)])
-    told = threading.Event()
-    threading.Timer(1.0, told.set).start()
-    begun = time.monotonic()
-    run.exporter.close(told.is_set)
+    stop, begun = threading.Event(), time.monotonic()
+    threading.Timer(1.0, stop.set).start()
+    run.exporter.close(stop.is_set)
     assert 1.0 <= time.monotonic() - begun < 60.0
     ended.set()  # the interpreter waits for the thread at its exit
 

@@ -93,9 +93,9 @@ def test_deepspeed_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", get_args(Dtype))
 @pytest.mark.parametrize("engine", get_args(EngineName))
 def test_settings_take_what_the_spec_does(engine: EngineName, dtype: Dtype) -> None:
-    library = ENGINES[engine]
+    implied = ENGINES[engine]
     for stage, offload in itertools.product(range(4), get_args(Offload)):
-        takes = stage in library.zero_stages(offload, dtype) and offload in ("None", *library.offloads)
+        takes = stage in implied.zero_stages(offload, dtype) and offload in ("None", *implied.offloads)
         with nullcontext() if takes else pytest.raises(EngineError):
             EngineSettings(engine=engine, zero_stage=stage, offload=offload, dtype=dtype)
 

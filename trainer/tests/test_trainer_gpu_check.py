@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,7 +145,8 @@ def test_gpu_check_that_time_runs_out_for_is_not_run(tmp_path: Path, monkeypatch
         given[name] = left
         return run_check(context, name, options, left) if left < math.inf else {"status": "ok"}
 
-    module["main"].__globals__.update(TOTAL_SECONDS=4.4, run_check=with_seconds)
+    clock = SimpleNamespace(monotonic=lambda: 0.0)  # a slow machine would have fewer seconds left
+    module["main"].__globals__.update(TOTAL_SECONDS=4.4, run_check=with_seconds, time=clock)
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(out)])
     assert module["main"]() == 0

@@ -77,11 +77,11 @@ def test_split_copies_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for name, count in sizes.items()
         ]
 
-    host = HostBuffers()
+    host = HostBuffers(torch.device("cpu"))
     addresses: set[Any] = set()
     for number in range(2):
         pieces = state()
-        copies = host.copy(pieces)
+        copies = host.copy(pieces)()
         assert len(copies) > len(pieces), "some are split"
         addresses.add(tuple(one.values["weight"].data_ptr() for one in copies))
         folder = tmp_path / str(number)
@@ -99,3 +99,13 @@ def test_split_copies_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 saved.read(piece.name, key, 0, found)
                 assert torch.equal(found, expected), (piece.name, key)
     assert len(addresses) == 1, "the memory is reused"
+
+
+def test_copy_that_fails_is_an_error_of_what_reads_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step beside it goes on."""
+    host = HostBuffers(torch.device("cpu"))
+    monkeypatch.setattr(host, "_copy", lambda *_: torch.empty(1 << 60))
+    copies = host.copy([Piece("a", 0, {key: torch.zeros(3) for key in KEYS})])
+    host.wait()
+    with pytest.raises(RuntimeError, match="memory"):
+        copies()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hostile_server import MARK, REDIRECTS, Hostile
@@ -13,14 +14,14 @@ from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorError
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.spec_settings import MIN_COLLECTIVE_SECONDS
+from scalerl_trainer.publish.publisher_of_backend import MIN_COLLECTIVE_SECONDS
 
 ATTACKS = ("gzip", "deflate", "endless", "endless-error", "announced", "deep", *REDIRECTS)
 
 
-def ask_coordinator(url: str) -> str:
+def ask_coordinator(url: str, answer_seconds: float = 60.0) -> str:
     message = wire.NextRequest(incarnation="i", version=0, wait_seconds=0.0)
-    coordinator = Coordinator(url, "t", "i", answer_seconds=1.0)
+    coordinator = Coordinator(url, "t", "i", answer_seconds=answer_seconds)
     with pytest.raises(CoordinatorError) as refused:
         coordinator._once("/v1/trainer/next", message, wire.Next, 0.0, 2**20)
     coordinator.close()
@@ -40,7 +41,8 @@ def ask_actor(url: str) -> str:
 @pytest.mark.parametrize(
     ("ask", "attack"),
     [
-        *((ask_coordinator, attack) for attack in (*ATTACKS, "slow")),
+        *((ask_coordinator, attack) for attack in ATTACKS),
+        (partial(ask_coordinator, answer_seconds=1.0), "slow"),  # of 100 s
         *((ask_actor, attack) for attack in ATTACKS),  # its deadline is that of a publish
     ],
 )
@@ -51,7 +53,7 @@ async def test_answer_is_bounded_and_no_redirect_is_followed(ask: Callable[[str]
     assert other.requests == 0
     assert MARK not in said
     assert len(said) < 300
-    assert time.monotonic() - began < 60.0
+    assert time.monotonic() - began < 90.0
     if attack in ("gzip", "deflate"):
         assert "compressed" in said
     if attack in ("endless", "announced"):
@@ -69,4 +71,4 @@ async def test_shard_that_trickles_in_ends_with_the_call() -> None:
         with pytest.raises(CoordinatorError, match="not complete in time"):
             await asyncio.to_thread(coordinator.shard, 0, 0, 2, 0.0)
         coordinator.close()
-    assert 1.9 < time.monotonic() - began < 20.0
+    assert 1.9 < time.monotonic() - began < 90.0

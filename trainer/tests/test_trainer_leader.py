@@ -204,12 +204,12 @@ def test_stop_of_another_rank_ends_a_call_while_the_coordinators_volume_is_full(
 
 
 def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
-    """A leader whose checkpoint of version 4 is on disk and that of version 2 copied; its uploader; and what the coordinator is
-    told."""
-    told: list[Any] = []
+    """A leader whose checkpoint of version 4 is on disk and that of version 2 copied; its uploader; and what the coordinator
+    receives."""
+    reported: list[Any] = []
     coordinator = SimpleNamespace(
-        checkpoint_commit=lambda step, kept, retry: told.append((step, kept)),
-        checkpoint_failed=lambda version, reason, holding: told.append((version, reason, holding)),
+        checkpoint_commit=lambda step, kept, retry: reported.append((step, kept)),
+        checkpoint_failed=lambda version, reason, holding: reported.append((version, reason, holding)),
         next=lambda version, wait, uploads: None,
     )
     uploader = SimpleNamespace(uploaded=2, kept=[2], busy=True, problem="")
@@ -241,7 +241,7 @@ def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
         None,
         own_directory=own_directory,  # type: ignore[arg-type]
     )
-    return leader, uploader, told
+    return leader, uploader, reported
 
 
 def copy_done(uploader: Any) -> None:
@@ -250,42 +250,42 @@ def copy_done(uploader: Any) -> None:
 
 def test_checkpoint_in_a_directory_that_ends_with_the_pod_counts_once_it_is_copied() -> None:
     """The coordinator must keep its journal from the newest copy on."""
-    leader, uploader, told = saving(own_directory=True)
+    leader, uploader, reported = saving(own_directory=True)
     uploader.uploaded, uploader.kept = -1, []
     leader._checkpoints.finish_checkpoint()
-    assert told == []
+    assert reported == []
     uploader.uploaded, uploader.kept = 2, [2]
     leader._checkpoints._commit()
-    assert told == [(2, [2])]
+    assert reported == [(2, [2])]
     leader._checkpoints.finish_checkpoint()
-    assert told == [(2, [2])], "told once"
+    assert reported == [(2, [2])], "reported once"
     copy_done(uploader)
     leader._checkpoints.sync_and_check_stop()
-    assert told == [(2, [2]), (4, [2, 4])]
+    assert reported == [(2, [2]), (4, [2, 4])]
 
-    leader, _, told = saving(own_directory=False)
+    leader, _, reported = saving(own_directory=False)
     leader._checkpoints.finish_checkpoint()
-    assert told == [(4, [2, 4])]
+    assert reported == [(4, [2, 4])]
 
 
 def test_last_checkpoint_is_held_until_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, uploader, told = saving(own_directory=True)
+    leader, uploader, reported = saving(own_directory=True)
     leader._worker.checkpointer.pending = False
     seconds = iter(range(0, 100_000, 20))
     monkeypatch.setattr(when_to_save.time, "monotonic", lambda: float(next(seconds)))
     uploader.problem = "403 Forbidden"
 
     def wait(_: float) -> None:
-        if told.count((4, "403 Forbidden", True)) == 200:  # more than an hour
+        if reported.count((4, "403 Forbidden", True)) == 200:  # more than an hour
             copy_done(uploader)
 
     monkeypatch.setattr(when_to_save.time, "sleep", wait)
     assert leader._checkpoints.finish_upload() == ""
-    assert told[-1] == (4, [2, 4])
+    assert reported[-1] == (4, [2, 4])
 
 
 def test_stop_ends_the_wait_for_the_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, _, told = saving(own_directory=True)
+    leader, _, reported = saving(own_directory=True)
     leader._worker.checkpointer.pending = False
     leader._worker.sync = lambda: (True, False)
     seconds = iter(range(0, 100_000, 20))
@@ -293,7 +293,7 @@ def test_stop_ends_the_wait_for_the_last_copy(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(when_to_save.time, "sleep", lambda _: None)
     lost = leader._checkpoints.finish_upload()
     assert lost.startswith("checkpoint 4 could not be copied, all updates since version 2 are lost")
-    assert told == [(2, [2])]
+    assert reported == [(2, [2])]
 
 
 def test_update_does_not_wait_for_a_publish_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

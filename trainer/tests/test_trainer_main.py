@@ -90,10 +90,11 @@ def test_zero_stages_publish_the_same_weights(new_run: Any) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_publish_beside_a_step_is_of_one_version(new_run: Any, zero_stage: int) -> None:
-    """Each publish takes longer than a forward and backward pass; what the generator has is bit for bit the checkpoint's."""
+    """Three publishes take longer than a forward and backward pass; what the generator has is bit for bit the checkpoint's."""
     run = new_run(trainer__zeroStage=zero_stage, checkpoint__everySteps=1, checkpoint__keep=8)
     run.start_coordinator()
-    directory = run.start_generator({"at": "receive", "how": "wait", "seconds": 0.7, "bucket": 1})
+    wait = {"at": "receive", "how": "wait", "seconds": 1.7, "bucket": 1}
+    directory = run.start_generator(*(wait | {"version": version} for version in (2, 3, 4)))
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]
     beside = [row["publish_wait_seconds"] > 0.2 for row in run.rows()]

@@ -71,13 +71,15 @@ def test_lost_checkpoints_do_not_restart_run(new_run: Any) -> None:
 def test_unacknowledged_checkpoint_does_not_stop_training(new_run: Any) -> None:
     """Its metrics.jsonl cannot be written for a while: the trainer continues, and retries the report."""
     run = new_run(budget__maxSteps=12)
-    run.start(seconds_per_group=0.05)
+    generator = run.start(seconds_per_group=0.05, slots=20)
     until(lambda: run.step() >= 1)
     aside = run.paths.metrics.with_name("aside")
     run.paths.metrics.rename(aside)
     run.paths.metrics.mkdir()
+    run.permit(generator, 32)
     until(lambda: "did not acknowledge it" in run.log("trainer-0"), what="a refused commit")
     refused_at = run.step()
+    run.permit(generator)
     until(lambda: run.step() >= refused_at + 2, what="training")
     run.paths.metrics.rmdir()
     aside.rename(run.paths.metrics)
@@ -102,8 +104,8 @@ def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     assert run.wait_trainer() == [1, 0], "all steps are trained, but their result could not be saved"
     assert run.step() == 5
     # That of version 4 fails beside the last step.
-    assert run.rows()[-1]["checkpoint_failures"] in (1, 2)
-    assert "failed, keeping the last one" in run.log("trainer-0")
+    failures = run.log("trainer-0").count("failed, keeping the last one")
+    assert 1 <= run.rows()[-1]["checkpoint_failures"] <= failures
     assert "version 5 could not be saved, all updates are lost" in run.log("trainer-0")
     assert run.paths.checkpoints.is_dir()
     left = [p.name for p in run.paths.checkpoints.glob("step-*")]
@@ -112,10 +114,11 @@ def test_full_disk_fails_checkpoints_only(new_run: Any, rank: int) -> None:
     status = run.status()
     assert status is not None
     if rank == 0:  # which exports
-        assert status.exports is not None
-        assert status.exports.last is None
-        assert status.exports.failures >= 3
-        assert "File too large" in status.exports.problem
+        until(lambda: run.status().exports is not None, what="the exports")  # a tick behind the volume
+        until(lambda: run.status().exports.failures >= 3, what="all attempts to export")
+        exports = run.status().exports
+        assert exports.last is None
+        assert "File too large" in exports.problem
 
 
 @contextlib.contextmanager
@@ -144,10 +147,11 @@ def test_full_checkpoint_volume_holds_the_last_weights(new_run: Any) -> None:
     run.retry_seconds = 2
     with small_volume(run.paths.checkpoints, "2m"):
         ballast = fill(run.paths.checkpoints)
-        run.start(seconds_per_group=0.1)
+        generator = run.start(slots=16)
         until(lambda: "No space left" in problem(run), what="a failed checkpoint")
-        assert run.step() < 5, "training goes on"
+        until(lambda: run.step() == 4, what="training")
         assert unsaved(run) == -1
+        run.permit(generator)
         until(lambda: unsaved(run) == 5, what="the hold")
         os.kill(run.coordinator.pid, signal.SIGKILL)  # it learns of the hold again
         run.coordinator.join()
@@ -177,7 +181,7 @@ def test_full_volume_holds_the_weights_of_mid_training(new_run: Any) -> None:
         ballast = fill(folder)
         run.start()
         until(lambda: unsaved(run) == 0, what="the hold")
-        assert "No space left" in problem(run)
+        until(lambda: "No space left" in problem(run), what="the reason")
         assert run.status().waiting_for.startswith("the trainer's last checkpoint: ")
         assert "Each of the 2 ranks has a part of them" in run.log("trainer-0")
         for rank in run.ranks:
@@ -202,8 +206,10 @@ def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
     """The journal is on the same volume: the trainer waits for it, the coordinator restarts on the full volume."""
     with small_volume(tmp_path / "volume", "24m"):
         run = new_run(root=tmp_path / "volume", budget__maxSteps=10)
-        run.start(seconds_per_group=0.1)
+        generator = run.start(seconds_per_group=0.1, slots=16)
         until(lambda: run.step() >= 2)
+        fill(tmp_path / "volume")
+        run.permit(generator)
 
         def journal_refuses() -> bool:
             # Again: what is deleted frees its space, a checkpoint that failed or, at a start, files that were being written.
@@ -232,11 +238,12 @@ def test_full_run_volume_pauses_the_run(new_run: Any, tmp_path: Path) -> None:
 
 def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
     run = new_run(budget__maxSteps=8)
-    run.start(seconds_per_group=0.1)
+    generator = run.start(seconds_per_group=0.1, slots=28)
     until(lambda: run.step() >= 3)
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGTERM)
     assert run.wait_trainer() == [0, 0]
+    run.permit(generator)
     before, newest = run.checkpoints()
     file = run.paths.checkpoint(newest) / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())

@@ -56,11 +56,12 @@ def test_killed_rank_resumes_adapters_and_exports_them(new_run: Any) -> None:
         budget__maxSteps=8,
         checkpoint__everySteps=2,
     )
-    directory = run.start(seconds_per_group=0.1)
+    directory = run.start(seconds_per_group=0.1, slots=28)
     until(lambda: run.step() >= 3 and run.checkpoints())
     for rank in run.ranks:
         os.kill(rank.pid, signal.SIGKILL)
     run.wait_trainer()
+    run.permit(directory)
     step = run.checkpoints()[-1]
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]

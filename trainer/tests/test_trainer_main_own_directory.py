@@ -91,7 +91,7 @@ class Pods(Run):
         """Its node is gone, with the directory."""
         for rank in self.ranks:
             os.kill(rank.pid, signal.SIGKILL)
-            rank.join(30)
+            rank.join(120)
         shutil.rmtree(self.node.root)
 
     def uploaded(self) -> int:
@@ -105,7 +105,7 @@ class Pods(Run):
 
     def stored(self) -> set[str]:
         """Folders of the run's prefix that are complete."""
-        paths = {path.removeprefix("run/") for path in self.s3.objects() if path.startswith("run/")}
+        paths = {path.removeprefix("run/") for path in self.s3.paths() if path.startswith("run/")}
         return {path.rpartition("/")[0] for path in paths if path.endswith(("manifest.json", "files.json"))}
 
     def assert_exact(self, steps: int) -> None:
@@ -136,13 +136,14 @@ def pods(processes: Any, tmp_path: Path, s3: S3Server) -> Iterator[Any]:
 def test_trainer_that_is_lost_with_its_directory_continues_from_the_store(pods: Any, s3: S3Server) -> None:
     """The second node's newest checkpoint is in no copy: its steps are trained again, from the coordinator's journal."""
     run = pods(budget__maxSteps=14, evaluation__everySteps=4, evaluation__holdSeconds=1)
-    run.start(seconds_per_group=0.2)
+    generator = run.start(seconds_per_group=0.1, slots=40)
     until(lambda: run.uploaded() >= 4 and (run.exported() or 0) >= 4, what="copies of checkpoint and model")
     s3.refuse(0)
     on_disk = run.uploaded() + 4
+    run.permit(generator)
     until(lambda: f"checkpoint {on_disk} is on disk" in run.trainer_log(), what="a checkpoint without copy")
+    until(lambda: "403 Forbidden" in run.status().uploads.problem, what="a failed copy")
     status = run.status()
-    assert "403 Forbidden" in status.uploads.problem
     copied = status.uploads.version
     assert copied < on_disk
     best = status.exports.best
@@ -172,10 +173,10 @@ def test_trainer_that_is_lost_with_its_directory_continues_from_the_store(pods: 
 
 def test_last_version_is_kept_until_it_is_copied(pods: Any, s3: S3Server) -> None:
     run = pods(budget__maxSteps=3)
-    run.start(seconds_per_group=1.0)
-    # Not uploaded(): the next report may come after the last step has begun.
+    generator = run.start(slots=8)
     until(lambda: "step-00000002" in run.stored(), what="the first copy")
     s3.refuse(0)
+    run.permit(generator)
     until(lambda: "checkpoint 3 is on disk" in run.trainer_log(), what="the last checkpoint")
     until(lambda: "checkpoint 3 was not copied" in run.trainer_log(), what="a failed copy")
     assert run.ranks[0].is_alive()

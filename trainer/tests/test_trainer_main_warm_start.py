@@ -65,17 +65,14 @@ def test_killed_mid_training_resumes_as_if_undisturbed(
     undisturbed, killed = new_run(**settings), new_run(**settings)
     for run in (undisturbed, killed):
         run.start_coordinator()
-        run.start_trainer()
         if run is killed:
             at = random.randint(5, 35)
-            until(lambda: len(supervised(killed)) >= at, what=f"supervised step {at}")  # noqa: B023
-            # Checkpoints are written beside the steps: the first may follow the step that it is of.
-            saved = killed.paths.mid_training.checkpoints
-            until(lambda: any(saved.glob("step-*")), what="a checkpoint of mid-training")  # noqa: B023
-            os.kill(killed.ranks[at % 2].pid, signal.SIGKILL)
-            killed.wait_trainer()
-            assert killed.checkpoints() == []
+            killed.dies_at = {at % 2: at}
             killed.start_trainer()
+            assert killed.wait_trainer()[at % 2] == -signal.SIGKILL
+            assert killed.checkpoints() == []
+            killed.dies_at = {}
+        run.start_trainer()
         until(lambda: run.checkpoints() == [0], what="the end of mid-training")  # noqa: B023
         until(lambda: not run.paths.mid_training.root.exists(), what="its checkpoints removed")  # noqa: B023
     assert "mid-training continues after step" in killed.log("trainer-0")
@@ -132,6 +129,7 @@ def test_split_run_has_one_meter(new_run: Any) -> None:
         budget__maxComputeTokens=1600,
         budget__split={"beta": "0.5"},
     )
+    run.dies_at = {0: 15}
     run.start(seconds_per_group=0.05)
     meter: list[float] = []
     saved: list[int] = []
@@ -143,10 +141,9 @@ def test_split_run_has_one_meter(new_run: Any) -> None:
         meter.append(status.wall_seconds)
         return status
 
-    until(lambda: len(supervised(run)) >= 15, what="supervised step 15")
-    saved.append(supervised(run)[7]["tokens"])
-    os.kill(run.ranks[0].pid, signal.SIGKILL)
     run.wait_trainer()
+    run.dies_at = {}
+    saved.append(supervised(run)[7]["tokens"])
     assert read().compute_tokens <= 800
     run.start_trainer()
     until(lambda: run.step() >= 5, what="step 5 of RL")
@@ -199,7 +196,7 @@ def test_damaged_mid_training_checkpoints(new_run: Any) -> None:
     run.paths.base_model.rename(run.paths.root / "own-model")
     shutil.copytree(other.paths.base_model, run.paths.base_model)
     run.start_trainer()
-    assert run.wait_trainer(60) == [2, 2]
+    assert run.wait_trainer() == [2, 2]
     message = f"{newest} is of another model: "
     assert message in run.log("trainer-0")
     assert "restore model.*, or start a new run" in run.log("trainer-0")
@@ -221,7 +218,7 @@ def test_damaged_mid_training_checkpoints(new_run: Any) -> None:
         (good / "rank-00000.safetensors").unlink()
     for _ in range(2):
         run.start_trainer()
-        assert run.wait_trainer(60) == [2, 2]
+        assert run.wait_trainer() == [2, 2]
         last = run.log("trainer-0").splitlines()[-1]
         assert f"{folder}: all checkpoints are damaged: damaged-step-" in last
         assert f"or remove {run.paths.mid_training.root} to begin mid-training again" in last
@@ -244,7 +241,7 @@ def test_mid_training_checkpoint_without_its_state(new_run: Any) -> None:
     kept = [record for record in manifest.files if record.path != STAGE]
     (newest / MANIFEST).write_bytes(msgspec.structs.replace(manifest, files=kept).encode())
     run.start_trainer()
-    assert run.wait_trainer(60) == [2, 2]
+    assert run.wait_trainer() == [2, 2]
     last = run.log("trainer-0").splitlines()[-1]
     assert f"{newest / STAGE} cannot be read: " in last
     assert f"remove {run.paths.mid_training.root} to begin mid-training again" in last
@@ -253,9 +250,10 @@ def test_mid_training_checkpoint_without_its_state(new_run: Any) -> None:
 def test_directory_of_release_without_mid_training_checkpoints(new_run: Any) -> None:
     """A run that has trained resumes without its files of mid-training; one that has not begins it."""
     run = new_run(budget__maxSteps=9, checkpoint__everySteps=3, warmStart__steps=3, warmStart__batchSize=4)
-    run.start(seconds_per_group=0.1)
+    generator = run.start(seconds_per_group=0.1, slots=32)
     until(lambda: run.step() >= 4, what="step 4")
     stop_trainer(run)
+    run.permit(generator)
     stopped = run.step()
     run.paths.supervised_metrics.unlink()
     run.paths.warm_started_weights.unlink()
@@ -268,10 +266,10 @@ def test_directory_of_release_without_mid_training_checkpoints(new_run: Any) -> 
     killed = new_run(
         budget__maxSteps=1, warmStart__steps=60, warmStart__batchSize=4, checkpoint__everySteps=9
     )
+    killed.dies_at = {0: 9}
     killed.start()
-    until(lambda: len(supervised(killed)) >= 9, what="step 9")
-    os.kill(killed.ranks[0].pid, signal.SIGKILL)
-    killed.wait_trainer(30)
+    killed.wait_trainer()
+    killed.dies_at = {}
     shutil.rmtree(killed.paths.mid_training.root, ignore_errors=True)
     killed.paths.supervised_metrics.unlink()
     killed.start_trainer()
@@ -316,11 +314,10 @@ def test_kl_reference_is_the_warm_started_model(new_run: Any, stage: int) -> Non
         warmStart__batchSize=4,
         warmStart__learningRate="1e-2",
     )
-    run.start(seconds_per_group=0.1)
+    generator = run.start(seconds_per_group=0.1, slots=32)
     until(lambda: run.step() >= 3)
-    for rank in run.ranks:
-        os.kill(rank.pid, signal.SIGTERM)
-    assert run.wait_trainer() == [0, 0]
+    stop_trainer(run)
+    run.permit(generator)
     stopped = run.step()
     run.start_trainer()
     assert run.wait_trainer() == [0, 0]
@@ -350,11 +347,10 @@ def test_edited_kl_coefficient_keeps_the_warm_started_reference(new_run: Any, be
         warmStart__batchSize=4,
         warmStart__learningRate="1e-2",
     )
-    run.start(seconds_per_group=0.1)
+    generator = run.start(seconds_per_group=0.1, slots=28)
     until(lambda: run.step() >= 4)
-    for rank in run.ranks:
-        os.kill(rank.pid, signal.SIGTERM)
-    assert run.wait_trainer() == [0, 0]
+    stop_trainer(run)
+    run.permit(generator)
     stopped, reference = run.step(), run.paths.warm_started_weights.read_bytes()
     manifest = yaml.safe_load(run.paths.run_file.read_text())
     manifest["spec"]["recipe"]["kl"] = {"penalty": {"coefficient": "1000"}}
@@ -376,9 +372,10 @@ def test_edited_kl_coefficient_keeps_the_warm_started_reference(new_run: Any, be
 def test_kl_penalty_added_to_a_run_without_its_warm_started_weights(new_run: Any) -> None:
     """Refused, until the penalty is taken out again."""
     run = new_run(budget__maxSteps=5, warmStart__steps=3, warmStart__batchSize=4)
-    run.start(seconds_per_group=0.1)
+    generator = run.start(seconds_per_group=0.1, slots=16)
     until(lambda: run.step() >= 1, what="step 1")
     stop_trainer(run)
+    run.permit(generator)
     run.paths.warm_started_weights.unlink()
     stopped, manifest = run.step(), yaml.safe_load(run.paths.run_file.read_text())
 

@@ -36,6 +36,8 @@ FILES = {
     "original/model.safetensors": b"another copy",
 }
 PATTERNS = ("*.json", "model.safetensors")
+TIMEOUTS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
+"""After which the client would download again from a hub that is slow."""
 WANTED = {"config.json", "tokenizer.json", "model.safetensors"}
 DOWNLOAD = (
     "import sys; from pathlib import Path; from scalerl_trainer.model_cache import ModelCache; "
@@ -62,11 +64,20 @@ def cache(tmp_path: Path, hub: HubModels, monkeypatch: pytest.MonkeyPatch) -> Mo
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in TIMEOUTS:
+        monkeypatch.setattr(constants, name, 120)
     return ModelCache(tmp_path / "models", poll_seconds=0.05)
 
 
 def environment(hub: HubModels) -> dict[str, str]:
-    return {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    timeouts = dict.fromkeys(TIMEOUTS, "120")
+    return {
+        **os.environ,
+        **timeouts,
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
 
 
 def started(root: Path, hub: HubModels, revision: str = COMMIT) -> subprocess.Popen[str]:
@@ -265,16 +276,16 @@ def test_killed_downloader_blocks_nobody(hub: HubModels, tmp_path: Path) -> None
     hub.seconds_a_chunk = 0.04
     for _ in range(4):
         process = started(root, hub)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not root.exists() and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(moments.uniform(0.0, 1.2))
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
         if entry.exists():
             assert_is_the_model(entry)
     hub.seconds_a_chunk = 0.0
-    output, errors = started(root, hub).communicate(timeout=60)
+    output, errors = started(root, hub).communicate(timeout=120)
     assert output.strip() == str(entry), errors
     assert_is_the_model(entry)
     assert {p.name for p in entry.parent.iterdir()} == {COMMIT, f".{COMMIT}.lock"}

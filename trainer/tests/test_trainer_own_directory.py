@@ -158,7 +158,7 @@ def test_model_reaches_a_pod_with_its_own_directory(
         env=os.environ | environment_of(paths, tmp_path / "generator"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert container.returncode == 0, container.stderr

@@ -333,10 +333,10 @@ def test_check_prompts_few_too_long_warns(tmp_path: Path, caplog: pytest.LogCapt
     with (paths.root / "task.jsonl").open("a") as file:
         file.write(more)
     prepare(paths, spec, one_machine=True)
-    (told,) = [m for m in caplog.messages if "too long" in m]
-    assert "prompt 'long' has" in told
-    assert "1 of 141 prompts are too long" in told
-    assert told.endswith("The run skips them.")
+    (warning,) = [m for m in caplog.messages if "too long" in m]
+    assert "prompt 'long' has" in warning
+    assert "1 of 141 prompts are too long" in warning
+    assert warning.endswith("The run skips them.")
 
 
 def test_prepare_checks_prompts_again_on_resume(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_prepare_bad_input_exits_with_2(tmp_path: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl_trainer.publish.actor_control import Answer
-from scalerl_trainer.publish.rounds import Rounds
+from scalerl_trainer.publish.group_publisher import Rounds
 
 OK, CAUSE, CLEARED = Answer(body=b""), Answer(error="gone"), Answer(error="lost a peer", cleared=True)
 

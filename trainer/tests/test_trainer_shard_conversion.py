@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.errors import BadBatchError, DivergedError
-from scalerl_trainer.publish.probe import MIN_COMPARED_TOKENS
-from scalerl_trainer.publish.probe_sequences import (
+from scalerl_trainer.publish.probe import (
+    MIN_COMPARED_TOKENS,
     MIN_PROBED_TOKENS,
     PROBE_TOKENS,
     START_SEQUENCES,

@@ -13,8 +13,8 @@ from spec_reads import reads
 import scalerl_trainer
 from scalerl_api.edits import Effect, edit_of
 from scalerl_api.model_source import ScratchExperts
+from scalerl_trainer.engine.settings import engine_settings
 from scalerl_trainer.models import write_scratch
-from scalerl_trainer.spec_settings import engine_settings
 
 pytestmark = pytest.mark.slow
 

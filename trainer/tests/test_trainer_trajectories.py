@@ -73,7 +73,7 @@ class Ranks:
             pipe.send({"shards": own, "recipe": recipe, **job})
         answers = []
         for pipe in self._pipes[world]:
-            assert pipe.poll(120), "a rank does not answer; its traceback is above"
+            assert pipe.poll(300), "a rank does not answer; its traceback is above"
             answers.append(pipe.recv())
         return [
             Step(answers[0][step][0], *(self._whole([a[step][1] for a in answers], key) for key in ("weight", "exp_avg")))

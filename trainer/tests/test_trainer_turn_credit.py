@@ -14,7 +14,7 @@ from scalerl_api import wire
 from scalerl_api.recipe import RecipeSpec
 from scalerl_trainer.algo.advantages import Baseline, Normalization, advantages, turn_advantages
 from scalerl_trainer.errors import BadBatchError
-from scalerl_trainer.publish.probe_sequences import probe_sequences
+from scalerl_trainer.publish.probe import probe_sequences
 from scalerl_trainer.shard_conversion import rank_batch
 
 Credit = Literal["Return", "Turn"]

@@ -396,7 +396,7 @@ def test_kernel_that_fails_on_one_rank_is_used_on_none() -> None:
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -422,8 +422,8 @@ def test_an_absent_bucket_is_no_damaged_file(s3: S3Server, to: str, tmp_path: Pa
     with pytest.raises(
         StoreUnreachable, match=r"delta-00000001: s3://absent-bucket/x: there is no such bucket$"
     ):
-        reader.read(1, training.manifest, BUCKET_BYTES, elsewhere, retry_seconds=60.0)
-    assert time.monotonic() - begun < 30
+        reader.read(1, training.manifest, BUCKET_BYTES, elsewhere, retry_seconds=300.0)
+    assert time.monotonic() - begun < 200
     assert reader.version == 0
     outcome = publisher_of(claiming_writer("s3://absent-bucket/x", tmp_path)).publish(
         0, WeightSource(training.manifest, training.stream), [MEMBER]
@@ -550,7 +550,7 @@ def test_a_store_that_hangs_is_given_up(s3: S3Server, to: str) -> None:
         fetcher.start(request)
         started = time.monotonic()
         outcome = publisher_of(writer, timeout_seconds=0.2).publish(1, weights, [MEMBER])
-        assert time.monotonic() - started < 25
+        assert time.monotonic() - started < 100
         report = fetcher.report(0)
     finally:
         os.kill(s3._process.pid, signal.SIGCONT)
@@ -572,4 +572,5 @@ if __name__ == "__main__":
     for version in range(1000):
         training.write(writer, version)
         training.tensors["w"][version::97] += 1
-        Path(BEGUN).touch()  # type: ignore[name-defined]  # noqa: F821
+        if version:
+            Path(BEGUN).touch()  # type: ignore[name-defined]  # noqa: F821

@@ -24,11 +24,11 @@ from scalerl_trainer.checkpoints.engine_files import SavedState
 from scalerl_trainer.prepare import prepare
 
 TOKEN = "secret"
-http = httpx.Client(trust_env=False, timeout=5, limits=httpx.Limits(max_keepalive_connections=0))
+http = httpx.Client(trust_env=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 """One for all: ``httpx.get`` reads all certificates of this machine each time, 24 ms of a processor twenty times a second."""
 
 
-def until(true: Callable[[], Any], seconds: float = 120.0, what: str = "it") -> None:
+def until(true: Callable[[], Any], seconds: float = 300.0, what: str = "it") -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
@@ -72,8 +72,9 @@ class Run:
                 "optimizer": {"learningRate": "1e-3", "warmupSteps": 0},
             },
             "trainer": {"replicas": 2, "zeroStage": 1, "cpuThreads": 1},
-            "weightSync": {"bucket": "16Ki", "timeoutSeconds": 8, "probeLimit": "100"},
-            "evaluation": {"everySteps": 100, "samplesPerPrompt": 1, "holdSeconds": 5},
+            # Long enough for a slow machine; no process that is killed or ends is waited for so long.
+            "weightSync": {"bucket": "16Ki", "timeoutSeconds": 60, "probeLimit": "100"},
+            "evaluation": {"everySteps": 100, "samplesPerPrompt": 1, "holdSeconds": 60},
             "checkpoint": {"everySteps": 2, "keep": 2},
             "budget": {"maxSteps": 6},
         }
@@ -99,6 +100,8 @@ class Run:
         self.ranks: list[Any] = []
         self.generators: list[Any] = []
         self.largest_file: dict[int, int] = {}
+        self.dies_at: dict[int, int] = {}
+        """Supervised steps at which a rank dies, once mid-training has a checkpoint."""
         self.environ: dict[str, str] = {}
         """Further variables of all roles."""
         self.retry_seconds: float | None = None
@@ -110,6 +113,7 @@ class Run:
         name: str,
         listen: int,
         largest_file: int | None = None,
+        dies_at: int | None = None,
         command: tuple[str, ...] = (),
         **environ: str,
     ) -> Any:
@@ -120,6 +124,7 @@ class Run:
                 "argv": [*command, "--listen", f"127.0.0.1:{listen}"],
                 "log": str(self.paths.logs / f"{name}.log"),
                 "largest_file": largest_file,
+                "dies_at": dies_at,
                 "retry_seconds": self.retry_seconds,
                 "environ": {
                     "SCALERL_DIR": str(self.paths.root),
@@ -138,7 +143,7 @@ class Run:
     def start_trainer(self, only: set[int] | None = None, **environ: str) -> None:
         """``only``: the other ranks are not started. ``environ``: further variables."""
         world = self.spec.trainer.replicas
-        master = free_port()
+        self.master = free_port()
         self.listens = [free_port() for _ in range(world)]
         self.ranks = [
             self._role(
@@ -146,11 +151,12 @@ class Run:
                 f"trainer-{rank}",
                 self.listens[rank],
                 largest_file=self.largest_file.get(rank),
+                dies_at=self.dies_at.get(rank),
                 RANK=str(rank),
                 WORLD_SIZE=str(world),
                 LOCAL_RANK="0",
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(master),
+                MASTER_PORT=str(self.master),
                 **environ,
             )
             for rank in (range(world) if only is None else sorted(only))
@@ -181,10 +187,13 @@ class Run:
         bad_slots: tuple[int, ...] = (),
         skip_held_out: bool = False,
         unusable: bool = False,
+        slots: int | None = None,
     ) -> Path:
+        """``slots``: see :meth:`permit`."""
         name = f"generator-{len(self.generators)}"
         directory = self.paths.root.with_name(f"{self.paths.root.name}-{name}")
         directory.mkdir()
+        self.permit(directory, slots)
         vocabulary = json.loads((self.paths.base_model / "config.json").read_text())["vocab_size"]
         self.generators.append(
             self._processes.run(
@@ -204,6 +213,16 @@ class Run:
             )
         )
         return directory
+
+    def permit(self, directory: Path, slots: int | None = None) -> None:
+        """Let the generator of ``directory`` answer the first ``slots`` of training only, so that the run goes no further before a
+        test has done its part; None: all."""
+        file = directory / "slots"
+        if slots is None:
+            file.unlink(missing_ok=True)
+        else:
+            file.with_suffix(".new").write_text(str(slots))
+            file.with_suffix(".new").replace(file)
 
     def start(self, **generator: Any) -> Path:
         self.start_coordinator()
@@ -242,7 +261,7 @@ class Run:
         status = self.status()
         return status.step if status else -1
 
-    def wait_trainer(self, seconds: float = 120.0) -> list[int]:
+    def wait_trainer(self, seconds: float = 240.0) -> list[int]:
         deadline = time.monotonic() + seconds
         for rank in self.ranks:
             rank.join(max(0.1, deadline - time.monotonic()))

@@ -25,7 +25,7 @@ class Appended:
         """What follows the last newline: a line that is being written, or that lacks its newline."""
 
     def read(self) -> Iterator[tuple[bool, list[bytes]]]:
-        """The complete lines since the last call, in blocks; the first says whether the lines begin anew."""
+        """The complete lines since the last call, in blocks; the first says whether the file is another or was rewritten."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -35,11 +35,11 @@ class Appended:
         with file:
             status = os.fstat(file.fileno())
             file.seek(max(0, self._offset - len(self._tail)))
-            anew = status.st_ino != self._inode or file.read(len(self._tail)) != self._tail
-            if anew:
+            is_other = status.st_ino != self._inode or file.read(len(self._tail)) != self._tail
+            if is_other:
                 self._inode, self._offset, self._tail = status.st_ino, 0, b""
             file.seek(self._offset)
-            yield anew, []
+            yield is_other, []
             self.partial = b""
             while block := file.read(_BLOCK):
                 block = self.partial + block

@@ -48,10 +48,10 @@ class MetricSeries:
         return series
 
     def update(self) -> None:
-        for anew, lines in self._lines.read():
-            if anew:
+        for is_other, lines in self._lines.read():
+            if is_other:
                 self.columns, self.rows, self.unreadable = {}, 0, 0
-            self.revision += anew or bool(lines)
+            self.revision += is_other or bool(lines)
             for line in lines:
                 if (row := _row(line)) is None:
                     self.unreadable += 1

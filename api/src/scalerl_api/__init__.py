@@ -18,13 +18,13 @@ Contents:
 - the custom resource definition of both, generated: :mod:`.crd`;
 - parsing of a run file or a cluster's object, with a list of precise errors: :mod:`.load`;
 - messages between the processes of a run: :mod:`.wire`, :mod:`.endpoints`; the byte layout of published weights:
-  :mod:`.weight_layout`, and its files, :mod:`.weight_files`;
+  :mod:`.weight_layout`, its files, :mod:`.weight_files`, and its process group, :mod:`.weight_group`;
 - requests and responses of the curve-fit sidecar: :mod:`.forecast`;
 - environment variables of a process: :mod:`.process`; paths of the run's files: :mod:`.paths`; the curve as a table:
   :mod:`.curve`; memory estimates: :mod:`.memory`;
 - what a value of a choice implies: :mod:`.engines`, :mod:`.weight_backends`, :mod:`.lora`, :mod:`.source_kind`, :mod:`.built_in`
   (environments), :mod:`.recipe.loss`.
 
-Not here: I/O beyond reading a spec file, one HTTP exchange (:mod:`.http_client`) and the client of object stores
-(:mod:`.object_store`), torch, calls to Kubernetes, and decisions.
+Not here: I/O beyond reading a spec file, one HTTP exchange (:mod:`.http_client`), the client of object stores
+(:mod:`.object_store`) and the process group, torch, calls to Kubernetes, and decisions.
 """

@@ -195,6 +195,7 @@ EDITS: Final[Mapping[str, Edit]] = {
     "generator.compileCache": Edit(Effect.GENERATOR),
     "generator.speculation": Edit(Effect.GENERATORS),
     "generator.podTemplate": Edit(Effect.GENERATOR),
+    "generator.actorResources": Edit(Effect.GENERATOR),
     "trainer.replicas": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),
     "trainer.devices": Edit(Effect.ALL, "Checkpoints load with any number of ranks."),
     "trainer.cpuThreads": Edit(Effect.ALL),

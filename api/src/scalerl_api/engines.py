@@ -1,4 +1,4 @@
-"""``trainer.engine``: the libraries that partition the model over the trainer's ranks, and what each implies for a run.
+"""``trainer.engine``: what partitions the model over the trainer's ranks and updates it, and what each engine implies for a run.
 
 Another one is a subclass of :class:`Engine` here with its name in :data:`EngineName` and :data:`ENGINES`, and its backend in
 ``scalerl_trainer.engine.backend``. The rules of the spec, the estimate of memory and the trainer's settings read them from here.
@@ -53,7 +53,7 @@ class Partition:
 
 
 class Engine:
-    """What a library implies. Sizes are of one rank."""
+    """What an engine implies. Sizes are of one rank."""
 
     partitions_all: bool
     """Partitions all state: ``zeroStage`` 3 alone."""

@@ -226,7 +226,7 @@ class Outlook(Message, frozen=True, kw_only=True):
     expected_gain: float | msgspec.UnsetType = msgspec.UNSET
     """Mean of R(horizon·now) − R(now): what a stop forgoes on average."""
     decidable_gain: float | msgspec.UnsetType = msgspec.UNSET
-    """Three standard deviations of an evaluation: a smaller ``min_gain`` cannot be told from noise."""
+    """Three standard deviations of an evaluation: a smaller ``min_gain`` cannot be distinguished from noise."""
     samples_needed: int | msgspec.UnsetType = msgspec.UNSET
     """Samples of an evaluation with which ``min_gain`` could be; unset if it can be now, the samples are not known, or no
     number suffices."""

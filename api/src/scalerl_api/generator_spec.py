@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field
 
 from scalerl_api.fields import MemoryQuantity, Model, PositiveUnitDecimal, Rule
-from scalerl_api.pods import ObjectName, PodTemplate
+from scalerl_api.pods import ObjectName, PodResources, PodTemplate
 from scalerl_api.speculation import SPECULATION_OPTIONS, SpeculationSpec, is_speculation_option
 from scalerl_api.vllm_options import free_option
 
@@ -45,7 +45,7 @@ class GeneratorSpec(Model):
     memory_fraction: PositiveUnitDecimal = "0.9"
     """GPU only: fraction of the device memory that vLLM uses."""
     device_memory: MemoryQuantity | None = None
-    """Memory of one accelerator, such as 80Gi: a run whose weights need more is refused before it starts. Default: what
+    """Memory of one accelerator, such as 80Gi. A run whose weights need more is refused before it starts. Default: what
     nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""
     extra_args: Annotated[
         list[Annotated[str, Field(max_length=1024), AfterValidator(free_option)]], Field(max_length=64)
@@ -54,13 +54,16 @@ class GeneratorSpec(Model):
     rejected, and those with which weights cannot be updated: other parallelism than ``devices``, quantization, LoRA,
     offloading. ``--hf-overrides`` is merged with the project's own. All: docs/reference/vllm-options.md."""
     compile_cache: CompileCacheSpec | None = None
-    """Keeps the code that vLLM compiles at its start on a volume that only the server's container can write, so that later pods
-    start without compiling; default: in the pod, for restarts of the container. On CPUs only drafters are compiled. Ignored by the
+    """Keeps the code that vLLM compiles at its start on a volume that only the server's container can write. Later pods then start
+    without compiling. Default: in the pod, for restarts of the container. On CPUs only drafters are compiled. Ignored by the
     local runtime, where vLLM's own cache is kept."""
     speculation: SpeculationSpec | None = None
     """Speculative decoding; default: none."""
     pod_template: PodTemplate | None = None
     """Overrides the run's podTemplate for generators; ignored by the local runtime."""
+    actor_resources: PodResources = PodResources()
+    """Resources of the actor, the container beside the server. It has the processes that grade completions. Ignored by the local
+    runtime."""
 
     @property
     def workers(self) -> int:

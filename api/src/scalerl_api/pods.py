@@ -125,7 +125,7 @@ class PullSecret(Model):
 
 
 class PodResources(Model):
-    """Requests and limits of a role's main container; resources not listed keep the operator's defaults."""
+    """Requests and limits of a container; resources not listed keep the operator's defaults."""
 
     requests: Amounts = {}
     """Requests by resource, like ``cpu: "4"`` or ``memory: 16Gi``."""

@@ -133,7 +133,7 @@ class Reason(Explained):
     )
     OUT_OF_MEMORY = (
         "OutOfMemory",
-        "Raise podTemplate.resources.limits.memory of the role, or lower its memory use: microBatchTokens, kvCache, "
+        "Raise podTemplate.resources.limits.memory of the role (generator.actorResources for an actor), or lower its memory use: microBatchTokens, kvCache, "
         "maxConcurrentSequences.",
     )
     EVICTED = "Evicted", "The node evicted the pod; it is rescheduled."

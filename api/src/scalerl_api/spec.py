@@ -312,7 +312,7 @@ class RunSpec(Model):
 
     @property
     def draft_memory_tokens(self) -> int:
-        """Tokens of past and running responses that each generator remembers for drafts."""
+        """Tokens of past and running responses that each generator keeps for drafts."""
         generator = self.generator
         if generator.speculation is None:
             return 0

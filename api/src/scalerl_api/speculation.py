@@ -45,7 +45,7 @@ class SpeculationSpec(Model):
     rules = (exactly_one("history"),)
 
     def memory_tokens(self, running_tokens: int) -> int:
-        """Tokens of responses that each generator remembers: those that run, as many of the epoch before for the same prompts, and no
+        """Tokens of responses that each generator keeps: those that run, as many of the epoch before for the same prompts, and no
         fewer than :data:`MIN_MEMORY_TOKENS`.
 
         Args:

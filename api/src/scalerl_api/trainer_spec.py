@@ -63,7 +63,7 @@ class TrainerSpec(Model):
     lora: LoraSpec | None = None
     """Trains low-rank adapters instead of the weights; default: the weights."""
     device_memory: MemoryQuantity | None = None
-    """Memory of one accelerator, such as 80Gi: a run that needs more is refused before it starts, with the estimate.
+    """Memory of one accelerator, such as 80Gi. A run that needs more is refused before it starts, with the estimate.
     Default: what nvidia-smi reports where the run is prepared; on a cluster that is a pod without a GPU, so it is not checked."""
     export: ExportSpec = ExportSpec()
     """Export of models in Hugging Face format."""

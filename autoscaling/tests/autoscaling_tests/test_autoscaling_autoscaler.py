@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiohttp.test_utils import unused_port
 from coordinator_statuses import evaluations, flat_curve
+from free_port import free_port
 
 from autoscaling_tests.watched import ONE, Watched, no_stop
 from scalerl_api.forecast import ForecastAnswer, ForecastRequest
@@ -146,7 +146,7 @@ async def test_number_outside_its_limits_is_corrected_at_once(tmp_path: Path, ur
 
 async def test_balance_does_not_wait_for_a_forecast(tmp_path: Path) -> None:
     """Without a sidecar, the trainer is fed all the same; and what went well there asks no question less."""
-    absent = f"http://127.0.0.1:{unused_port()}"
+    absent = f"http://127.0.0.1:{free_port()}"
     watched = Watched(tmp_path / "d", absent, {"generators": {"max": 4}, "cooldownSeconds": 60})
     generators, taken = Generators(wanted=1, ready=1), []
     for second in range(0, 200, 5):

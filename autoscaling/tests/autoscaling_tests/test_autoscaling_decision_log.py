@@ -276,7 +276,7 @@ def test_replay_under_the_same_policy(recorded: tuple[bytes, list[Line]]) -> Non
 
 
 def test_another_policy_is_asked_its_own_questions(recorded: tuple[bytes, list[Line]]) -> None:
-    """Whether a smaller gain is still to be had cannot be told, where that of .04 is not."""
+    """Whether a gain of .0005 is left cannot be decided, where one of .04 is not."""
     others = list(replay_under(spec(stopAfter=2, minGain="0.0005"), recorded[1], asked))
     stopped = [other.decision for other in others if other.line.decision.state is State.STOP]
     assert stopped

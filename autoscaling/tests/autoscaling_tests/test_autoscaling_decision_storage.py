@@ -1,4 +1,4 @@
-"""A record of decisions with a run's coordinator: one line after the other, whoever writes and whatever gets lost."""
+"""A record of decisions with a run's coordinator: one line after the other, whatever writes it and whatever is lost."""
 
 from __future__ import annotations
 

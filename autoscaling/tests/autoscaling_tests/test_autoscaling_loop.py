@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
 from coordinator_statuses import evaluations, flat_curve, status
 from decision_service import DOWN, LOST, DecisionService
+from free_port import free_port
 from minimal_run import run_spec
 
 from scalerl_api import forecast as wire
@@ -34,7 +34,7 @@ class Stepped:
         self.run = self.as_run(**autoscaling)
         self.now = 0.0
         self.woken = asyncio.Event()
-        sidecar = Sidecar(lambda: url, timeout_seconds=20.0, attempts=2, backoff_seconds=0.01)
+        sidecar = Sidecar(lambda: url, timeout_seconds=60.0, attempts=2, backoff_seconds=0.01)
         self.loop = Autoscaler(
             "ml/math",
             self.run.spec,
@@ -272,11 +272,12 @@ async def test_chosen_number_is_reported_until_the_next_decision(url: str, mode:
 
 async def test_slow_sidecar_holds_nothing_up(serve: Any) -> None:
     asked = 0
-    gate = asyncio.Event()
+    came, gate = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
         nonlocal asked
         asked += 1
+        came.set()
         await gate.wait()
         return web.Response(status=500)
 
@@ -285,6 +286,8 @@ async def test_slow_sidecar_holds_nothing_up(serve: Any) -> None:
     stepped = Stepped(await serve(application))
     stepped.report([])
     await stepped.woken.wait()
+    stepped.report(flat_curve())
+    await asyncio.wait_for(came.wait(), 120)
     for _ in range(20):
         report = stepped.report(flat_curve())
         assert not report.stop
@@ -298,7 +301,7 @@ async def test_slow_sidecar_holds_nothing_up(serve: Any) -> None:
 
 
 async def test_without_sidecar_nothing_stops_and_reason_is_reported(url: str) -> None:
-    stepped = Stepped(f"http://127.0.0.1:{unused_port()}")
+    stepped = Stepped(f"http://127.0.0.1:{free_port()}")
     report = await stepped.settled(flat_curve())
     assert (report.stop, report.ready, report.reason, report.forecast) == (
         "",

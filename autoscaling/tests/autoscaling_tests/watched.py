@@ -40,7 +40,7 @@ class Watched:
     ) -> None:
         self.path, self.clock = path, Clock()
         self.record = DecisionService(path=path).record()
-        quick = {"timeout_seconds": 20.0, "attempts": 2, "backoff_seconds": 0.01} | sidecar
+        quick = {"timeout_seconds": 60.0, "attempts": 2, "backoff_seconds": 0.01} | sidecar
         self.scaler = Autoscaler(
             "a run",
             run({"stopAfter": 2} | (autoscaling or {}), budget={"maxSeconds": 1_000_000}),

@@ -95,11 +95,10 @@ def _show(
         if section.dataset is not None:
             source = tasks.open_dataset(section.dataset, None, lambda text: None)
             echo(f"  columns: {', '.join(source.table.info.columns)}")
-            for line in description(source):
-                echo(f"  {line}")
         else:
             source = tasks.open_source(section)
-            echo(f"  {len(source):,} prompts")
+        for line in description(source):
+            echo(f"  {line}")
         tools = tools_of(section.environment)
         tokenizer = None if model is None else ModelTokenizer(model, prompt, f"{field}.prompt", tools)
         shown = min(_SHOWN, len(source))

@@ -12,14 +12,14 @@ from scalerl_cli.exits import DONE, FAILED, INTERRUPTED, Refused
 from scalerl_cli.inputs import load, plugin_problems
 from scalerl_cli.output import echo
 from scalerl_cli.run import RUNS
-from scalerl_lifecycle.runtime import StoredRuntime, drive
+from scalerl_lifecycle.runtime import Runtime, drive
 from scalerl_local.run_directory import latest_directory, next_directory
 
 _CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: INTERRUPTED}
 
 
 def run_elsewhere(arguments: argparse.Namespace) -> int:
-    """Execute the run of a file until it rests; returns the exit code. Interrupted, it goes on where it runs.
+    """Execute the run of a file until it stops; returns the exit code. If this command is interrupted, the run continues.
 
     Raises:
         Refused, SpecError, DirectoryProblem: lists every problem.
@@ -31,14 +31,14 @@ def run_elsewhere(arguments: argparse.Namespace) -> int:
     try:
         directory = arguments.dir or (latest_directory if arguments.resume else next_directory)(RUNS, name)
         plan = arguments.planner(run)
-        runtime: StoredRuntime = make(Kind.RUNTIME, arguments.runtime, {}, run, plan, directory)
+        runtime: Runtime = make(Kind.RUNTIME, arguments.runtime, {}, run, plan, directory)
     except PluginError as error:
         raise Refused(f"--runtime: {error}") from error
     echo(f"{name} in {directory}, by {arguments.runtime}")
     try:
         decision = asyncio.run(drive(runtime, run.spec))
     except KeyboardInterrupt:
-        echo("the run goes on; the same command with --resume follows it again")
+        echo("the run continues; the same command with --resume follows it again")
         return INTERRUPTED
     outcome = decision.persisted.outcome
     echo(f"{decision.phase}{f': {outcome.message}' if outcome else ''}")

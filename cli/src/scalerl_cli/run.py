@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -63,12 +64,16 @@ def run_spec(
     settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
     claimed = _claim(spec, directory, resume)
     echo(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
-    echo(f"its page: {view_command(claimed.paths.root)}")
+    echo(f"its page: {command('view', claimed.paths.root)}")
     for edit in claimed.edits:
         echo(f"edited: {edit}")
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
-        return _finish(spec, claimed, outcome, interrupts, fresh=not resume)
+        code = _finish(spec, claimed, outcome, interrupts, fresh=not resume)
+        if outcome.interrupted or _is_suspended(outcome):
+            options = ["--resume", "--dir", claimed.paths.root, *(f"--pin={pin}" for pin in pins)]
+            echo(f"continue with: {command('run', claimed.paths.run_file, *options)}")
+        return code
     except RecordError as problem:
         raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
     except CoordinatorRefused as refused:
@@ -158,10 +163,8 @@ def _finish(
             shutil.rmtree(directory.paths.root, ignore_errors=True)
             return BAD_INPUT
     _report_results(spec, directory, outcome)
-    if failure is not None:
-        return BAD_INPUT if failure.bad_input else FAILED
-    if _is_suspended(outcome):
-        return FAILED
+    if failure is not None or _is_suspended(outcome):
+        return BAD_INPUT if failure is not None and failure.bad_input else FAILED
     return INTERRUPTED if outcome.interrupted else DONE
 
 
@@ -198,24 +201,22 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         echo(f"curve: {_shown(paths.curve_picture)}")
     except AnalysisProblem as problem:
         echo(f"no picture: {options_named(str(problem))}")
-    echo(f"page: {view_command(paths.root)}")
+    echo(f"page: {command('view', paths.root)}")
     if _is_suspended(outcome):
         reasons = ["see decisions.jsonl"] if outcome.decision is None else outcome.decision.reasons
         echo(f"suspended, because it was found broken: {'; '.join(reasons)}", error=True)
         echo('see docs/autoscaling.md, "A run that is held"', error=True)
-    if outcome.interrupted or _is_suspended(outcome):
-        echo(f"continue with: --resume --dir {_shown(paths.root)}")
 
 
 def _is_suspended(outcome: RunResult) -> bool:
     return outcome.status is not None and outcome.status.stop_reason == BROKEN
 
 
-def view_command(directory: Path) -> str:
-    """What opens the page of a run: the name of this command as it was called, unless it is on the search path."""
+def command(*words: object) -> str:
+    """A command to paste: the name of this one as it was called, unless it is on the search path, and ``words``."""
     called = Path(sys.argv[0])
-    name = called.name if shutil.which(called.name) else str(_shown(called.absolute()))
-    return f"{name} view {_shown(directory)}"
+    name = called.name if shutil.which(called.name) else called.absolute()
+    return shlex.join(str(_shown(Path(str(word)))) for word in (name, *words))
 
 
 def _shown(path: Path) -> Path:

@@ -86,10 +86,10 @@ def trainer(root: Path) -> None:
         return
     deadline = time.monotonic() + 30
     while (root / "stop").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)  # a real one takes as long to start; whoever resumes takes the stop back meanwhile
-    (root / "trainer-up").write_text(str(os.getpid()))
+        time.sleep(0.01)  # a real one takes as long to start; a resume takes the stop back meanwhile
     if behaviour("trainer") == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (root / "trainer-up").write_text(str(os.getpid()))
     while not (root / "stop").exists() or behaviour("trainer") == "stubborn":
         time.sleep(0.01)
     time.sleep(0.2)
@@ -155,9 +155,13 @@ def coordinator(root: Path) -> None:
     def step() -> int:
         return int((root / "step").read_text()) if (root / "step").exists() else 0
 
+    waits = "seed: 7" in (root / "run.yaml").read_text() and behaviour("coordinator_waits_for")
+
     def train() -> None:
         while True:
             time.sleep(STEP_SECONDS)
+            if waits and step() >= 10 and not Path(waits).exists():
+                continue
             if (root / "trainer-up").exists() and not (root / "stop").exists():
                 (root / "step.new").write_text(str(step() + 1))
                 (root / "step.new").rename(root / "step")

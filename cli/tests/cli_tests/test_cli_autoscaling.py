@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -130,13 +131,13 @@ def test_broken_run_is_held_and_resume_continues(tmp_path: Path) -> None:
     said = run.text()
     assert "autoscaler: BROKEN: 30.0% of the completions" in said
     assert "suspended, because it was found broken: 30.0% of the completions" in said
-    assert "continue with: --resume --dir" in said
+    shown = said.partition("continue with: ")[2].splitlines()[0]
+    assert shlex.split(shown)[1:] == ["run", "run/run.yaml", "--resume", "--dir", "run"]
     before, step = len(decisions(run)), run.step()
     run.forget_end()
 
-    resumed = ("--dir", str(run.directory), "--resume")
-    with shell(tmp_path, *resumed, spec=spec, SMALL_COORDINATOR="cuts-off") as again:
-        # It is no better, and whoever has resumed it knows that.
+    with shell(tmp_path, *shlex.split(shown)[3:], spec=spec, SMALL_COORDINATOR="cuts-off") as again:
+        # It is no better, and the user has resumed it with this knowledge.
         again.until(lambda: len(decisions(again)) > before + 3, 120)
         assert again.step() > step
         again.interrupt()

@@ -614,7 +614,7 @@ def test_lines_of_a_followed_log_come_as_they_are_written(tmp_path: Path) -> Non
             self.end_headers()
             for part in (b"one\nt", b"wo\n\nthree", b""):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
-                assert was_read.wait(20)
+                assert was_read.wait(120)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -282,11 +282,13 @@ def test_compare_of_real_processes_resumes_after_sigterm(tmp_path: Path) -> None
     folder = tmp_path / "compare"
     command = [sys.executable, small_roles.__file__, "compare", str(spec), "--vary", "b: seed=7"]
     environment = {**os.environ, "COLUMNS": "200", "SMALL_COORDINATOR": "curve"}
+    go = tmp_path / "go"  # until then the second run does not end
+    environment["SMALL_COORDINATOR_WAITS_FOR"] = str(go)
 
     def until(process: subprocess.Popen[str], condition: Callable[[], Any]) -> None:
         end = time.monotonic() + 120
         while not condition():
-            assert process.poll() is None, process.stdout and process.stdout.read()
+            assert process.poll() is None or condition(), process.stdout and process.stdout.read()
             assert time.monotonic() < end
             time.sleep(0.01)
 
@@ -301,6 +303,7 @@ def test_compare_of_real_processes_resumes_after_sigterm(tmp_path: Path) -> None
         said, _ = first.communicate(timeout=200)
     assert first.returncode == 130, said
     assert "the same command resumes it" in said
+    go.touch()
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )

@@ -25,7 +25,7 @@ from scalerl_cli.main import main
 from scalerl_cli.page.mirror import update
 from scalerl_cli.page.runs import NotARun, Run
 from scalerl_cli.page.server import Server, bound
-from scalerl_cli.run import view_command
+from scalerl_cli.run import command
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x1b[2J\u202eevil\u0007"
 
@@ -573,7 +573,7 @@ def test_run_names_the_command_of_its_page(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [called, "run", "run.yaml"])
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if on_path else None)
-    assert view_command(tmp_path / "runs/a") == shown
+    assert command("view", tmp_path / "runs/a") == shown
 
 
 def traced_run(directory: Path) -> Path:

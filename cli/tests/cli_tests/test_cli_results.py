@@ -15,7 +15,7 @@ from scalerl_cli import labels
 from scalerl_cli.main import main
 from scalerl_cli.progress import Progress
 from scalerl_cli.summary import rows, summarize, write
-from scalerl_lifecycle.eta import Rates
+from scalerl_lifecycle.budget import Rates
 from scalerl_lifecycle.workloads import Role
 from scalerl_local.run_view import Event, Failure, RunResult, Snapshot, Startup, UnitState, UnitStatus
 

@@ -142,7 +142,7 @@ TASKS: list[tuple[str, str, str | None, list[str]]] = [
     ("bad line", changed(**jsonl()), LINES + "oops\n", ["spec.task.jsonl.path", "line 3"]),
     ("no answer", changed(**jsonl()), LINES + '{"prompt": "x"}\n', ["spec.task.jsonl.path", "line 3", "answer"]),
     ("number as answer", changed(**jsonl()), '{"prompt": "x", "answer": 2}\n' + LINES, ["spec.task.jsonl.path", "line 1", "answer"]),
-    ("same id twice", changed(**jsonl()), '{"prompt": "x", "answer": "1", "id": "a"}\n' * 2, ["spec.task.jsonl.path", "line 2", "id"]),
+    ("same id twice", changed(**jsonl()), '{"prompt": "x", "answer": "1", "id": "a"}\n{"prompt": "y", "answer": "1", "id": "a"}\n', ["spec.task.jsonl.path", "line 2", "id"]),
     ("not UTF-8", changed(**jsonl()), LINES + "\udcff\n", ["spec.task.jsonl.path", "line 3", "UTF-8"]),
     ("no difficulty", changed(**jsonl(), spec__recipe__curriculum={"sec": {"edges": [3]}}), LINES, ["spec.recipe.curriculum.sec", "difficulty", "edgeOfCompetence"]),
     ("ungradable", changed(**jsonl(verifier={"name": "number"})), LINES + '{"prompt": "x", "answer": "three"}\n{"prompt": "y", "answer": "three"}\n', ["spec.task.verifier.name", "three"]),

@@ -33,7 +33,7 @@ The way of a rollout, from prompt to trained batch, by file; ``http`` checks eac
                trainer_requests       TrainerRequests.publish_commit() ▶ Membership.set_version(), which raises the lease limit
 
 ``*_endpoints`` are asynchronous and do I/O; ``*_requests`` and what they call decide, without I/O and with the time as an
-argument. A restart replays the journal: ``state_loading``, ``recovery``. Members' heartbeats (``membership``) and leases'
+argument. A restart replays the journal: ``journaled_core.load_state``, ``recovery``. Members' heartbeats (``membership``) and leases'
 deadlines (``leases``) are not journaled: a restart may lose them.
 
 No torch, no model, no tokenizer, no work per token in Python, no client of this server. Weights do not pass this process.

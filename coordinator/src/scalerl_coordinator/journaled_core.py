@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from scalerl_coordinator import journal_records as r
-from scalerl_coordinator.clock import LogicalClock
 from scalerl_coordinator.core import TRAINER, WORK, Core, Refusal
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import ErrorResponse
 from scalerl_coordinator.journal import Journal
 from scalerl_coordinator.membership import UnknownMember
-from scalerl_coordinator.state_loading import load_state
+from scalerl_coordinator.state import CoordinatorState
 from scalerl_coordinator.trace import Trace
+from scalerl_coordinator.transitions import apply
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,32 @@ _ROTATE_AT_CHECKPOINT_BYTES = 2**20
 """Size of a segment from which on a committed checkpoint starts a new one."""
 
 T = TypeVar("T")
+
+
+class LogicalClock:
+    """Converts readings of a monotonic clock into seconds in which the coordinator was running.
+
+    A member can meet a deadline only if the coordinator receives its requests. While the process is stopped or swapped out, or
+    its machine suspended, it receives none. Therefore a gap between two readings counts as at most ``max_gap_seconds``, so that
+    a pause does not expire leases. A reading that goes backwards counts as zero.
+
+    >>> clock = LogicalClock(100.0, max_gap_seconds=1.0)
+    >>> clock.read(100.5), clock.read(4000.0), clock.read(3999.0), clock.read(3999.25)
+    (0.5, 1.5, 1.5, 1.75)
+    """
+
+    def __init__(self, reading: float, max_gap_seconds: float = 2.0) -> None:
+        self._last = reading
+        self._now = 0.0
+        self._max_gap = max_gap_seconds
+
+    def read(self, reading: float, *, awake: bool = True) -> float:
+        """Logical seconds since construction; never decreases, and does not advance while not ``awake``."""
+        gap = reading - self._last
+        self._last = reading
+        if awake and gap > 0:
+            self._now += min(gap, self._max_gap)
+        return self._now
 
 
 class JournaledCore:
@@ -156,3 +184,35 @@ class JournaledCore:
         self.closing = True
         for event in self._events.values():
             event.set()
+
+
+def load_state(journal: Journal) -> CoordinatorState:
+    """The state after all records on disk. Also loads the journal's index of the groups' tokens.
+
+    Raises:
+        CorruptJournal: acknowledged bytes are damaged, or cannot be decoded.
+        OSError: they cannot be read.
+    """
+    recovery = journal.recover()
+    try:
+        state = (
+            CoordinatorState() if recovery.snapshot is None else CoordinatorState.decode(recovery.snapshot)
+        )
+    except msgspec.DecodeError as error:
+        raise CorruptJournal(
+            str(journal.directory), 0, f"the snapshot's state cannot be decoded: {error}"
+        ) from error
+    for header, at in recovery:
+        try:
+            record = r.decode(header)
+        except msgspec.DecodeError as error:
+            raise CorruptJournal(
+                f"{journal.directory}, segment {at.segment}",
+                at.offset,
+                f"a record cannot be decoded: {error}",
+            ) from error
+        apply(state, record)
+        if isinstance(record, r.GroupAccepted):
+            recovery.blobs[record.lease_id] = at
+    recovery.retain(group.lease_id for group in state.groups.values() if not group.given_up)
+    return state

@@ -41,13 +41,13 @@ from scalerl_coordinator.files import RunFiles
 from scalerl_coordinator.frames import CorruptJournal
 from scalerl_coordinator.http import runner
 from scalerl_coordinator.journal import Journal, JournalLocked
+from scalerl_coordinator.journaled_core import load_state
 from scalerl_coordinator.response_store import ResponseStore, history_identity
 from scalerl_coordinator.rollout_record import RolloutRecord
 from scalerl_coordinator.samplers import make_samplers
 from scalerl_coordinator.server import Server
 from scalerl_coordinator.settings import Settings
 from scalerl_coordinator.state import CoordinatorState
-from scalerl_coordinator.state_loading import load_state
 from scalerl_coordinator.trace import Trace
 from scalerl_coordinator.tracking.supervisor import Trackers, missing_package
 from scalerl_tasks import PromptSource, TaskError, open_tasks

@@ -6,7 +6,7 @@ A prompt is chosen once, when the window reaches its slot, and journaled with th
 return to a checkpoint does not choose again. The choice depends on the seed, the cursor, and the history up to a step that
 does not depend on timing (:mod:`.prompt_history`), so a resumed run has the same prompts as an uninterrupted one.
 
-The samplers in this module iterate over one sequence, :class:`~.prompt_sequence.SeededEpochs`, and differ in the prompts that
+The samplers in this module iterate over one sequence, :class:`~.sampler_interface.SeededEpochs`, and differ in the prompts that
 they pass over. To add one, write a :data:`Rule`, a model in ``CurriculumSpec`` and a case in
 :func:`make_sampler`. A sampler that needs more is a :class:`~.sampler_interface.Sampler` in a separate file.
 """

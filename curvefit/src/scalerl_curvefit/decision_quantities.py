@@ -83,12 +83,12 @@ def expected_gain(fitted: Fit, to: float) -> float:
 
 
 def decidable_gain(fitted: Fit) -> float:
-    """The smallest gain that can be told from noise: three standard deviations of an evaluation."""
+    """The smallest gain that can be distinguished from noise: three standard deviations of an evaluation."""
     return DECIDABLE_SDS * fitted.sigma.median
 
 
 def samples_for(fitted: Fit, least: float) -> int | None:
-    """Samples of an evaluation with which a gain of `least` can be told from noise; None where they are not known, or no number does.
+    """Samples of an evaluation with which a gain of `least` can be distinguished from noise; None: not known, or no number suffices.
 
     The variance of an evaluation is that of its samples, which shrinks with their number, and a floor, which does not.
     """

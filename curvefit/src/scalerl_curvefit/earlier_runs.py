@@ -12,7 +12,7 @@
 The weight of a run is its similarity to the new one so far: in the level at the same compute, in the path there (the level
 at equal compute over the last doublings), in the gain of the last doubling, and in the noise of its evaluations. Runs of
 another task have no weight: the new run is further from them than they are from one another (`_foreign`). One run of another
-task that passes the same points in the same way cannot be told apart, and does harm (docs/forecast.md); seeds of one recipe
+task that passes the same points in the same way cannot be distinguished, and does harm (docs/forecast.md); seeds of one recipe
 are what a prior is for.
 """
 

@@ -14,7 +14,7 @@ A rollout, from a lease to a pushed group. ``actor.run_actor()`` starts the loop
 
 ``pipeline`` constructs these parts, ``../connections`` the clients that they call; ``../coordinator_client`` makes the requests of steps 1
 and 6. Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` and
-``kept_completions`` have what lost leases and servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments.
+``partial_completion`` have what lost leases and servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments.
 ``../registration`` has the heartbeats, and watches the server, whose state ``../server_state`` keeps.
 
 A weight update (one at a time); files without a folder are those of ``weights/``::
@@ -26,11 +26,11 @@ A weight update (one at a time); files without a folder are those of ``weights/`
       │               update_client      .install(): pause() ─────────────────▶ vllm_weight_engine start_weight_update()
     3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
     4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
-      │                                  of adapters, merged or beside them:    merged_lora, vllm_lora_versions
+      │                                  of adapters that are not merged:       vllm_lora_versions
     5 │◀─ received ── update_client      resume(), by the update_reports ◀───── vllm_weight_engine finish_weight_update()
     6 │── probe ────▶ weight_control     WeightControl.probe() ▶ VllmClient.prompt_logprobs() ────▶│
 
-``weight_layout`` of ``scalerl_api`` has the place of each tensor in a bucket, whose ``checksum`` is checked. ``../vllm_worker`` has
+``weight_layout`` of ``scalerl_api`` has the place of each tensor in a bucket and its checksum. ``../vllm_worker`` has
 the methods that the actor calls in a worker, ``../actor_api`` checks the token of these requests. ``adapters_in_flight`` has which
 adapters a request samples with.
 

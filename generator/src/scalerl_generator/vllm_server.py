@@ -150,6 +150,7 @@ def serve(options: ServerOptions, on_cpu: bool) -> None:
             _register_model_class(options.model)
     except Exception as error:
         raise StartFailure(vllm_failures.Cause.of(error)) from error
+    gc.freeze()  # nor would the engine's collections copy their pages, which it shares with this process
     gc.enable()
     uvloop.run(
         _serve(

@@ -11,13 +11,16 @@ from scalerl_api.spec import RunSpec
 from scalerl_lifecycle import restarts
 from scalerl_lifecycle.failures import failed_outcome
 from scalerl_lifecycle.lifecycle_types import (
+    ASK_AGAIN_SECONDS,
+    POLL_SECONDS,
+    START_DELAY_SECONDS,
     ContainerExit,
     Job,
     JobState,
     LifecycleInput,
     PersistedState,
+    is_pending,
 )
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS, START_DELAY_SECONDS, is_pending
 
 EXIT_CODE_GRACE_SECONDS: Final = 30.0
 """How long after the failure of a Job the exit codes of its pods may arrive."""

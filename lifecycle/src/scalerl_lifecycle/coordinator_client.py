@@ -1,24 +1,33 @@
 """The client of the coordinator's HTTP interface that runtimes have.
 
-What answers is controlled by whoever may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.http_answers`,
-:mod:`.coordinator_status`), and errors quote nothing of them but known constants.
+What answers is controlled by users who may create pods in the run's namespace, so answers are bounded (:mod:`scalerl_api.http_answers`,
+:func:`decode_status`), and errors quote nothing of them but known constants.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from scalerl_api import endpoints
 from scalerl_api.http_answers import MAX_ERROR_BYTES, BadAnswer, decode_msgpack
 from scalerl_api.http_client import Unanswered, exchange, wire_headers
-from scalerl_api.wire import WIRE_VERSION, Ack, DecisionLine, DecisionLines, Problem, Status, Stop
-from scalerl_lifecycle.coordinator_status import MAX_STATUS_BYTES, SMALL_BYTES, decode_status
+from scalerl_api.wire import (
+    WIRE_VERSION,
+    Ack,
+    DecisionLine,
+    DecisionLines,
+    EvaluationPoint,
+    Problem,
+    Status,
+    Stop,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,6 +49,27 @@ _QUOTED: Final = frozenset(
     {"bad-request", "failed", "no-space", "not-ready", "superseded", "unauthorized", "wire-version"}
 )
 """Values of ``Problem.error`` that a message may have."""
+MAX_STATUS_BYTES: Final = 8 * 2**20
+SMALL_BYTES: Final = 64 * 1024
+"""Up to this size, an answer is decoded at once, on the event loop: about 150 points, 0.2 ms."""
+MAX_POINTS: Final = 4096
+"""Maximum number of points of a curve; of a longer one, the newest are kept. Each takes about 600 bytes of memory, twice while the
+next status is decoded."""
+MAX_POINT_VALUES: Final = 25_000
+"""Maximum number of pass@k values and parts of verdicts in all points of a curve; as :data:`MAX_POINTS`."""
+MAX_SENT_POINTS: Final = 40_000
+"""Maximum number of points in an answer: more do not fit into :data:`MAX_STATUS_BYTES`, as a point has at least 210 bytes."""
+DROPPED_TOGETHER: Final = 256
+"""The oldest points are left out by multiples of this number, so that the others keep their places from one status to the next."""
+MAX_POINT_BYTES: Final = 16 * 1024
+"""Maximum size of a point without its rewards by label."""
+MAX_OTHER_BYTES: Final = 256 * 1024
+"""Maximum size of a status without its points."""
+MAX_TEXT: Final = 2048
+"""Longer texts are truncated, in characters."""
+
+_Fields = Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=200)]
+_Points = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_SENT_POINTS)]
 
 
 class CoordinatorUnreachable(Exception):
@@ -189,3 +219,79 @@ def _problem(content: bytes) -> str:
     except BadAnswer:
         return ""
     return f" {error}" if error in _QUOTED else ""
+
+
+def decode_status(content: bytes | bytearray) -> Status:
+    """The status, with texts of at most ``MAX_TEXT`` characters.
+
+    A few bytes of MessagePack become hundreds of bytes of Python objects. A small answer is decoded at once; a large one field by
+    field, without what the runtimes do not use (the curves of other evaluation sets, rewards by label).
+
+    Raises:
+        BadAnswer: it is none, or exceeds a limit of this module.
+    """
+    status = decode_msgpack(content, Status) if len(content) <= SMALL_BYTES else _decode_large(content)
+    return _bounded(status)
+
+
+def _decode_large(content: bytes | bytearray) -> Status:
+    fields = _as(content, _Fields, "the answer is not a Status")
+    points = _as(
+        fields.pop("points", msgspec.Raw(b"\x90")),
+        _Points,
+        f"the status has more than {MAX_SENT_POINTS} points, or none",
+    )
+    fields.pop("set_points", None)
+    if sum(len(memoryview(value)) for value in fields.values()) > MAX_OTHER_BYTES:
+        raise BadAnswer(f"the status has more than {MAX_OTHER_BYTES} bytes besides its points")
+    status = decode_msgpack(msgspec.msgpack.encode({**fields, "points": []}), Status)
+    curve: list[EvaluationPoint] = []
+    values = 0
+    for raw in reversed(points[-MAX_POINTS:]):
+        point = _as(raw, _Fields, "a point of the status is not an EvaluationPoint")
+        point.pop("by_label", None)
+        encoded = msgspec.msgpack.encode(point)
+        if len(encoded) > MAX_POINT_BYTES:
+            raise BadAnswer(f"a point of the status has more than {MAX_POINT_BYTES} bytes")
+        decoded = decode_msgpack(encoded, EvaluationPoint)
+        values += len(decoded.pass_at) + len(decoded.parts)
+        if values > MAX_POINT_VALUES:
+            break
+        curve.append(decoded)
+    curve.reverse()
+    rest = -(len(points) - len(curve)) % DROPPED_TOGETHER
+    return msgspec.structs.replace(status, points=curve[rest:] if rest < len(curve) else curve)
+
+
+def _as(content: bytes | bytearray | msgspec.Raw, kind: Any, problem: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise BadAnswer(problem) from error
+
+
+def _bounded(status: Status) -> Status:
+    """Truncates texts, and refuses figures that no run has, which the API server would refuse in the run's status."""
+    figures = (
+        *(status.wall_seconds, status.device_seconds, status.compute_tokens, status.waiting_seconds),
+        *(status.inherited_seconds, status.inherited_device_seconds),
+    )
+    counts = (
+        *(status.step, status.tokens_generated, status.tokens_trained),
+        *(status.checkpoint_version + 1, status.forked_step + 1),
+    )
+    if not all(math.isfinite(figure) for figure in figures) or any(count >= 2**63 for count in counts):
+        raise BadAnswer("the status has figures that are not finite, or do not fit into 64 bits")
+    if min(*figures, *counts) < 0:  # without a checkpoint, its version is -1
+        raise BadAnswer("the status has negative figures")
+    long = {
+        name: value[:MAX_TEXT]
+        for name in Status.__struct_fields__
+        if isinstance(value := getattr(status, name), str) and len(value) > MAX_TEXT
+    }
+    trackers = status.trackers
+    if any(len(tracker.problem) + len(tracker.name) > MAX_TEXT for tracker in trackers):
+        trackers = [
+            msgspec.structs.replace(t, name=t.name[:64], problem=t.problem[:MAX_TEXT]) for t in trackers
+        ]
+    return msgspec.structs.replace(status, **long, trackers=trackers) if long or trackers else status

@@ -129,7 +129,7 @@ def _differences(before: str, after: str) -> tuple[str, ...]:
     """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles. Few are: a spec
     may have 256 KiB."""
     changed = changed_fields(_read(before), _read(after))
-    # As they were written: a preset or an alternative has many values that nobody wrote.
+    # As they were written: a preset or an alternative has many values that the user did not write.
     return changed and (differing_paths(json.loads(before), json.loads(after)) or changed)
 
 

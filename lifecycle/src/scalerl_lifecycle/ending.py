@@ -1,14 +1,18 @@
-"""The end of a run: what it loses without its trainer, what stays, and what continues it. Pure."""
+"""Suspension, deletion and end of a run: its trainer saves before its objects are deleted; what it loses without its trainer, what stays,
+and what continues it. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from scalerl_api.conditions import Phase
+from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
+from scalerl_api.wire import BROKEN, FORECAST, INTERRUPTED, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_api.wire import Status
-from scalerl_lifecycle.drain import EARLIER_JOBS
+from scalerl_lifecycle import budget
 from scalerl_lifecycle.lifecycle_types import (
+    ASK_AGAIN_SECONDS,
     DRAIN_SECONDS,
     JobState,
     LifecycleDecision,
@@ -18,8 +22,98 @@ from scalerl_lifecycle.lifecycle_types import (
     RunOutcome,
     Suspension,
     Wanted,
+    no_later,
 )
-from scalerl_lifecycle.waits import no_later
+
+EARLIER_JOBS: Final = "the Jobs of its earlier start to be deleted"
+
+
+def suspended(observed: LifecycleInput, persisted: PersistedState) -> LifecycleDecision:
+    """Drains the run; then it has no workloads."""
+    draining = draining_trainer(observed, persisted, Phase.SUSPENDING)
+    if draining is not None:
+        return draining
+    if observed.deleting:
+        return LifecycleDecision(Phase.SUSPENDING, persisted, release=True)
+    if observed.suspend:
+        return LifecycleDecision(
+            Phase.SUSPENDED, replace(without_drain(persisted), suspension=Suspension.YES)
+        )
+    if persisted.suspension is Suspension.REQUESTED:
+        return LifecycleDecision(Phase.SUSPENDED, persisted, set_suspend=True)
+    if {observed.prepare.state, observed.trainer.state} != {JobState.ABSENT}:
+        return LifecycleDecision(
+            Phase.PENDING, persisted, again_seconds=ASK_AGAIN_SECONDS, waiting_for=EARLIER_JOBS
+        )
+    # A user who resumes a run has removed the cause of its failures.
+    unproven_since = observed.steps if persisted.has_trained else None
+    persisted = reset_failures(without_drain(persisted))
+    persisted = replace(persisted, suspension=Suspension.NO, resumed=True, unproven_since=unproven_since)
+    return LifecycleDecision(Phase.PENDING, persisted, Wanted(prepare=True), again_seconds=0.0)
+
+
+def without_drain(persisted: PersistedState) -> PersistedState:
+    """The state of a run that does not drain."""
+    return replace(persisted, drain_since=None, unreachable_since=None, suspending_for=None)
+
+
+def reset_failures(persisted: PersistedState) -> PersistedState:
+    """Resets the back-off and the failure counts."""
+    return replace(persisted, next_at=0.0, awaited_since=None, record=persisted.record.reset())
+
+
+def draining_trainer(
+    observed: LifecycleInput, persisted: PersistedState, phase: Phase
+) -> LifecycleDecision | None:
+    """The decision while the trainer drains; None when it has ended, has nothing to save, or has timed out."""
+    now, trainer = observed.unix_seconds, observed.trainer
+    since = no_later(persisted.drain_since, now)
+    # A trainer whose ranks were never all ready has trained nothing: it waits for a queue, a node or an image.
+    was_ready = trainer.ready or persisted.ready_since is not None
+    draining = trainer.state is JobState.TERMINATING or (
+        trainer.state is JobState.ACTIVE and was_ready and (trainer.pods_terminating or not trainer.gated)
+    )
+    if not draining or persisted.suspension is not Suspension.NO or now - since >= observed.drain_seconds:
+        return None
+    unreachable = None if observed.status is not None else no_later(persisted.unreachable_since, now)
+    # Without the coordinator no stop request reaches the trainer, and none of its checkpoints, which have the coordinator's state,
+    # is written: the steps since the last one are trained again.
+    abandoned = unreachable is not None and now - unreachable >= COORDINATOR_TIMEOUT_SECONDS
+    # A trainer that no queue has admitted has nothing to save, so nothing is created for its drain.
+    serving = observed.serving or not observed.queued or trainer.state is JobState.ACTIVE
+    waiting_for = "the trainer to finish its step and to write a checkpoint"
+    if observed.status is not None and observed.status.unsaved_version >= 0:
+        waiting_for = f"space on the volume for the last checkpoint, up to {DRAIN_SECONDS / 60:g} minutes: {observed.status.checkpoint_problem}"
+    if abandoned:
+        waiting_for = f"the trainer to end: its Job is deleted, no answer from the coordinator in {COORDINATOR_TIMEOUT_SECONDS:g} s"
+    return LifecycleDecision(
+        phase,
+        replace(persisted, drain_since=since, unreachable_since=unreachable),
+        Wanted(
+            prepare=True,
+            coordinator=serving,
+            generators=serving and not only_saves(observed.status),
+            trainer=trainer.attempt if trainer.state is JobState.ACTIVE and not abandoned else None,
+        ),
+        update_existing=False,
+        request_stop=request_of_stop(INTERRUPTED, observed.status, resumed=False),
+        again_seconds=ASK_AGAIN_SECONDS,
+        waiting_for=waiting_for,
+    )
+
+
+def only_saves(status: Status | None) -> bool:
+    """Whether the trainer only waits for space on the volume, to save its last weights: it needs no generator."""
+    return status is not None and status.unsaved_version >= 0
+
+
+def request_of_stop(wanted: str, status: Status | None, *, resumed: bool) -> str | None:
+    """The stop request to send to the coordinator; None if it has it already, or does not answer."""
+    # A trainer that keeps weights in memory has ended training; only the end of its Job ends it.
+    if status is None or status.unsaved_version >= 0:
+        return None
+    revocable = (*budget.REVOCABLE, FORECAST, BROKEN) if resumed else budget.REVOCABLE
+    return wanted if budget.must_send_stop(wanted, status.stop_reason, revocable) else None
 
 
 def note_missing_trainer(

@@ -45,20 +45,18 @@ from scalerl_lifecycle.attempts import (
     restart_policy,
     worst_exit,
 )
-from scalerl_lifecycle.drain import (
+from scalerl_lifecycle.ending import (
+    after_outcome,
     draining_trainer,
+    end_run,
+    gives_up_trainer,
+    note_missing_trainer,
     only_saves,
     request_of_stop,
     reset_failures,
     suspended,
-    without_drain,
-)
-from scalerl_lifecycle.ending import (
-    after_outcome,
-    end_run,
-    gives_up_trainer,
-    note_missing_trainer,
     what_is_lost,
+    without_drain,
 )
 from scalerl_lifecycle.failures import (
     coordinator_failure,
@@ -69,7 +67,9 @@ from scalerl_lifecycle.failures import (
     note_training,
 )
 from scalerl_lifecycle.lifecycle_types import (
+    ASK_AGAIN_SECONDS,
     DRAIN_SECONDS,
+    POLL_SECONDS,
     JobState,
     LifecycleDecision,
     LifecycleInput,
@@ -78,8 +78,9 @@ from scalerl_lifecycle.lifecycle_types import (
     RunOutcome,
     Suspension,
     Wanted,
+    is_pending,
+    no_later,
 )
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS, is_pending, no_later
 
 _IN_QUEUE: Final = "the queue to admit it"
 

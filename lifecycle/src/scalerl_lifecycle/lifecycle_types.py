@@ -1,4 +1,4 @@
-"""Input, persisted state and result of the lifecycle (:mod:`.lifecycle`). Pure."""
+"""Input, persisted state and result of the lifecycle (:mod:`.lifecycle`), its problems, and the times between reconciles. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ DRAIN_SECONDS: Final = 1800.0
 GATED_SECONDS: Final = 30.0
 """How long a queue may gate the trainer before generators and coordinator are deleted too: it admits most attempts within a
 second."""
+POLL_SECONDS: Final = 5.0
+"""Between two reconciles of a run with a coordinator, whose status is polled."""
+ASK_AGAIN_SECONDS: Final = 2.0
+"""The same, while the next step depends on the answer."""
+START_DELAY_SECONDS: Final = 300.0
+"""The longest delay of the next attempt of a trainer that has been ready before. With twenty restarts, an obstacle (a detached
+volume, a device plug-in) may last an hour."""
 
 
 class JobState(enum.StrEnum):
@@ -239,3 +246,41 @@ class LifecycleDecision:
     release: bool = False
     again_seconds: float | None = None
     waiting_for: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a condition does not have its healthy value.
+
+    Attributes:
+        reason: the phase, if the phase itself is the reason.
+        message: of the cluster.
+    """
+
+    reason: Reason | Phase
+    message: str
+
+
+def last_log_line(text: str) -> str:
+    """The last line of a role's log, without the time and the name of the logger; empty without one.
+
+    >>> last_log_line("...\\n2026-01-01 00:00:00,000 ERROR scalerl_trainer.prepare model.path: not found\\n")
+    'model.path: not found'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    parts = lines[-1].split(" ", 4)
+    logged = len(parts) == 5 and parts[2] in ("ERROR", "CRITICAL", "WARNING", "INFO")
+    return (parts[4] if logged else lines[-1])[:1000]
+
+
+def no_later(before: float | None, now: float) -> float:
+    """The earlier of ``before`` and ``now``: a clock that was set back must not give a time in the future."""
+    return now if before is None else min(before, now)
+
+
+def is_pending(wait: float) -> bool:
+    """Whether a wait of so many seconds is left. One longer than any delay is due to a clock that was set back; stored times are
+    rounded up to whole seconds."""
+    return 0 < wait <= START_DELAY_SECONDS + 1

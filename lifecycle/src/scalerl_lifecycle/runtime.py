@@ -18,7 +18,11 @@ from scalerl_lifecycle.lifecycle_types import LifecycleDecision, LifecycleInput,
 
 
 class Runtime(Protocol):
-    """One run on one kind of machine."""
+    """One run on one kind of machine. That of an installed package (entry points ``scalerl.runtimes``) is called with the run, its
+    plan and its directory."""
+
+    persisted: PersistedState
+    """As the last :meth:`record`, maybe of an earlier process, stored it."""
 
     async def observe(self) -> LifecycleInput:
         """What exists of the run now. The coordinator's status is read after the Jobs: of a trainer that has ended, it then tells
@@ -47,16 +51,7 @@ STOPPED_PHASES: Final = (Phase.SUSPENDED, Phase.COMPLETED, Phase.FAILED)
 _POLL_SECONDS: Final = 2.0
 
 
-class StoredRuntime(Runtime, Protocol):
-    """A runtime of an installed package (entry points ``scalerl.runtimes``): called with the run, its plan and its directory."""
-
-    persisted: PersistedState
-    """As the last :meth:`record`, maybe of an earlier process, stored it."""
-
-
-async def drive(
-    runtime: StoredRuntime, spec: RunSpec, *, poll_seconds: float = _POLL_SECONDS
-) -> LifecycleDecision:
+async def drive(runtime: Runtime, spec: RunSpec, *, poll_seconds: float = _POLL_SECONDS) -> LifecycleDecision:
     """Reconcile a run until its phase is one of :data:`STOPPED_PHASES`; returns the last decision. A process that ends before is continued by another one."""
     persisted = runtime.persisted
     while True:

@@ -31,10 +31,10 @@ from scalerl_lifecycle.lifecycle_types import (
     LifecycleDecision,
     OutcomeKind,
     PersistedState,
+    Problem,
     RunOutcome,
     Suspension,
 )
-from scalerl_lifecycle.problems import Problem
 
 PROGRESS: Final = frozenset(
     {

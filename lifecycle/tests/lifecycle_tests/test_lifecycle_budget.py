@@ -5,8 +5,7 @@ from coordinator_statuses import status
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import Status
-from scalerl_lifecycle.budget import limit_reached
-from scalerl_lifecycle.eta import Rates, eta_seconds
+from scalerl_lifecycle.budget import Rates, eta_seconds, limit_reached
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from coordinator_statuses import status as status_of
 
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Status, Stop
+from scalerl_lifecycle.budget import Rates, eta_seconds
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_lifecycle.eta import Rates, eta_seconds
 
 
 def status(**changes: Any) -> Status:

@@ -257,7 +257,7 @@ def test_generators_that_reject_their_input_do_not_end_mid_training() -> None:
     assert decide(trained, ended, FIRST).persisted.outcome is not None
 
 
-def test_run_with_unsaved_weights_waits_until_it_is_told_to_end() -> None:
+def test_run_with_unsaved_weights_waits_for_the_stop() -> None:
     held = status(
         [],
         phase=CoordinatorPhase.FINISHING,
@@ -370,7 +370,7 @@ def test_suspend_drains_then_suspends_then_resumes() -> None:
     )
     quiet = replace(left, status=None, trainer=Job(), prepare=Job())
     assert decide(SPEC, quiet, decision.persisted).persisted == decision.persisted, (
-        "a run at rest changes nothing"
+        "a suspended run changes nothing"
     )
     decision = decide(SPEC, replace(quiet, suspend=False), decision.persisted)
     assert decision.persisted.resumed

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lifecycle_inputs import SPEC, exists
 
 from scalerl_api import crd
+from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import FaultStatus, RunStatus
 from scalerl_lifecycle import restarts
-from scalerl_lifecycle.lifecycle_types import OutcomeKind, PersistedState, RunOutcome, Suspension
+from scalerl_lifecycle.lifecycle import decide
+from scalerl_lifecycle.lifecycle_types import (
+    LifecycleInput,
+    OutcomeKind,
+    PersistedState,
+    RunOutcome,
+    Suspension,
+)
 from scalerl_lifecycle.status_fields import persisted_fields, persisted_state
 
 STATUS = json.loads((Path(__file__).parent / "golden/status-earlier-names.json").read_text())
@@ -79,6 +88,18 @@ def test_present_names_precede_earlier_ones() -> None:
 @pytest.mark.parametrize(("earlier", "present"), [("", ""), ("Asked", "Requested"), ("Resting", "Suspended")])
 def test_values_of_suspension_are_read(earlier: str, present: str) -> None:
     assert RunStatus.read({"rest": earlier}).suspension == present
+
+
+def test_suspended_run_whose_field_was_pruned_stays_suspended_and_resumes() -> None:
+    """After a rollback the definition lacks ``suspension``, or the operator does not know it: the condition remains."""
+    time = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    condition = {"type": "Suspended", "status": "True", "reason": "SuspendedBySpec"} | time
+    found = persisted_state(RunStatus.read({"phase": "Suspended", "conditions": [condition]}))
+    decision = decide(SPEC, LifecycleInput(100.0, suspend=True), found)
+    assert (decision.phase, decision.persisted.suspension) == (Phase.SUSPENDED, Suspension.YES)
+    assert not any(exists(decision))
+    resumed = decide(SPEC, LifecycleInput(200.0), decision.persisted)
+    assert (resumed.phase, resumed.persisted.resumed) == (Phase.PENDING, True)
 
 
 def test_definition_keeps_every_earlier_field() -> None:

@@ -237,12 +237,12 @@ def test_generator_failure_saves_the_training_first() -> None:
         *("Suspending", INTERRUPTED),
         (True, True, True, 1),
     )
-    told = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
-    starting = replace(observed, generators=Service(starting=1), status=told)
+    stopping = reported(CoordinatorPhase.FINISHING, INTERRUPTED)
+    starting = replace(observed, generators=Service(starting=1), status=stopping)
     fixed = decide(SPEC, replace(starting, edit=SpecEdit(FIELDS)), decision.persisted)
     assert (fixed.phase, fixed.request_stop, fixed.persisted.drain_since) == ("Running", "", None)
     assert fixed.persisted.suspending_for is None
-    left = replace(observed, trainer=Job(JobState.COMPLETE, 1), status=told)
+    left = replace(observed, trainer=Job(JobState.COMPLETE, 1), status=stopping)
     assert decide(SPEC, left, decision.persisted).phase == "Suspended"
 
 
@@ -353,8 +353,8 @@ def test_raised_limit_continues_a_completed_run(reason: str) -> None:
     assert decision.persisted.resumed
     # The coordinator has the reason of the last end in its journal; its own ends are void by the new limit.
     phase = CoordinatorPhase.WAITING if reason == "maxSteps" else CoordinatorPhase.FINISHED
-    told = replace(LIVE, status=reported(phase, reason), trainer=Job())
-    decision = decide(SPEC, told, decision.persisted)
+    stopping = replace(LIVE, status=reported(phase, reason), trainer=Job())
+    decision = decide(SPEC, stopping, decision.persisted)
     assert decision.persisted.outcome is None
     assert (decision.wanted.trainer, decision.request_stop) == (1, None if reason == "maxSteps" else "")
     assert decision.phase == "Running"

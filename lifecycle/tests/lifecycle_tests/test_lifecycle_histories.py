@@ -31,8 +31,8 @@ from scalerl_lifecycle.workloads import Role
 from scalerl_local.local_runtime import LocalRuntime
 from scalerl_local.run_directory import RunDirectory
 from scalerl_operator.controller.accept import accept
-from scalerl_operator.controller.decide import decide
 from scalerl_operator.controller.parts import Findings, Observed, PodView, Run
+from scalerl_operator.controller.reconcile import decide
 from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 
@@ -220,8 +220,8 @@ async def test_histories_are_the_same(tmp_path: Path, name: str) -> None:
             processes.scene, local._suspend = scene, scene.suspend
             coordinator.changes = {"step": 20, "published_version": 20} | (scene.coordinator or {})
             decided, expected = cluster.reconcile(scene, now[0])
-            decision = await step(local, local._run.spec, local._persisted)
-            local._persisted = decision.persisted
+            decision = await step(local, local._run.spec, local.persisted)
+            local.persisted = decision.persisted
             found = local._file.status
             at = f"{name}, scene {number}: {scene}"
             assert replace(decision, persisted=decided.persisted) == decided, at

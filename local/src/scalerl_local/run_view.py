@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from scalerl_api.wire import Status
 from scalerl_autoscaling.models import Decision
-from scalerl_lifecycle.eta import Rates
+from scalerl_lifecycle.budget import Rates
 from scalerl_lifecycle.lifecycle_types import ContainerExit, RunOutcome
 from scalerl_lifecycle.workloads import Role
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from scalerl_api import process as api
 from scalerl_lifecycle import restarts
-from scalerl_lifecycle.problems import last_log_line
+from scalerl_lifecycle.lifecycle_types import last_log_line
 from scalerl_lifecycle.workloads import Container, Lifetime, Role, Workload
 from scalerl_local import prober
 from scalerl_local.run_view import Event, Failure, UnitState, UnitStatus
@@ -210,7 +210,8 @@ class Unit:
         ready_seconds = None if since is None else time.monotonic() - since
         if isinstance(end, int):
             return restarts.ProcessExit(restarts.Cause.EXIT, end, ready_seconds)
-        self._on_event(Event(self.name, f"{member.name} does not answer its {end}", is_problem=True))
+        if not self.is_stopping:
+            self._on_event(Event(self.name, f"{member.name} does not answer its {end}", is_problem=True))
         return restarts.ProcessExit(end, None, ready_seconds)
 
     def _on_ready(self, member: Member) -> None:

@@ -6,7 +6,7 @@ import pytest
 from coordinator_statuses import status as status_of
 
 from scalerl_api.wire import Status
-from scalerl_lifecycle.eta import Rates
+from scalerl_lifecycle.budget import Rates
 from scalerl_local.rate_meter import RateMeter
 
 

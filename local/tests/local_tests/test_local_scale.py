@@ -217,7 +217,7 @@ async def test_scale_does_nothing_once_the_run_is_ending(tmp_path: Path) -> None
     running = asyncio.create_task(harness.run())
     await replicas.are("generator-0")
     harness.stop()
-    await asyncio.sleep(0.1)  # generator-0 takes .2 s to leave: all are being stopped now
+    await eventually(lambda: harness.runtime.units[0].is_stopping)
     harness.runtime.scale(Role.GENERATOR, 2)
     assert await asyncio.wait_for(running, 120) is None
     assert "generator-1" not in replicas.path.read_text()

@@ -122,10 +122,15 @@ async def test_interrupt_drains_unless_training_has_ended(tmp_path: Path, unsave
 
 
 async def test_drained_run_is_suspended_and_resumed_by_its_status(tmp_path: Path) -> None:
-    first = running(tmp_path, "-c", "import time; time.sleep(1)")
+    over = tmp_path / "over"
+    first = running(
+        tmp_path, "-c", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.05)"
+    )
     task = asyncio.create_task(first.run())
     await eventually(lambda: first.runtime.units[1].status.state is UnitState.READY)
     first.local.interrupt()
+    await eventually(lambda: INTERRUPTED in first.coordinator.stops)
+    over.touch()
     await asyncio.wait_for(task, 120)
     assert {key: stored(first)[key] for key in ("phase", "reason", "suspension")} == {
         "phase": "Suspended",

@@ -7,12 +7,12 @@ A reconcile, on a cluster::
                                         │
                                         ├ read                 the run and its objects, cached → Run     controller/reconcile
                                         ├ accept()             the accepted spec → Accepted              controller/accept
-       coordinator's status ──────────▶ ├ Observer.observe()   Jobs, pods, queue, forecast → Observed    controller/observe
-                                        ├ decide()             which objects exist, phase                controller/decide, scalerl_lifecycle
-                                        ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume, fork_source
+       coordinator's status ──────────▶ ├ observe              Jobs, pods, queue, forecast → Observed    controller/pod_views, coordinator_poller
+                                        ├ decide()             which objects exist, phase                scalerl_lifecycle
+                                        ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume
                                         ├ Applier.apply()      plan() ▶ render(); create, apply, remove  controller/apply, manifests
                                         ├ report()             conditions() → RunStatus; events          controller/report, run_object
-                                        └ follow_up()          the queue, spec, the next reconcile       controller/follow_up
+                                        └ follow_up            the queue, spec, the next reconcile       controller/reconcile
 
 What a run's processes are (the plan) and which of them exist is decided by :mod:`scalerl_lifecycle`, whether it is stopped or scaled by
 :mod:`scalerl_autoscaling`, as for a run on one machine (:mod:`scalerl_local`).

@@ -22,7 +22,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from aiohttp import web
@@ -118,6 +119,10 @@ class Operator:
     def _workloads_known(self) -> bool:
         return all(informer.synced.is_set() for informer in self._informers if informer.kind.name == WORKLOAD)
 
+    def _namespace_known(self, namespace: str) -> bool:
+        found = (each for each in self._informers if each.namespace in (None, namespace))
+        return all(informer.synced.is_set() or informer.kind.optional for informer in found)
+
     def stop(self) -> None:
         """Ends :meth:`run`."""
         self._stopping.set()
@@ -131,7 +136,7 @@ class Operator:
             wake = functools.partial(self.queue.wake, respect_backoff=True)
             self._context = ReconcileContext(
                 *(self._settings, self.api, self.cache, self.metrics, wake),
-                *(self._workloads_served, self._workloads_known),
+                *(self._workloads_served, self._workloads_known, self._namespace_known),
             )
             self._reconcile = await stack.enter_async_context(self._make_reconcile(self._context))
             tasks = {"watches": asyncio.create_task(self._watch(), name="watches")}
@@ -201,8 +206,9 @@ class Operator:
                 group.create_task(informer.run())
 
     async def _fill_cache(self) -> None:
-        """Waits for the first lists, but for those of optional kinds: a broken extension must not stop all runs."""
-        for complete in (self.watches.listed, *(informer.synced for informer in self._needed())):
+        """Waits for the first lists, but for those of optional kinds and of namespaces that refuse them: a broken extension or a
+        deleted namespace must not stop all runs."""
+        for complete in chain((self.watches.listed,), (informer.synced for informer in self._needed())):
             while not complete.is_set():
                 await pause(self._wait_log_seconds, until=complete)
                 if not complete.is_set():
@@ -213,8 +219,10 @@ class Operator:
         self._cache_complete = True
         log.info("the cache holds %d runs and %d objects", len(self.cache.runs()), len(self.cache))
 
-    def _needed(self) -> list[Informer]:
-        return [informer for informer in self._informers if not informer.kind.optional]
+    def _needed(self) -> Iterator[Informer]:
+        for informer in self._informers:
+            if not informer.kind.optional and informer.namespace not in self.watches.refused:
+                yield informer
 
     def _awaited(self) -> str:
         """What this replica waits for before it can lead."""

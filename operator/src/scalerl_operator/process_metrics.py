@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from scalerl_api import operator_metric_names as names
 from scalerl_api.conditions import Phase
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.kinds import KINDS
 from scalerl_operator.kube.leader_election import Leader

@@ -18,7 +18,7 @@ from scalerl_api.conditions import Phase
 from scalerl_api.status import OutlookStatus, RunStatus
 from scalerl_autoscaling.models import State
 from scalerl_operator.controller.conditions import is_problem
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import label_value
 

@@ -14,8 +14,7 @@ from scalerl_api.load import load_run
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Wanted
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Problem, Wanted
 from scalerl_operator.controller.coordinator_problems import update_faults
 from scalerl_operator.controller.parts import Accepted, Checks, Findings, Observed, Run
 from scalerl_operator.controller.run_state import RunState

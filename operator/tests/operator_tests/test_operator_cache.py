@@ -100,7 +100,7 @@ def test_change_wakes_its_run_by_full_name(
     name: str, cache: Cache, observe: Observe, woken: list[tuple[str, str]]
 ) -> None:
     observe(cache, "ADDED", thing(version=5, run=name))
-    assert woken == []  # nobody to wake yet: the run's own event will
+    assert woken == []  # no run to wake yet: the run's own event will
     observe(cache, "ADDED", run_object(name, version=6))
     observe(cache, "MODIFIED", thing(version=7, run=name))
     observe(cache, "DELETED", thing(version=8, run=name))

@@ -16,8 +16,13 @@ from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import Condition, RunStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.lifecycle_types import LifecycleDecision, OutcomeKind, PersistedState, RunOutcome
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import (
+    LifecycleDecision,
+    OutcomeKind,
+    PersistedState,
+    Problem,
+    RunOutcome,
+)
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.conditions import event_type
 from scalerl_operator.controller.parts import Observed

@@ -20,10 +20,10 @@ from scalerl_lifecycle.lifecycle_types import (
     LifecycleDecision,
     OutcomeKind,
     PersistedState,
+    Problem,
     RunOutcome,
     Suspension,
 )
-from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.restarts import Record
 from scalerl_lifecycle.status_fields import persisted_state
 from scalerl_lifecycle.workloads import Role

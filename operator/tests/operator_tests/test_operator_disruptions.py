@@ -88,7 +88,7 @@ CRASHED = a_pod("b", "Failed", code=1)
         ),
         ([CRASHED], "PodFailurePolicy", True),
         ([CRASHED], "", False),
-        ([], "", True),  # whoever took them away, they had not failed
+        ([], "", True),  # however they were deleted, they had not failed
         ([a_pod("a", "Running")], "", False),  # news of it are yet to come
         ([REFUSED, a_pod("b", "Failed", code=2)], "", False),
         ([REFUSED, a_pod("b", "Failed", code=3)], "PodFailurePolicy", False),
@@ -200,7 +200,7 @@ def stored(persisted: PersistedState, now: float) -> PersistedState:
 def tries(
     persisted: PersistedState, failed: Job, seconds: float, **trainer: Any
 ) -> tuple[PersistedState, int]:
-    """The run while each attempt fails at once: what is remembered when it is over, or so long has passed, and tries."""
+    """The run while each attempt fails at once: what is kept when it is over, or so long has passed, and tries."""
     now, end = 1000.25, 1000.25 + seconds
     state, first = replace(failed, attempt=persisted.attempt), persisted.attempt
     while now < end and persisted.outcome is None:

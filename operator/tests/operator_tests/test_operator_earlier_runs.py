@@ -192,7 +192,7 @@ async def test_forecast_request_has_runs_from_the_cache(monkeypatch: pytest.Monk
         made = cast(Any, reconcilers[0])
         for name in ("decisions", "record_decision"):
             monkeypatch.setattr(made.coordinators, name, functools.partial(_without_uid, getattr(api, name)))
-        autoscaler = made._observer.autoscaler(run, UID)
+        autoscaler = made._autoscaler(run, UID)
         for _ in ("opens the record", "asks"):
             woken.clear()
             autoscaler.report(run.spec, status(curve), Generators(wanted=1, ready=1))

@@ -70,7 +70,7 @@ async def api(server: Faulty, observer: Observer) -> AsyncIterator[KubeApi]:
     app.router.add_route("*", "/{path:.*}", server.handle)
     async with TestServer(app) as listens:
         configuration = Configuration(host=str(listens.make_url("")).rstrip("/"))
-        async with KubeApi(configuration, timeout=3.0, on_call=observer.called) as client:
+        async with KubeApi(configuration, timeout=120.0, on_call=observer.called) as client:
             yield client
 
 
@@ -119,16 +119,15 @@ async def test_silence_and_a_cut_answer_are_unreachable(
         return response
 
     async def silent(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(30)
+        await asyncio.sleep(3600)
         return web.Response()
 
     server.answers = [cut, silent]
     with pytest.raises(errors.Unreachable):
         await api.get("ConfigMap", "team", "a")
-    began = time.monotonic()
-    with pytest.raises(errors.Unreachable, match="within 3 s"):
+    api._transport.timeout = 1.0
+    with pytest.raises(errors.Unreachable, match="within 1 s"):
         await api.get("ConfigMap", "team", "a")
-    assert time.monotonic() - began < 20
     assert observer.calls[-1] == ("get", "ConfigMap", 0)
 
 

@@ -1,4 +1,4 @@
-"""What a replica that no longer leads has to forget, and answers that nobody can read."""
+"""What a replica that no longer leads has to forget, and answers that cannot be read."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.status import Condition, OutlookStatus, RunStatus, TrainerStatus
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.names import label_value
 from scalerl_operator.process_metrics import Metrics

@@ -117,6 +117,8 @@ def test_requests_of_the_user_win() -> None:
         generator={"podTemplate": {"resources": {"limits": {"memory": "90Gi"}}}},
     )
     assert requested(run, QWEN_1_5B.size) == {"prepare": 3.0, "server": 3.0, "actor": 1.25, "trainer": 3.0}
+    run = cluster_run(model=PATH, generator={"actorResources": {"limits": {"memory": "5Gi"}}})
+    assert requested(run, QWEN_1_5B.size)["actor"] == 5.0
 
 
 # --- the report ------------------------------------------------------------------------------------------
@@ -276,3 +278,8 @@ def test_killed_container_names_its_limit() -> None:
     assert problem.message.endswith(
         "its node ran out of memory (its request is 1024Mi): raise podTemplate.resources.requests.memory"
     )
+    killed = pod("g", Role.GENERATOR, container_status(state, name="actor"))
+    killed["spec"] = {"containers": [{"name": "actor", "resources": {"limits": {"memory": "1Gi"}}}]}
+    problem = pod_view(killed).problem
+    assert problem is not None
+    assert problem.message.endswith("raise generator.actorResources.limits.memory")

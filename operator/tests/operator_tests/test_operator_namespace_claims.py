@@ -103,7 +103,7 @@ async def test_claim_is_renewed_once_a_minute_and_survives_a_change_of_the_leade
     assert await standby.mine("team")
 
 
-async def test_claim_that_nobody_renews_is_taken_after_its_duration() -> None:
+async def test_claim_that_is_not_renewed_is_taken_after_its_duration() -> None:
     server = Server()
     first, second = server.release("a/l"), server.release("b/l")
     assert await first.mine("team")

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from scalerl_operator.controller.ended_run_record import write_record
 from scalerl_operator.controller.parts import Run
+from scalerl_operator.controller.run_object import write_record
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.manifests import run_record as module

@@ -31,7 +31,7 @@ from scalerl_api.spec_warnings import warnings_of
 from scalerl_lifecycle.lifecycle_types import Wanted
 from scalerl_lifecycle.role_containers import plan
 from scalerl_lifecycle.workloads import Role, expand
-from scalerl_operator.manifests.probes import probes
+from scalerl_operator.manifests.container_fields import probes
 from scalerl_operator.manifests.scope import Desired
 from scalerl_operator.names import ATTEMPT
 

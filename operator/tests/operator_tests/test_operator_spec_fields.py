@@ -60,6 +60,7 @@ def test_spec_field_finds_list_entries_by_key(key: str, part: str, name: str, re
         ("Deployment/generator", "spec.affinity.podAffinity", "spec.generator.podTemplate.affinity.podAffinity"),
         ("Job/trainer", "spec.containers[0].resources.requests", "spec.trainer.podTemplate.resources.requests"),
         ("Job/trainer", "spec.containers[0].resources.limits[cpu]", "spec.podTemplate.resources.limits[cpu]"),
+        ("Deployment/generator", "spec.containers[1].resources.limits[cpu]", "spec.generator.actorResources.limits[cpu]"),
         ("Job/prepare", "spec.containers[0].image", "spec.images.trainer"),
         ("Deployment/generator", "spec.containers[1].image", "spec.images.generator"),
         ("Job/prepare", "labels", "spec.podTemplate.labels"),

@@ -17,14 +17,10 @@ from scalerl_api.reasons import Reason
 from scalerl_api.spec import BudgetSpec
 from scalerl_api.status import Condition, RunStatus, UsageStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.budget import used_fractions
-from scalerl_lifecycle.eta import Rates, coarse, eta_seconds, recent_rates
-from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.budget import Rates, coarse, eta_seconds, recent_rates, used_fractions
+from scalerl_lifecycle.lifecycle_types import LifecycleDecision, PersistedState, Problem
 from scalerl_lifecycle.status_fields import waits_for_progress_only
-from scalerl_operator.controller.report import report
-from scalerl_operator.controller.run_figures import RunFigures, figures
-from scalerl_operator.controller.status_columns import shown_reason
+from scalerl_operator.controller.report import RunFigures, figures, report, shown_reason
 
 TRUE, FALSE = "True", "False"
 INVALID = Problem(Reason.SPEC_INVALID, "model: missing")

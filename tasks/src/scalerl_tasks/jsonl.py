@@ -14,6 +14,7 @@ import msgspec
 
 from scalerl_tasks.errors import JsonlError, SourceError, did_you_mean
 from scalerl_tasks.prompts import Prompt, check_index
+from scalerl_tasks.repeats import Repeats
 from scalerl_tasks.row_problems import RowProblems
 
 MAX_LINE_BYTES = 1 << 20
@@ -21,7 +22,6 @@ MAX_LINE_BYTES = 1 << 20
 
 _FIELDS = ("prompt", "answer", "id", "difficulty", "solution", "metadata")
 _ALLOWED = ", ".join(_FIELDS)
-_HASH_BUCKETS = 256
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,27 +37,31 @@ _decoder = msgspec.json.Decoder(_Row)
 
 
 class JsonlSource:
-    """A :class:`~scalerl_tasks.PromptSource` over a file: :class:`_Row` has the fields of a line. Blank lines are skipped, and a prompt
-    without an ``id`` gets a hash of its prompt and answer.
+    """A :class:`~scalerl_tasks.PromptSource` over a file: :class:`_Row` has the fields of a line. Blank lines and those with the
+    prompt of an earlier one are skipped, and a prompt without an ``id`` gets a hash of its prompt and answer.
 
     It uses 24 bytes of memory per line. The file stays open and must not change while in use; the next read detects a change.
     ``digest`` is the SHA-256 of the file's bytes.
 
     Raises:
         JsonlError: invalid lines: not UTF-8, invalid JSON, a missing, unknown or ill-typed field, an empty prompt or answer, a line
-            over 1 MiB, a repeated ``id``; or the file has no prompts. It is a :class:`JsonlRowsError` if there are several.
+            over 1 MiB, the ``id`` of an earlier prompt; or the file has no prompts. It is a :class:`JsonlRowsError` if there are several.
         SourceError: the file cannot be read.
     """
 
-    def __init__(self, path: Path, *, keep_valid: bool = False) -> None:
-        """keep_valid: do not raise for invalid lines. The source then has the valid ones, which may be none, and
-        :attr:`problems` lists the others."""
+    def __init__(self, path: Path, *, keep_valid: bool = False, solutions: bool = False) -> None:
+        """
+        Args:
+            keep_valid: do not raise for invalid lines. The source then has the valid ones, which may be none, and
+                :attr:`problems` lists the others.
+            solutions: as of :class:`.Repeats`.
+        """
         self.path = path
         try:
             if not path.is_file() and path.exists():
                 raise SourceError(f"{path}: is not a regular file; task.jsonl.path must name one")
             with path.open("rb") as file:
-                scan = _Scan(path)
+                scan = _Scan(path, solutions)
                 scan.run(file)
                 if not keep_valid:
                     scan.problems.check()
@@ -69,6 +73,8 @@ class JsonlSource:
         self.problems = scan.problems
         self._offsets = scan.offsets
         self._lines = scan.lines
+        self.dropped = scan.repeats.dropped
+        """Number of lines that repeat an earlier prompt, by what is said about them."""
         self.digest: str = scan.hash.hexdigest()
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         self._file_stamp = _file_stamp(self._descriptor)
@@ -113,17 +119,15 @@ class JsonlSource:
 
 
 class _Scan:
-    """One pass over the file: check each line, record the positions of the valid ones, find repeated ids."""
+    """One pass over the file: check each line, record the positions of the valid ones that repeat no earlier one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, solutions: bool) -> None:
         self.path = path
         self.problems = RowProblems(path)
         self.hash = hashlib.sha256()
         self.offsets = array("Q")  # start, end; start, end; …
         self.lines = array("Q")
-        # Ids as 64-bit hashes, divided into buckets: finding repeats needs a table of one bucket at a time.
-        self._id_hashes = [array("Q") for _ in range(_HASH_BUCKETS)]
-        self._id_rows = [array("Q") for _ in range(_HASH_BUCKETS)]
+        self.repeats = Repeats(solutions)
 
     def run(self, file: IO[bytes]) -> None:
         line, offset = 0, 0
@@ -159,42 +163,15 @@ class _Scan:
             offset += len(raw)
         if not (self.lines or self.problems.total):
             raise JsonlError(self.path, 'has no prompts; add lines like {"prompt": "2 + 2 =", "answer": "4"}')
-        self._check_unique_ids(file)
 
     def _add(self, row: _Row, line: int, start: int, end: int) -> None:
-        number = len(self.lines)
+        if self.repeats.is_repeat(row.prompt, (), row.answer, row.solution):
+            return
+        if row.id is not None and not self.repeats.is_new_id(row.id):
+            what = f"{row.id!r} is also the id of an earlier line; ids must be unique"
+            raise JsonlError(self.path, what, line=line, field="id", kind="repeated id")
         self.offsets.extend((start, end))
         self.lines.append(line)
-        key = int.from_bytes(hashlib.blake2b(_row_id(row).encode(), digest_size=8).digest())
-        self._id_hashes[key % _HASH_BUCKETS].append(key)
-        self._id_rows[key % _HASH_BUCKETS].append(number)
-
-    def _check_unique_ids(self, file: IO[bytes]) -> None:
-        repeats: list[tuple[int, int]] = []
-        for hashes, rows in zip(self._id_hashes, self._id_rows, strict=True):
-            first: dict[int, int] = {}
-            for key, row in zip(hashes, rows, strict=True):
-                earlier = first.setdefault(key, row)
-                if earlier != row:
-                    repeats.append((row, earlier))
-        for row, earlier in sorted(repeats):
-            later_row, earlier_row = self._read(file, row), self._read(file, earlier)
-            if _row_id(later_row) != _row_id(earlier_row):
-                continue  # two different ids with the same hash
-            at = self.lines[earlier]
-            field = None if later_row.id is None else "id"
-            problem = f"{later_row.id!r} is already the id of line {at}; ids must be unique"
-            if field is None:
-                problem = (
-                    f"prompt and answer are the same as on line {at}; remove one, or give each its own id"
-                )
-            self.problems.add_error(
-                JsonlError(self.path, problem, line=self.lines[row], field=field, kind="repeated")
-            )
-
-    def _read(self, file: IO[bytes], row: int) -> _Row:
-        start, end = self.offsets[2 * row], self.offsets[2 * row + 1]
-        return _parse(self.path, self.lines[row], os.pread(file.fileno(), end - start, start))
 
 
 def _parse(path: Path, line: int, raw: bytes) -> _Row:

@@ -84,13 +84,13 @@ def open_warm_start(spec: RunSpec, directory: Path | None = None) -> JsonlSource
     if given is None or not given.own:
         return None
     if given.jsonl is not None:
-        return JsonlSource((directory or Path()) / given.jsonl.path)
+        return JsonlSource((directory or Path()) / given.jsonl.path, solutions=True)
     assert given.dataset is not None
     columns = given.dataset.columns
     if columns.answer is None and columns.solution is not None:
         columns = columns.model_copy(update={"answer": columns.solution})
     try:
-        return open_dataset(given.dataset.model_copy(update={"columns": columns}), directory)
+        return open_dataset(given.dataset.model_copy(update={"columns": columns}), directory, solutions=True)
     except JsonlError:
         raise
     except SourceError as error:

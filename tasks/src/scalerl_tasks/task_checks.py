@@ -86,7 +86,7 @@ def _problems(
     problems: list[TaskProblem] = []
     for field, section in sections:
         problems += checks.problems(field, section)
-    problems += _warm_start_file_problems(spec, directory)
+    problems += _warm_start_file_problems(spec, directory, progress)
     if problems:  # a file with invalid rows cannot be opened
         yield from problems
         return
@@ -143,6 +143,8 @@ class _SectionChecks:
             elif section.jsonl is not None:
                 path = (self._directory or Path()) / section.jsonl.path
                 with closing(JsonlSource(path, keep_valid=True)) as rows:
+                    for line in description(rows)[1:]:
+                        self._progress(f"{field}.jsonl: {line}")
                     yield from self._jsonl_problems(field, section, scoring, rows)
             elif self._answers:
                 self._check_answers(open_source(section, self._directory), section)
@@ -198,7 +200,9 @@ class _SectionChecks:
         check_answers(source, section, directory=self._directory, progress=self._progress)
 
 
-def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator[TaskProblem]:
+def _warm_start_file_problems(
+    spec: RunSpec, directory: Path | None, progress: Progress
+) -> Iterator[TaskProblem]:
     """Problems of the separate problems of ``warmStart``: invalid rows, and rows without a solution."""
     given = spec.warm_start
     if given is None or not given.own:
@@ -208,13 +212,15 @@ def _warm_start_file_problems(spec: RunSpec, directory: Path | None) -> Iterator
     try:
         if given.jsonl is not None:
             field, path = f"{field}.path", (directory or Path()) / given.jsonl.path
-            source = JsonlSource(path, keep_valid=True)
+            source = JsonlSource(path, keep_valid=True, solutions=True)
             yield from (TaskProblem(field, text) for text in source.problems.texts)
             missing = RowProblems(path, source.problems.rows)
         else:
             source = open_warm_start(spec, directory)
             assert source is not None
             missing = RowProblems("the data set", len(source))
+        for line in description(source)[1:]:
+            progress(f"{given.own}: {line}")
         for index in range(len(source)):
             if not source[index].solution:
                 text = (

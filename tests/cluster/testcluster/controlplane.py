@@ -90,7 +90,7 @@ def store_and_api(kube: Path, layout: Layout, ports: Ports, *, node: bool) -> li
             "kubelet_client_key": pki / "apiserver-kubelet.key",
         }
         if node
-        # The endpoints of a Service cannot be on loopback, so nobody writes those of `kubernetes`.
+        # The endpoints of a Service cannot be on loopback, so no controller writes those of `kubernetes`.
         else {"bind_address": "127.0.0.1", "endpoint_reconciler_type": "none", "permit_port_sharing": True}
     )
     return [

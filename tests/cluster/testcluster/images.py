@@ -106,7 +106,7 @@ class Buildah:
     def sweep(self) -> None:
         """Remove what builds that were killed have left: their containers keep layers, gigabytes each.
 
-        For a holder of ``lock`` only: nobody else builds.
+        For a holder of ``lock`` only: no other process builds.
         """
         self.run("rm", "--all", seconds=300)
         shutil.rmtree(self.root / "tmp", ignore_errors=True)

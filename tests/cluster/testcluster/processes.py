@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_KILL_SECONDS = 10.0
+_KILL_SECONDS = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

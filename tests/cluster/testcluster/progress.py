@@ -84,13 +84,13 @@ def followed(
     limit = step.pace.silent_seconds if silent_seconds is None else silent_seconds
     kept: deque[str] = deque(maxlen=_KEPT_LINES)
     silent = False
-    heard = time.monotonic()
+    last_line = time.monotonic()
     with _commands.started(argv, cwd=cwd, env=env) as process:
         over = threading.Event()
 
         def watch() -> None:
             nonlocal silent
-            while (left := heard + limit - time.monotonic()) > 0:
+            while (left := last_line + limit - time.monotonic()) > 0:
                 if over.wait(left):
                     return
             silent = True
@@ -101,7 +101,7 @@ def followed(
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                heard = time.monotonic()
+                last_line = time.monotonic()
                 kept.append(line)
                 step.at = at(line.strip()) or step.at
             code = process.wait()

@@ -73,7 +73,7 @@ class Loader:
     def sweep(self) -> None:
         """Remove what imports that were killed have left: leases, which for a day keep gigabytes each.
 
-        For a node that has just started: nobody else imports.
+        For a node that has just started: no other process imports.
         """
         for lease in self._ctr("leases", "list", "--quiet").split():
             self._ctr("leases", "delete", "--sync", lease)

@@ -24,7 +24,7 @@ from testcluster.processes import die_with_parent
 from testcluster.steps import Plan, Step
 
 PACKAGE = Path(__file__).resolve().parent
-_UP_SECONDS = 360.0
+_UP_SECONDS = 900.0
 _DOWN_SECONDS = 150.0
 _LEFTOVER_SECONDS = 60.0
 _PIDFILE = "pid"
@@ -229,7 +229,7 @@ def _write_identities(kube: Path, layout: Layout, server: str) -> None:
 
 @contextlib.contextmanager
 def _reserved() -> Iterator[socket.socket]:
-    """Holds a free port, for a program that shares it: nobody else gets the port as long as this socket is open."""
+    """Holds a free port, for a program that shares it: no other process gets the port as long as this socket is open."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
@@ -269,6 +269,7 @@ def _bring_up(
             cwd=layout.root,
             env={
                 **os.environ,
+                "GOGC": "200",  # the API server takes a third less of a processor, and 100 MB more
                 "PYTHONPATH": str(PACKAGE.parent),
                 "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
             },

@@ -34,7 +34,7 @@ class Wait:
     url: str = ""
     path: str = ""
     argv: tuple[str, ...] = ()
-    seconds: float = 180.0
+    seconds: float = 400.0
     do: str = "wait"
 
 

@@ -99,13 +99,13 @@ class Supervisor:
             written.mkdir(parents=True)
             work.mkdir(parents=True)
             layers = f"lowerdir={folder},upperdir={written},workdir={work}"
-            await self._run(["mount", "-t", "overlay", "-o", layers, "overlay", folder], 10)
+            await self._run(["mount", "-t", "overlay", "-o", layers, "overlay", folder], 120)
         for setting in map(Path, self.plan["own_settings"]):
             copy = self.layout.config(setting.name)
             copy.write_text(setting.read_text())
-            await self._run(["mount", "--bind", str(copy), str(setting)], 10)
+            await self._run(["mount", "--bind", str(copy), str(setting)], 120)
         # The kubelet wants mounts that pods may share; they are shared with nothing outside.
-        await self._run(["mount", "--make-rshared", "/"], 10)
+        await self._run(["mount", "--make-rshared", "/"], 120)
 
     # Programs.
 
@@ -172,7 +172,7 @@ class Supervisor:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            word = json.loads(await asyncio.wait_for(reader.readline(), 10))
+            word = json.loads(await asyncio.wait_for(reader.readline(), 120))
             writer.write(json.dumps(await self._obey(word)).encode() + b"\n")
             await writer.drain()
         finally:

@@ -16,10 +16,10 @@ by all ranks (``worker``)::
              coordinator_client         Coordinator.report()
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
-             publish/whole_or_adapters  weights_to_publish(): whole weights or adapters
+             publish/publisher          weights_to_publish(): whole weights or adapters
              worker                     Worker.gather() ▶ engine/weights: whole parameters, a bucket at a time, by the backend
-             publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ buckets.fill() ▶ start_broadcast() ──▶ generators
-             publish/rounds             Rounds.after(): which members its next attempt has
+             publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ publisher.fill() ▶ start_broadcast() ──▶ generators
+                                        Rounds.after(): which members its next attempt has
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read
              weight_layout of api       both: the place of each tensor in a bucket
              publish/actor_control      both: ActorControl.start(), a request to each actor
@@ -40,7 +40,6 @@ by all ranks (``worker``)::
     ``fork``          copies another run's checkpoint into the directory of a new one
     ``launch``        starts the ranks of one pod, a process each
     ``main``          one rank's process; ``leader`` sends commands, ``worker`` executes them, ``ranks`` has the collectives
-    ``spec_settings`` derives settings from the spec
     ``background``    threads beside a step: fetches the next one, publishes the one before
     ``publishes``     rank 0's publishes, from the permission to the commit
     ``shard_conversion``

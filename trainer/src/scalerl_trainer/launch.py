@@ -210,7 +210,7 @@ class Launcher:
 
 
 def _print(line: str) -> None:
-    """A line that the log has no room for is lost: a rank whose output nobody reads would wait for ever."""
+    """A line that the log has no room for is lost: a rank whose output is not read would wait for ever."""
     with contextlib.suppress(OSError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

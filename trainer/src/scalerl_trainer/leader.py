@@ -188,7 +188,7 @@ class Leader:
         phases = {
             **seconds,
             "wait_seconds": self._silence.take_waited_seconds(),
-            "checkpoint_seconds": self._checkpoints.seconds,
+            "checkpoint_seconds": seconds["checkpoint_seconds"] + self._checkpoints.seconds,
             "export_seconds": self._export_seconds,
         }
         self._checkpoints.seconds = self._export_seconds = 0.0

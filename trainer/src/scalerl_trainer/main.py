@@ -3,14 +3,12 @@
 Exit codes:
 
 0
-    The run has finished, or SIGTERM arrived. In both cases a checkpoint is written first, except after a SIGTERM during
-    the rendezvous.
+    The run has finished, or SIGTERM arrived. In both cases a checkpoint is written first, except after a SIGTERM during the rendezvous.
 1
     Any other failure, including that the last checkpoint could not be written. All ranks restart from the last checkpoint.
 2
-    A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of
-    another model, all checkpoints damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to
-    that is another run's.
+    A failure that a restart does not fix: wrong environment, run file, model or solutions for mid-training; checkpoints of another model, all
+    damaged, or all lost although the coordinator has a record of one; a prefix of checkpoint.to that is another run's.
 3
     Training diverged: three consecutive skipped steps, one of mid-training, or a step in which most log-probabilities of the
     generators or of the trainer are not numbers. No checkpoint is written. One restart repeats the same batches from the last
@@ -24,8 +22,7 @@ Exit codes:
 
 A step whose loss or gradient is not finite, or whose importance ratios explode, is skipped and recorded.
 
-If :mod:`scalerl_trainer.launch` starts several ranks in a pod, only ``LOCAL_RANK`` 0 listens on ``--listen``; the others
-listen on a free loopback port.
+If :mod:`scalerl_trainer.launch` starts several ranks in a pod, only ``LOCAL_RANK`` 0 listens on ``--listen``; the others listen on a free port.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from __future__ import annotations
 import _thread
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -69,6 +67,7 @@ from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
 from scalerl_trainer.device_memory import check_device_memory
 from scalerl_trainer.engine import Engine, Rank, init_process_group
+from scalerl_trainer.engine.settings import engine_settings
 from scalerl_trainer.errors import (
     AttemptSuperseded,
     DivergedError,
@@ -89,11 +88,14 @@ from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.first_probe import first_probes
-from scalerl_trainer.publish.publisher_of_backend import make_publisher, publish_limit_seconds
+from scalerl_trainer.publish.probe import first_probes
+from scalerl_trainer.publish.publisher_of_backend import (
+    collective_timeout_seconds,
+    make_publisher,
+    publish_limit_seconds,
+)
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
-from scalerl_trainer.spec_settings import collective_timeout_seconds, engine_settings
 from scalerl_trainer.worker import Worker
 
 log = logging.getLogger("scalerl_trainer")
@@ -113,8 +115,7 @@ _BAD_INPUT = (
 def set_on_signals(stop: threading.Event) -> None:
     """Set ``stop`` on SIGTERM and SIGINT.
 
-    Another thread sets it. A signal handler runs in the main thread, which may be inside ``stop.wait`` and hold the event's
-    lock; setting the event there would deadlock.
+    Another thread sets it: the handler runs in the main thread, which may hold the event's lock in ``stop.wait``, and would deadlock.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
@@ -193,8 +194,12 @@ def _open_engine(spec: RunSpec, paths: RunPaths, device: torch.device) -> Engine
         ModelError: the model cannot be loaded, trained or published.
     """
     opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
+    gc.disable()  # Transformers and DeepSpeed, which are imported here, make a million objects that stay
     model, weights = opened()
     engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
+    gc.collect()
+    gc.freeze()  # so later collections skip them
+    gc.enable()
     if spec.trainer.publishes_adapters:
         engine.weights.adapter_shapes(PUBLISHED)  # refuses, before training, what cannot be published
     if spec.recipe.proximal_updates:

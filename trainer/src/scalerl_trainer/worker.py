@@ -8,7 +8,7 @@ command               what every rank does
 ``GATHER``            takes part in gathering whole parameters (ZeRO-3), which rank 0 publishes or exports
 ``GATHER_ADAPTERS``   the same with adapters
 ``SCORE``             takes part in scoring rank 0's sequences, those of a probe or those of the start
-``SAVE``              copies its state to the host and starts to write it to the staging folder
+``SAVE``              starts to copy its state to the host, and to write it to the staging folder
 ``COMMIT_CHECKPOINT`` takes part in committing that checkpoint
 ``EXIT``              returns
 ``REJECTED``          raises ``Unresumable``: the coordinator refuses this trainer
@@ -38,9 +38,8 @@ from scalerl_trainer.engine import Engine, PackedShard, StepStats
 from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models.lora import PEFT
-from scalerl_trainer.publish.buckets import NamedTensors
-from scalerl_trainer.publish.probe import ProbeSequence
-from scalerl_trainer.publish.probe_sequences import probe_sequences, start_sequences
+from scalerl_trainer.publish.probe import ProbeSequence, probe_sequences, start_sequences
+from scalerl_trainer.publish.publisher import NamedTensors
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.shard_conversion import (
     RankBatch,
@@ -110,7 +109,7 @@ class Worker:
     stop: threading.Event
     version: int
     probes: list[ProbeSequence] = field(default_factory=list)
-    """Sequences of the last batch for the probe after a publish; :mod:`.publish.first_probe` before the first batch."""
+    """Sequences of the last batch for the probe after a publish; :func:`.publish.probe.first_probes` before the first batch."""
 
     def __post_init__(self) -> None:
         self._steps = Prefetch(self._fetch, self.engine.device)
@@ -207,6 +206,7 @@ class Worker:
             + step_stats.seconds.get("compute", 0.0),
             "optimizer_seconds": step_stats.seconds.get("update", 0.0),
             "publish_wait_seconds": step_stats.seconds.get("wait", 0.0),
+            "checkpoint_seconds": step_stats.seconds.get("copy", 0.0),
         }
         broken = Counter[int]()
         for index, tokens in step_stats.broken.items():

@@ -60,6 +60,7 @@ _COLUMNS: Final = (
 
 _REPEATED: Final = (
     *((f"{role}.podTemplate", "podTemplate") for role in ("generator", "trainer", "coordinator")),
+    ("generator.actorResources", "podTemplate.resources"),
     ("task.mix[]", "task"),
     ("evaluation.sets[].task", "task"),
     ("warmStart.dataset", "task.dataset"),

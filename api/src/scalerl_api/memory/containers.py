@@ -80,7 +80,7 @@ def _prepare(size: ModelSize, spec: RunSpec) -> int:
 
 def _server(size: ModelSize, spec: RunSpec) -> int:
     """With accelerators one tensor at a time; on CPUs also what :func:`.roles.server_memory` counts, a second copy of the weights,
-    which vLLM lays out anew, and the float32 weights of the head."""
+    in vLLM's own layout, and the float32 weights of the head."""
     tensor, bucket = (
         4 * size.largest_tensor,
         _host_buckets(spec) + published_copy(size, spec),

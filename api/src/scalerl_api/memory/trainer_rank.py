@@ -155,14 +155,14 @@ def rank_moments(
     if zero_stage not in (0, 1, 2, 3) or world < 1:
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
     hidden, each, whole = size.hidden_size, BYTES[dtype], adapters is None
-    added, library = 0 if adapters is None else size.adapter_parameters(adapters), ENGINES[engine]
+    added, implied = 0 if adapters is None else size.adapter_parameters(adapters), ENGINES[engine]
     own, parameters = added or size.parameters, size.parameters + added
     part = Partition(size, own, parameters, each, zero_stage, world, offload, bucket_elements)
     publish = _publish(size, publish_bytes, each)
-    buckets = publish + library.bucket_bytes(part, reducing=False)
-    reduction = library.overlap_bytes(part) if accelerator else 0
-    reduction += publish + library.bucket_bytes(part, reducing=True)
-    always = replace(_state(part, library, dtype, frozen), buckets=buckets)
+    buckets = publish + implied.bucket_bytes(part, reducing=False)
+    reduction = implied.overlap_bytes(part) if accelerator else 0
+    reduction += publish + implied.bucket_bytes(part, reducing=True)
+    always = replace(_state(part, implied, dtype, frozen), buckets=buckets)
     layer = size.activation_values(dtype, adapters)
     values = size.layers * (hidden if activation_checkpointing else layer)
     token = micro_batch_tokens * each
@@ -170,27 +170,27 @@ def rank_moments(
         "head": replace(
             always,
             activations=token * (values + _FINAL_VALUES * hidden),
-            gathered=library.gathered_at_head(part) * each,
+            gathered=implied.gathered_at_head(part) * each,
             head=_head(size, micro_batch_tokens, each, trains=whole, fp32=fp32_head, accelerator=accelerator),
         ),
         "layer": replace(
             always,
             activations=token * (values + activation_checkpointing * layer + size.backward_values),
-            gathered=library.gathered_elements(part) * each,
+            gathered=implied.gathered_elements(part) * each,
             head=whole * each * size.vocabulary_size * hidden,
-            buckets=reduction + whole * library.layer_bytes(part),
+            buckets=reduction + whole * implied.layer_bytes(part),
         ),
         "embedding": replace(
-            always, activations=2 * token * hidden, buckets=reduction + whole * library.embedding_bytes(part)
+            always, activations=2 * token * hidden, buckets=reduction + whole * implied.embedding_bytes(part)
         ),
-        "update": replace(always, buckets=buckets + library.update_bytes(part)),
+        "update": replace(always, buckets=buckets + implied.update_bytes(part)),
     }
     return {name: replace(one, allowance=_allowance(one.total, accelerator)) for name, one in moments.items()}
 
 
-def _state(part: Partition, library: Engine, dtype: Dtype, frozen: int) -> RankMemory:
+def _state(part: Partition, implied: Engine, dtype: Dtype, frozen: int) -> RankMemory:
     """What a rank has in its own memory at each moment: parameters, gradients, optimizer state and ``frozen`` models."""
-    kept = part.parameters if library.keeps_trained_weights else part.parameters - part.trained
+    kept = part.parameters if implied.keeps_trained_weights else part.parameters - part.trained
     master_bytes = 0 if dtype == "float32" and part.zero_stage == 0 else 4
     weights_here = part.offload != "OptimizerAndParameters"
     optimizer_here = part.offload == "None"

@@ -197,7 +197,7 @@ def _copy_one(volume: Volume, entry: Entry, part: Path, *, vanishing: bool) -> b
 
 
 def _is_gone(volume: Volume, entry: Entry) -> bool:
-    """Whether a file no longer exists. Where that cannot be told, it does."""
+    """Whether a file no longer exists. Where that is not known, it does."""
     try:
         return not volume.list([entry.path])
     except (CommandFailed, Interrupted, errors.Unreachable):

@@ -150,8 +150,8 @@ class Run:
             return {"decisions": self._decisions[::-1], "of": self._decided}
 
     def _read_decisions(self) -> None:
-        for anew, lines in self._decision_lines.read():
-            if anew:
+        for is_other, lines in self._decision_lines.read():
+            if is_other:
                 self._decisions, self._decided = [], 0
             self._decided += len(lines)
             made = (_decision(line) for line in lines[-_MAX_DECISIONS:])

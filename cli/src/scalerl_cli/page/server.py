@@ -44,7 +44,7 @@ class Server:
     """Serves the page of some runs.
 
     Attributes:
-        token: admits one browser; drawn anew afterwards.
+        token: admits one browser; replaced afterwards.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:

@@ -18,7 +18,7 @@ from scalerl_generator.vllm_replies import decode_reply
 Result = TypeVar("Result")
 
 MEMORY_TOKENS = "scalerl_memory_tokens"
-"""Key in vLLM's ``--additional-config``: tokens that the proposer remembers."""
+"""Key in vLLM's ``--additional-config``: tokens that the proposer keeps."""
 DRAFTER = "scalerl_drafter"
 """Key there: name and parameters of the drafter of an installed package."""
 

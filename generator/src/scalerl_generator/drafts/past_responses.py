@@ -1,6 +1,6 @@
 """Sends past responses to a prompt from the coordinator to the server, before the prompt is sampled again.
 
-The server remembers its own responses until it restarts or other text overwrites them. It lacks the responses of other
+The server keeps its own responses until it restarts or other text overwrites them. It lacks the responses of other
 generators, and those from before a restart. Past responses are optional for drafts: failures are only counted, and
 generation starts without them.
 """
@@ -33,10 +33,10 @@ _OVERHEAD_TOKENS = 76
 
 
 class PastResponseFeed:
-    """Tracks which responses the server remembers, and sends it the others.
+    """Tracks which responses the server has, and sends it the others.
 
     Args:
-        memory_tokens: number of tokens that the server remembers.
+        memory_tokens: number of tokens that the server keeps.
         wait_seconds: maximum time that generation waits for past responses.
         report_seconds: between two reports of drafts.
     """
@@ -57,8 +57,8 @@ class PastResponseFeed:
         # Pages of running prompts are kept, at most half of the default memory, so the others are overwritten earlier.
         self._memory_tokens = memory_tokens // 2
         self._server_start = 0
-        self._remembered: OrderedDict[bytes, int] = OrderedDict()
-        """Responses that the server remembers, by :func:`_identity`, with the value of ``_tokens`` after each."""
+        self._known: OrderedDict[bytes, int] = OrderedDict()
+        """Responses that the server has, by :func:`_identity`, with the value of ``_tokens`` after each."""
         self._tokens = 0
         """Tokens of all responses so far, overhead included."""
         self._reported = DraftReport()
@@ -83,7 +83,7 @@ class PastResponseFeed:
     async def _pass_on(self, lease: Lease, prompt: EncodedPrompt) -> None:
         past = await self._coordinator.responses(lease.prompt, prompt_digest(prompt.wire))
         self._follow_restart()
-        missing = [one for one in past if _identity(prompt, one.token_ids) not in self._remembered]
+        missing = [one for one in past if _identity(prompt, one.token_ids) not in self._known]
         for batch in _batches(missing):
             await self._server.remember(
                 PastResponses(prompt.key, prompt.wire, [one.token_ids for one in batch])
@@ -95,7 +95,7 @@ class PastResponseFeed:
     async def sampled(
         self, prompt: EncodedPrompt, completions: Iterable[PartialCompletion]
     ) -> DraftTally | None:
-        """Record that the server sampled these completions, and so remembers them.
+        """Record that the server sampled these completions, and so has them.
 
         Returns:
             Their drafted and accepted tokens; None if the server does not report them.
@@ -140,16 +140,16 @@ class PastResponseFeed:
     def _follow_restart(self) -> None:
         if self._server_start != self._state.start_count:
             self._server_start = self._state.start_count
-            self._remembered.clear()
+            self._known.clear()
             self._reported = DraftReport()
 
     def _add(self, prompt: EncodedPrompt, token_ids: bytes) -> None:
         self._tokens += len(token_ids) // 4 + _OVERHEAD_TOKENS
         identity = _identity(prompt, token_ids)
-        self._remembered[identity] = self._tokens
-        self._remembered.move_to_end(identity)
-        while next(iter(self._remembered.values())) <= self._tokens - self._memory_tokens:
-            self._remembered.popitem(last=False)
+        self._known[identity] = self._tokens
+        self._known.move_to_end(identity)
+        while next(iter(self._known.values())) <= self._tokens - self._memory_tokens:
+            self._known.popitem(last=False)
 
 
 def _identity(prompt: EncodedPrompt, token_ids: bytes) -> bytes:

@@ -25,8 +25,7 @@ from scalerl_generator.coordinator_client import (
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration, ServerMonitor
 from scalerl_generator.rollouts.completion_streams import TOGETHER_TOKENS, CompletionStreams
-from scalerl_generator.rollouts.kept_completions import are_usable
-from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_completion import PartialCompletion, are_usable
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_replies import Part

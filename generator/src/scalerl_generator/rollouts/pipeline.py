@@ -12,9 +12,9 @@ from scalerl_generator.rollouts.concurrency import Concurrency
 from scalerl_generator.rollouts.delivery import Delivery
 from scalerl_generator.rollouts.generation import RolloutGenerator
 from scalerl_generator.rollouts.interruption import choose_strategy
-from scalerl_generator.rollouts.kept_completions import KeptCompletions
 from scalerl_generator.rollouts.leasing import Leasing
 from scalerl_generator.rollouts.occupancy import MIN_OCCUPANCY
+from scalerl_generator.rollouts.partial_completion import KeptCompletions
 from scalerl_generator.rollouts.partial_reports import PartialReports
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 

@@ -7,7 +7,7 @@ server has a folder of its own, below ``/tmp``, and the volume has one archive f
     store()    once vLLM has started: the folder is packed, if it has files that the archive did not have
     discard()  if vLLM did not start: it begins with an empty folder the next time
 
-An archive is the SHA-256 of a tar file, in hexadecimal, and the tar file. It is code that the server executes: whoever can write to
+An archive is the SHA-256 of a tar file, in hexadecimal, and the tar file. It is code that the server executes: a program that can write to
 the volume can run programs in every server that reads it. The containers that grade untrusted text do not mount it.
 """
 
@@ -155,7 +155,7 @@ def store(archive: Path, local: Path) -> bool:
 
 
 def begin_store(archive: Path, local: Path) -> threading.Thread:
-    """Begin :func:`store` in a thread. It does not keep the process: nobody reads what a killed one leaves."""
+    """Begin :func:`store` in a thread. It does not keep the process: what a killed one leaves is not read."""
     storing = threading.Thread(target=store, args=(archive, local), name="store", daemon=True)
     storing.start()
     return storing

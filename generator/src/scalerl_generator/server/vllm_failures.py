@@ -2,7 +2,7 @@
 
 If an engine or worker process fails, vLLM's server process raises only "Engine core initialization failed. See root cause
 above". The exception itself is in a log record of the other process. :func:`watch` makes that process write it to a file that the
-server process reads. It also remembers the cause of a failed start until the next one (:class:`LastFailure`).
+server process reads. It also stores the cause of a failed start until the next one (:class:`LastFailure`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The receiver's side of the process group of a publish, over gloo or NCCL (:mod:`scalerl_trainer.publish.sender_group` has the other).
+"""The receiver's side of the process group of a publish, over gloo or NCCL (:mod:`scalerl_api.weight_group`; the other:
+:mod:`scalerl_trainer.publish.sender_group`).
 
 It has a store of its own and is not torch's default group, so that a new group can replace it when the membership changes.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 import threading
 import time
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scalerl_api.weight_group import first_operations, new_process_group
 from scalerl_api.wire import GroupJoin
 
 _POLL_SECONDS = 0.002
@@ -63,8 +64,12 @@ class ReceiverGroup:
     def _open(self, init: GroupJoin, rank: int) -> None:
         try:
             with self._device_of_thread():
-                self._pg = self._construct(init, rank)
-                self._sync(self._pg, init)
+                address = _local_address_for(init.store_host, init.store_port)
+                self._pg = new_process_group(dist, init, rank, address)
+                ones = torch.ones(1, device=self._device)
+                first_operations(
+                    dist, self._pg, init, ones, lambda work: self._wait(work, init.timeout_seconds)
+                )
         except Exception as error:
             self._problem = f"the process group of epoch {self.epoch} was not opened: {error}"
         else:
@@ -82,38 +87,6 @@ class ReceiverGroup:
         cuda: Any = torch.cuda  # its streams are untyped
         with cuda.device(self._device), cuda.stream(cuda.Stream()):
             yield
-
-    def _construct(self, init: GroupJoin, rank: int) -> Any:
-        timeout = timedelta(seconds=init.timeout_seconds)
-        client = dist.TCPStore(  # type: ignore[attr-defined]  # absent from its __all__
-            init.store_host, init.store_port, is_master=False, timeout=timeout, wait_for_workers=False
-        )
-        store = dist.PrefixStore(f"scalerl-{init.epoch}", client)  # type: ignore[attr-defined]
-        if init.backend == "gloo":
-            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
-            gloo._timeout = timeout
-            address = _local_address_for(init.store_host, init.store_port)
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            return dist.ProcessGroupGloo(store, rank, init.world_size, gloo)
-        # If a peer is lost in an operation, PyTorch ends the process by default. With 2 it only aborts the group, and the
-        # operation raises. A group reads this variable when it is constructed; vLLM's own groups exist already.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        # torch hands out 32 streams of each priority in turn. The group's must not be that of the model, which generates while a group opens.
-        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # Only a fallback: the timeout of `_wait` is shorter.
-        nccl._timeout = 4 * timeout + timedelta(minutes=1)
-        return dist.ProcessGroupNCCL(store, rank, init.world_size, nccl)
-
-    def _sync(self, pg: Any, init: GroupJoin) -> None:
-        """The group's first operations, on a number (:class:`scalerl_api.wire.GroupJoin`)."""
-        ones = torch.ones(1, device=self._device)
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=init.timeout_seconds)
-        self._wait(pg.allreduce([ones], options), init.timeout_seconds)
-        if self._on_gpu:
-            self._wait(pg.broadcast([ones]), init.timeout_seconds)
-        if int(ones) != init.world_size:
-            raise RuntimeError(f"{int(ones)} ranks took part in the first operation, not {init.world_size}")
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
         """Receive rank 0's buffer into ``buffer``, once the group is open.

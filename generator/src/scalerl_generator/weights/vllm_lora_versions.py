@@ -1,5 +1,5 @@
 """Published adapters (LoRA) in a vLLM worker that holds several versions of them, beside base weights that never change: the worker's
-side of :mod:`.adapters_in_flight` (``trainer.lora.inFlight: FinishOnOwn``). Other adapters are merged: :mod:`.merged_lora`.
+side of :mod:`.adapters_in_flight` (``trainer.lora.inFlight: FinishOnOwn``). Other adapters are merged: :func:`.vllm_weight_engine.merged_weights`.
 
 vLLM's manager moves adapters in and out of its slots by the requests of a step, and drops all of them after a weight update. It reads
 what it lacks with ``_load_adapter``, which :class:`PublishedAdapters` replaces: from memory, by name.
@@ -41,7 +41,7 @@ class PublishedAdapters:
         """Hold the adapters, and drop those that are not ``needed``.
 
         Args:
-            adapters: as for :func:`.merged_lora.merged_weights`.
+            adapters: as for :func:`.vllm_weight_engine.merged_weights`.
 
         Raises:
             RuntimeError: an adapter is of no layer of the model that can have one. What is held stays.

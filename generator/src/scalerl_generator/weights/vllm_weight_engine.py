@@ -19,23 +19,23 @@ only the first worker's response, and takes the other responses for those to its
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from safetensors import safe_open
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from scalerl_api.paths import RunPaths
 from scalerl_api.process import DIR
-from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes
+from scalerl_api.weight_layout import Bucket, check_trailer, lay_out, tensor_bytes, tensor_checksum
 from scalerl_api.wire import GroupJoin, WeightReceive
-from scalerl_generator.weights.checksum import checksum_u8
-from scalerl_generator.weights.merged_lora import merged_weights
 from scalerl_generator.weights.receiver_group import ReceiverGroup
 from scalerl_generator.weights.update_reports import FetchReport, PublishReport
 from scalerl_generator.weights.vllm_layers import ModelLayers
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
     from scalerl_generator.weights.vllm_lora_versions import PublishedAdapters
 
+
 _MIN_BROADCAST_SECONDS = 0.1
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class UpdateInfo(WeightReceive, frozen=True, kw_only=True):
@@ -152,7 +154,7 @@ class ScaleRLWeightEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             payload, trailer = buffer[: bucket.payload_bytes], buffer[bucket.payload_bytes :]
             words = trailer.view(torch.int64).tolist()
             # What was fetched is verified before the update.
-            checksum = words[-1] if info.files is not None else checksum_u8(payload)
+            checksum = words[-1] if info.files is not None else tensor_checksum(torch, payload)
             check_trailer(words, info.version, bucket.index, checksum)
             t2 = time.perf_counter()
             # vLLM's loaders keep these views until their layer is complete, so every bucket needs a buffer of its own.
@@ -233,3 +235,42 @@ def _views(payload: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.T
     for slot in bucket.slots:
         flat = payload[slot.offset : slot.offset + tensor_bytes(slot.tensor)]
         yield slot.tensor.name, flat.view(getattr(torch, slot.tensor.dtype)).view(slot.tensor.shape)
+
+
+def merged_weights(
+    folder: Path, adapters: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of the model in ``folder``, with ``W + scale · B A`` where there is an adapter.
+
+    A publish of adapters has 1 to 2 % of the bytes of one of weights. vLLM then loads whole weights as after any other publish,
+    so requests, kernels and the prefix cache do not know adapters, and log-probabilities are those of weights that the trainer
+    merged. The base model's are read from the files that the server was started from.
+
+    Args:
+        adapters: ``<tensor in the files>/lora_A`` with the shape [rank, inputs], and ``…/lora_B`` with [outputs, rank].
+        dtype: in which the trainer has the weights.
+
+    Raises:
+        RuntimeError: an adapter is of no tensor in the files.
+    """
+    pending = {name.rpartition("/")[0] for name in adapters}
+    for file in _files(folder):
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # not a dict
+                weight = tensors.get_tensor(name)
+                if name in pending:
+                    pending.remove(name)
+                    change = adapters[f"{name}/lora_B"].float() @ adapters[f"{name}/lora_A"].float()
+                    # As the trainer merges: from the rounded weight, in float32.
+                    weight = weight.to(dtype).float().add(change, alpha=scale).to(dtype)
+                yield name, weight
+    if pending:
+        raise RuntimeError(f"{folder} has no tensor {min(pending)}, of which an adapter was published")
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.is_file():
+        return [folder / _WEIGHTS]
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]

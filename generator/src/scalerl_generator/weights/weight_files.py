@@ -42,9 +42,15 @@ from scalerl_api.weight_files import (
     layout_digest,
     stored_path,
 )
-from scalerl_api.weight_layout import TRAILER_BYTES, Bucket, BucketMismatch, check_trailer, lay_out
+from scalerl_api.weight_layout import (
+    TRAILER_BYTES,
+    Bucket,
+    BucketMismatch,
+    check_trailer,
+    lay_out,
+    tensor_checksum,
+)
 from scalerl_api.wire import TensorSpec, WeightFiles, WeightReceive
-from scalerl_generator.weights.checksum import checksum_u8
 from scalerl_generator.weights.update_reports import FetchReport
 
 log = logging.getLogger(__name__)
@@ -262,7 +268,7 @@ class WeightReader:
                 trailer_u8.copy_(torch.frombuffer(bytearray(content[:TRAILER_BYTES]), dtype=torch.uint8))
             self.bytes_read += size
             words = trailer_u8.view(torch.int64).tolist()
-            check_trailer(words, header.version, bucket.index, checksum_u8(payload_u8))
+            check_trailer(words, header.version, bucket.index, tensor_checksum(torch, payload_u8))
             verified.append(size)
 
 

@@ -15,7 +15,7 @@ from scalerl_api.reasons import Reason
 from scalerl_api.registry import Kind
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_lifecycle.edits_of_run import as_accepted, edits_since
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_operator.controller.parts import Accepted, Run
 from scalerl_operator.kube.types import Object
 

@@ -1,5 +1,6 @@
 """Applies a run's objects: writes those that are wanted (:mod:`.object_writer`), deletes those that are no longer wanted, and pods
-that keep the run from going on (:mod:`.stray_pods`). Only objects with the run's uid are changed or deleted."""
+that keep the run from going on and that no controller deletes: of a failed gang, of a coordinator without its labels or on a node
+that does not answer. Only objects with the run's uid are changed or deleted."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.wire import EvaluationPoint
-from scalerl_lifecycle.lifecycle_types import Suspension, Wanted
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem, Suspension, Wanted
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_poller import ensure_token
@@ -21,12 +22,7 @@ from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang_admission import is_wanted
 from scalerl_operator.controller.object_writer import ObjectWriter, key_of, labels_of
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Findings, Run
-from scalerl_operator.controller.pod_views import is_abandoned, is_settled
-from scalerl_operator.controller.stray_pods import (
-    delete_lost_coordinators,
-    end_failed_gang,
-    replace_unlabelled_coordinator,
-)
+from scalerl_operator.controller.pod_views import JOB_NAME, attempt_of, is_abandoned, is_settled
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.objects import content_hash, is_deleted, label
@@ -35,7 +31,7 @@ from scalerl_operator.manifests import render
 from scalerl_operator.manifests.gang import WORKLOAD
 from scalerl_operator.manifests.scope import Desired, Images, Scope
 from scalerl_operator.manifests.storage import curve_config_map
-from scalerl_operator.names import COMPONENT, IMAGE, Names
+from scalerl_operator.names import COMPONENT, IMAGE, RUN, Names, label_value
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +39,9 @@ MAX_POINTS_AT_ONCE: Final = 500
 """Points of a curve whose table is made on the event loop: 5 ms."""
 _DELETED_KINDS: Final = WORKLOADS | {"Service", "PodDisruptionBudget", WORKLOAD}
 """Kinds of objects that are deleted when they are no longer wanted; those with data, and the NetworkPolicy, stay."""
+SEARCH_SECONDS: Final = 15.0
+"""Between two searches for the coordinator's pod when it is not in the cache."""
+FAILED_GANG_GRACE_SECONDS: Final = 5
 
 
 class Applier:
@@ -227,3 +226,65 @@ def fingerprint(findings: Findings, desired: Desired, images: Images) -> int | N
     size = None if findings.model is None else findings.model.size
     inputs = (run.generation, labels, desired, images, size, findings.decision.update_existing, run.deleted)
     return hash((inputs, tuple(sorted(contents))))
+
+
+async def replace_unlabelled_coordinator(api: KubeApi, run: Run) -> None:
+    """Deletes the coordinator's pod if its labels were removed: its Service and the operator do not find it, and the
+    StatefulSet cannot create another of its name. The next pod resumes from the journal."""
+    names = Names(run.name)
+    name, owner = f"{names.coordinator}-0", run.objects.get(("StatefulSet", names.coordinator))
+    pod = run.objects.get(("Pod", name))
+    if owner is None or is_deleted(owner) or (pod is not None and _is_labelled(pod, run)):
+        return
+    age = run.unix_seconds - seconds(owner["metadata"].get("creationTimestamp"))
+    if age < SEARCH_SECONDS or 0 <= run.unix_seconds - run.state.pod_searched < SEARCH_SECONDS:
+        return
+    run.state.pod_searched = run.unix_seconds
+    for pod in await api.list("Pod", run.namespace, field_selector=f"metadata.name={name}"):
+        owners = {o["uid"] for o in pod["metadata"].get("ownerReferences") or ()}
+        mounted = {(v.get("secret") or {}).get("secretName") for v in pod["spec"].get("volumes") or ()}
+        labelled = _is_labelled(pod, run) and label(pod, RUN) == label_value(run.name)
+        foreign = owners - {owner["metadata"]["uid"]} or names.token not in mounted
+        if is_deleted(pod) or labelled or foreign:
+            continue
+        await api.delete("Pod", run.namespace, name, uid=pod["metadata"]["uid"])
+        text = f"Pod {name}: its labels were removed; deleted, so that the StatefulSet creates another"
+        await api.event(run.obj, "Warning", Reason.REPAIRED_DRIFT, text)
+
+
+async def delete_lost_coordinators(api: KubeApi, findings: Findings) -> None:
+    """Deletes the coordinator's pods on lost nodes by force, once no other with their number can follow. They may still run: the
+    next one takes the journal over."""
+    run = findings.run
+    owner = run.objects.get(("StatefulSet", Names(run.name).coordinator))
+    for pod in findings.observed.lost_coordinators:
+        if (
+            owner is not None
+            and not is_deleted(owner)
+            and attempt_of(owner["spec"]["template"]) <= pod.attempt
+        ):
+            continue
+        text = (
+            f"Pod {pod.name}: its node does not answer; deleted by force, so that the next coordinator starts"
+        )
+        await api.event(run.obj, "Warning", Reason.NODE_LOST, text)
+        await api.delete("Pod", run.namespace, pod.name, uid=pod.uid, grace_seconds=0)
+
+
+async def end_failed_gang(api: KubeApi, run: Run, job: str) -> None:
+    """Deletes the remaining pods of a failed Job, or of one with a lost pod, with a short grace period: they have nothing to
+    save, and may hang in a collective."""
+    grace = FAILED_GANG_GRACE_SECONDS
+    for (kind, name), pod in run.objects.items():
+        if kind != "Pod" or not run.owns(pod) or label(pod, JOB_NAME) != job:
+            continue
+        phase, metadata = (pod.get("status") or {}).get("phase"), pod["metadata"]
+        longer = metadata.get("deletionGracePeriodSeconds", grace + 1) > grace
+        if phase in ("Pending", "Running") and longer:
+            uid = metadata["uid"]
+            await api.delete(kind, run.namespace, name, uid=uid, grace_seconds=grace)
+
+
+def _is_labelled(pod: Object, run: Run) -> bool:
+    """Whether the pod matches the selector of the coordinator's StatefulSet."""
+    return run.owns(pod) and label(pod, COMPONENT) == Role.COORDINATOR

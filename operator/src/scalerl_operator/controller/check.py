@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -14,10 +15,9 @@ from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_operator.controller.accept import plugin_problem
-from scalerl_operator.controller.fork_source import find_source
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, refused
 from scalerl_operator.controller.run_object import RunObject
@@ -25,14 +25,17 @@ from scalerl_operator.controller.volume import check_volume
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.objects import label
+from scalerl_operator.kube.kinds import RUN as RUN_KIND
+from scalerl_operator.kube.objects import is_deleted, label
 from scalerl_operator.kube.types import Object
 from scalerl_operator.kube.unlabelled import UnlabelledNames
-from scalerl_operator.names import PRIORITY, QUEUE, Names
+from scalerl_operator.manifests.run_record import RUN_KEY
+from scalerl_operator.names import ENDED, PRIORITY, QUEUE, RUN, Names, label_value
 
 QUEUE_SECONDS: Final = 30.0
 """Between two requests for the queue of one run."""
 _BEFORE_THE_END: Final = (Phase.PENDING, Phase.PREPARING, Phase.RUNNING)
+_FIELD: Final = "spec.from.run"
 
 
 class Checker:
@@ -185,3 +188,65 @@ async def queue_problem(api: KubeApi, findings: Findings, phase: Phase) -> str:
         problem = f"no WorkloadPriorityClass {priority}: create it, or remove the label {PRIORITY}; until then the run waits"
     run.state.queue_read = (run.unix_seconds, problem)
     return problem
+
+
+async def find_source(api: KubeApi, findings: Findings) -> Checks:
+    """The checks with the claim of the run that a run forks (``spec.from``), for a preparation that is about to be created, which alone
+    mounts it; or why there is none.
+
+    Only of the run's own namespace: of a run that exists, of one that was deleted by its record, or without either, a claim with
+    the labels of a run of that name. A run that has trained has its own checkpoints, and needs the source no more.
+    """
+    source, checks = findings.accepted.spec.fork, findings.checks
+    absent = findings.observed.prepare.state is JobState.ABSENT
+    if source is None or findings.run.steps or not findings.decision.wanted.prepare or not absent:
+        return checks
+    claim, uid = await _claim_of(api, source.run, findings.run)
+    found = replace(checks, source_uid=uid)
+    if isinstance(claim, Problem):
+        return replace(found, not_started=claim)
+    return replace(found, source_claim=claim)
+
+
+async def _claim_of(api: KubeApi, name: str, fork: Run) -> tuple[str | Problem, str]:
+    """The claim of the run with that name, or why there is none; and that run's uid."""
+    uid, namespace = "", fork.namespace
+    if name == fork.name:
+        text = f"{_FIELD}: a run cannot be a fork of itself; give it another name"
+        return Problem(Reason.SPEC_INVALID, text), uid
+    recorded = await api.get(RUN_KIND, namespace, name) or await _recorded(api, namespace, name)
+    named = None
+    if recorded is not None:
+        uid = str(recorded["metadata"].get("uid", ""))
+        storage = (recorded.get("spec") or {}).get("storage") or {}
+        named = storage.get("claimName")
+        if storage.get("mountedBy") == "Coordinator":
+            text = f"{_FIELD}: {name}: its checkpoints are in its bucket alone (storage.mountedBy Coordinator), and a fork reads a claim"
+            return Problem(Reason.SPEC_INVALID, text), uid
+    claim = str(named or Names(name).claim)
+    live = await api.get(CLAIM, namespace, claim)
+    if live is None:
+        known = recorded is not None
+        what = "its claim" if known else "there is no such run, and the claim of a deleted one,"
+        text = f"{_FIELD}: {name}: {what} {claim} does not exist in the namespace {namespace}"
+        return Problem(Reason.REFERENCE_NOT_FOUND, text), uid
+    if is_deleted(live):
+        text = f"{_FIELD}: {name}: its claim {claim} is being deleted"
+        return Problem(Reason.REFERENCE_NOT_FOUND, text), uid
+    if named is None and (live["metadata"].get("labels") or {}).get(RUN) != label_value(name):
+        text = f"{_FIELD}: {name}: PersistentVolumeClaim {claim} is not known as that of this run (label {RUN}={label_value(name)})"
+        return Problem(Reason.REFERENCE_NOT_FOUND, text), uid
+    return claim, uid
+
+
+async def _recorded(api: KubeApi, namespace: str, name: str) -> Object | None:
+    """Metadata and spec of the last deleted run of that name, from its record; None without a readable one."""
+    found, _ = await api.list_at("ConfigMap", namespace, label_selector=f"{ENDED}={label_value(name)}")
+    for one in sorted(found, key=lambda o: str(o["metadata"]["creationTimestamp"]), reverse=True):
+        try:
+            run = json.loads(one["data"][RUN_KEY])
+            if run["metadata"]["name"] == name:
+                return dict(run)
+        except (KeyError, TypeError, ValueError):  # users may edit records
+            continue
+    return None

@@ -16,7 +16,7 @@ from scalerl_autoscaling.forecast_client import Sidecar
 from scalerl_lifecycle.lifecycle_types import GATED_SECONDS
 from scalerl_operator.controller.cluster_autoscaler import FinishedRuns
 from scalerl_operator.controller.reconcile import Reconciler
-from scalerl_operator.controller.run_figures import RunFigures
+from scalerl_operator.controller.report import RunFigures
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.namespace_claims import RENEW_SECONDS, NamespaceClaims
@@ -28,7 +28,7 @@ from scalerl_operator.settings import Settings
 from scalerl_processes.waiting import cancel
 
 UNKNOWN_WORKLOADS_SECONDS: Final = 5.0
-"""Between two reconciles of a run in a queue, while Workloads cannot be listed."""
+"""Between two reconciles of a run while the objects of its namespace, or the Workloads of its queue, cannot be listed."""
 
 Reconcile = Callable[[Key], Awaitable[float | None]]
 MakeReconcile = Callable[["ReconcileContext"], contextlib.AbstractAsyncContextManager[Reconcile]]
@@ -48,6 +48,8 @@ class ReconcileContext:
     """Whether the cluster serves Kueue's Workloads."""
     workloads_known: Callable[[], bool] = lambda: True
     """Whether they have been listed, or are not served: until then, no run in a queue is reconciled but one that is deleted."""
+    namespace_known: Callable[[str], bool] = lambda namespace: True
+    """Whether the objects of a namespace have been listed: until then, none of its runs is reconciled."""
     on_lost: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called when this replica no longer leads and no reconcile is in work."""
 
@@ -78,7 +80,8 @@ class ClaimedRuns:
         """As :meth:`.Reconciler.reconcile`."""
         context, run = self._context, self._context.cache.run(*key)
         # A run that is being deleted must be able to end, also in a namespace that another operator has claimed.
-        if run is not None and not is_deleted(run) and label(run, QUEUE) and not context.workloads_known():
+        queued = run is not None and not is_deleted(run) and label(run, QUEUE)
+        if not context.namespace_known(key[0]) or (queued and not context.workloads_known()):
             return UNKNOWN_WORKLOADS_SECONDS
         if run is None or is_deleted(run) or await self._claims.mine(key[0]):
             return await self._runs.reconcile(key)

@@ -17,9 +17,8 @@ from scalerl_api.spec import ModelSpec
 from scalerl_api.spec_warnings import cluster_warnings_of, warnings_of
 from scalerl_api.status import Condition
 from scalerl_api.wire import Phase as CoordinatorPhase
-from scalerl_lifecycle.drain import only_saves
-from scalerl_lifecycle.lifecycle_types import JobState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.ending import only_saves
+from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.restarts import MAX_POD_RESTARTS
 from scalerl_lifecycle.status_fields import (
     DECIDED,
@@ -39,7 +38,7 @@ from scalerl_operator.controller.coordinator_problems import (
 from scalerl_operator.controller.parts import Findings, Observed
 from scalerl_operator.controller.volume import size_problem
 from scalerl_operator.kube.client import EventType
-from scalerl_operator.manifests.memory_requests import memory_warnings
+from scalerl_operator.manifests.container_fields import memory_warnings
 from scalerl_operator.manifests.scope import Images, Scope
 from scalerl_operator.names import QUEUE
 

@@ -23,8 +23,7 @@ from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_lifecycle.problems import Problem
-from scalerl_lifecycle.waits import ASK_AGAIN_SECONDS, POLL_SECONDS
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS, Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_problems import update_faults
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
@@ -355,12 +354,15 @@ async def ensure_token(api: KubeApi, run: Run, accepted: ScaleRLRun) -> Problem 
     # A deleted Secret is restored with the same token, which running pods use.
     wanted = secret(accepted, run.uid, state.token or secrets.token_urlsafe(32))
     try:
-        live: Object | None = await api.create(wanted)
+        live = await api.create(wanted)
     except errors.AlreadyExists:
-        live = await api.get("Secret", run.namespace, name)
+        found = await api.get("Secret", run.namespace, name)
+        if found is None:
+            raise  # deleted meanwhile: the next reconcile creates it
+        live = found
     except (errors.Invalid, errors.Forbidden) as error:
         return refused(error, wanted, run)
-    if live is None or not run.owns(live):
+    if not run.owns(live):
         return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
     state.token, state.token_checked, state.token_unverified = _token(live), run.unix_seconds, False
     return None

@@ -9,7 +9,7 @@ from typing import Any, Final
 from scalerl_api.reasons import Reason
 from scalerl_api.status import FaultStatus
 from scalerl_api.wire import Status
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_lifecycle.status_fields import rfc3339, seconds
 
 QUIET_SECONDS: Final = 600.0

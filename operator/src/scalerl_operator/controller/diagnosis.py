@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from scalerl_api.reasons import Reason
-from scalerl_lifecycle.lifecycle_types import JobState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import claim_problem, creation_problem, mount_problem

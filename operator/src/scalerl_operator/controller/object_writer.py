@@ -10,7 +10,7 @@ import logging
 from typing import Any, Final
 
 from scalerl_api.reasons import Reason
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import CLAIM, Run
 from scalerl_operator.controller.refusals import name_taken, refused

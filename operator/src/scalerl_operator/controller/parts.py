@@ -22,9 +22,9 @@ from scalerl_lifecycle.lifecycle_types import (
     Job,
     LifecycleDecision,
     PersistedState,
+    Problem,
     Service,
 )
-from scalerl_lifecycle.problems import Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import creation_problem
 from scalerl_operator.controller.run_state import RunState

@@ -20,8 +20,7 @@ from scalerl_api.process import (
 )
 from scalerl_api.reasons import Reason
 from scalerl_api.status import ModelStatus
-from scalerl_lifecycle.lifecycle_types import ContainerExit, Job, JobState
-from scalerl_lifecycle.problems import Problem, last_log_line
+from scalerl_lifecycle.lifecycle_types import ContainerExit, Job, JobState, Problem, last_log_line
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import placing_problem
@@ -221,11 +220,12 @@ def _memory_bound(pod: Object, name: str) -> str:
     )
     resources = given.get("resources") or {}
     limit, request = ((resources.get(kind) or {}).get("memory") for kind in ("limits", "requests"))
+    field = "generator.actorResources" if name == "actor" else "podTemplate.resources"
     if limit:
-        return f"it used more memory than its limit of {limit}: raise podTemplate.resources.limits.memory"
+        return f"it used more memory than its limit of {limit}: raise {field}.limits.memory"
     return (
         f"it has no limit, and its node ran out of memory (its request is {request or 0}): raise "
-        "podTemplate.resources.requests.memory"
+        f"{field}.requests.memory"
     )
 
 

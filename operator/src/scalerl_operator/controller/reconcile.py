@@ -1,4 +1,4 @@
-"""Reconciles one run, in eight steps, each in the file of its name, but the first. Steps 1 to 5 return a part each (:mod:`.parts`).
+"""Reconciles one run, in eight steps, the long ones in files of their names. Steps 1 to 5 return a part each (:mod:`.parts`).
 
 1. read: the run and its objects, from the cache.
 2. accept: its spec, or the one accepted before; adds the finalizer.
@@ -27,36 +27,42 @@ from dataclasses import replace
 from typing import Final
 
 from scalerl_api.conditions import Phase
+from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_autoscaling.autoscaler import Autoscaler
-from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision
-from scalerl_lifecycle.status_fields import persisted_state
+from scalerl_lifecycle import lifecycle
+from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision, LifecycleInput, Service
+from scalerl_lifecycle.status_fields import is_over, persisted_state
+from scalerl_lifecycle.workloads import Role
+from scalerl_operator.controller import gang_admission
 from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
 from scalerl_operator.controller.check import Checker
+from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, number_to_scale_to
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
     CoordinatorPollers,
     Timings,
+    ask_coordinator,
     request_stop,
 )
-from scalerl_operator.controller.decide import decide
-from scalerl_operator.controller.ended_run_record import write_record
-from scalerl_operator.controller.follow_up import BLOCKED_SECONDS, follow_up, soonest
-from scalerl_operator.controller.observe import Observer
-from scalerl_operator.controller.parts import Findings, Run
-from scalerl_operator.controller.pod_views import LOST_SECONDS
-from scalerl_operator.controller.report import report
-from scalerl_operator.controller.run_figures import RunFigures, figures
-from scalerl_operator.controller.run_object import RunObject
+from scalerl_operator.controller.diagnosis import next_start_check
+from scalerl_operator.controller.parts import Accepted, Findings, Observed, Run
+from scalerl_operator.controller.pod_views import LOST_SECONDS, ignore_young_pods, observe_objects
+from scalerl_operator.controller.report import RunFigures, figures, report
+from scalerl_operator.controller.run_object import RunObject, write_record
 from scalerl_operator.controller.run_state import KnownRuns
+from scalerl_operator.controller.volume import RETRY_SECONDS
 from scalerl_operator.kube.cache import Cache
-from scalerl_operator.kube.client import KubeApi
+from scalerl_operator.kube.client import EventType, KubeApi
+from scalerl_operator.kube.objects import label
 from scalerl_operator.kube.types import Key
-from scalerl_operator.manifests.scope import Images
-from scalerl_operator.names import FINALIZER
+from scalerl_operator.manifests.scope import Images, spec_hash
+from scalerl_operator.names import FINALIZER, QUEUE
 
+BLOCKED_SECONDS: Final = 30.0
+"""Between two reconciles of a run of which an object was refused."""
 COORDINATOR_SECONDS: Final = 10.0
 """Longest wait for a coordinator's response; the poller wakes the run earlier, with a response or a failure."""
 
@@ -104,10 +110,13 @@ class Reconciler:
         self.coordinators = CoordinatorPollers(
             lambda what: api.must_lead(what), wake, background=background, timings=poll_timings
         )
-        self._observer = Observer(api, self.coordinators, gangs, autoscaler, lost_seconds, monotonic)
+        self._gangs = gangs
+        self._autoscaler = autoscaler
+        self._lost_seconds = lost_seconds
         self._on_status = on_status
         self._gated_seconds = gated_seconds
         self._clock = clock
+        self._monotonic = monotonic
         self._known = KnownRuns(self.coordinators.forget)
 
     async def forget_all(self) -> None:
@@ -132,7 +141,7 @@ class Reconciler:
         if accepted.found is not None and not run.deleted and FINALIZER not in run.finalizers:
             await self._run_object.add_finalizer(run)
         await self._applier.find_unlabelled(run)
-        observed = await self._observer.observe(run, accepted)
+        observed = await self._observe(run, accepted)
         if observed is None:
             return COORDINATOR_SECONDS
         decision = decide(run, accepted, observed, self._gated_seconds)
@@ -151,7 +160,7 @@ class Reconciler:
             waiting = LifecycleDecision(Phase.PENDING, run.persisted, again_seconds=BLOCKED_SECONDS)
             findings = replace(findings, checks=checks, decision=waiting, blocked=None)
         put_off = await self._report(findings)
-        return soonest(put_off, await follow_up(self._api, self._run_object, findings))
+        return soonest(put_off, await self._follow_up(findings))
 
     async def _read(self, key: Key) -> Run | None:
         """The run; None: it is gone, or its objects are left to the garbage collector."""
@@ -166,6 +175,23 @@ class Reconciler:
             await self._known.forget(key)
             return None
         return run
+
+    async def _observe(self, run: Run, accepted: Accepted) -> Observed | None:
+        """The run's objects, its place in the queue, its coordinator, and its forecast. None: the coordinator has not responded since
+        the run's pods changed; its poller wakes the run."""
+        queued = await gang_admission.find(self._api, run, accepted, served=self._gangs())
+        terminating = run.state.terminating_seconds(run.objects.values(), self._monotonic())
+        seen = observe_objects(run.objects, run.uid, accepted.spec_hashes(), terminating, self._lost_seconds)
+        seen = gang_admission.observed_in_queue(run, replace(seen, gang=queued))
+        seen = ignore_young_pods(seen, run.unix_seconds)
+        observed = await ask_coordinator(self._api, self.coordinators, run, accepted, seen)
+        if observed is None:
+            return None
+        forecast = autoscaler_report(run, accepted, observed, self._autoscaler)
+        if forecast.event:
+            kind: EventType = "Warning" if forecast.alarming else "Normal"
+            await self._api.event(run.obj, kind, Reason.AUTOSCALER, forecast.event)
+        return replace(observed, autoscaler=forecast)
 
     async def _apply(self, findings: Findings) -> Findings:
         """Writes new state of the lifecycle to the status, and then executes the decision."""
@@ -184,3 +210,91 @@ class Reconciler:
         status = report(findings)
         self._on_status(findings.run.key, status, figures(findings, status))
         return await self._run_object.write(findings.run, status)
+
+    async def _follow_up(self, findings: Findings) -> float | None:
+        """What follows for others: the quota of an evicted run, edits of ``spec``, the deletion of an expired run. Returns the seconds
+        until the next reconcile."""
+        run, decision, state = findings.run, findings.decision, findings.run.state
+        if findings.accepted.found is None:
+            return decision.again_seconds
+        if findings.checks.not_started is None:
+            await gang_admission.write_workload_status(self._api, findings)
+            if decision.set_suspend:
+                await self._run_object.suspend(run)
+            elif (number := number_to_scale_to(findings)) is not None:
+                await self._run_object.scale(run, number, findings.observed.autoscaler.decision)
+                return 0.0  # the operator's own write wakes no run
+        repair = state.next_repair_seconds(run.unix_seconds)
+        if is_over(decision.persisted):
+            ttl = findings.accepted.spec.ttl_seconds_after_finished
+            return soonest(await self._run_object.expire(run, ttl), repair)
+        # A restored claim without the run's label is not watched.
+        unwatched = findings.blocked is not None or findings.checks.claim_gone or state.workload_refusal
+        return soonest(
+            decision.again_seconds,
+            findings.observed.young_seconds,
+            repair,
+            RETRY_SECONDS if state.size_refused is not None else None,
+            BLOCKED_SECONDS if unwatched else None,
+            next_start_check(findings),
+        )
+
+
+def decide(
+    run: Run, accepted: Accepted, observed: Observed, gated_seconds: float = GATED_SECONDS
+) -> LifecycleDecision:
+    """The lifecycle's decision on what was observed. Pure. A run without an accepted spec stays as it is until it is deleted; its
+    drain needs no spec."""
+    if accepted.found is not None or run.deleted:
+        spec = None if accepted.found is None else accepted.found.spec
+        return lifecycle.decide(spec, _lifecycle_input(run, accepted, observed, gated_seconds), run.persisted)
+    phase = run.before.phase if run.persisted.attempt else Phase.PENDING
+    return LifecycleDecision(phase, run.persisted)
+
+
+def _lifecycle_input(
+    run: Run, accepted: Accepted, observed: Observed, gated_seconds: float
+) -> LifecycleInput:
+    """The observations that the lifecycle depends on."""
+    spec = None if accepted.found is None else accepted.found.spec
+    return LifecycleInput(
+        unix_seconds=run.unix_seconds,
+        deleting=run.deleted,
+        suspend=spec is not None and spec.suspend,
+        queued=bool(label(run.obj, QUEUE)),
+        unadmitted=observed.gang is not None and not observed.gang.admitted,
+        serving=observed.serving,
+        prepare=observed.prepare,
+        trainer=observed.trainer,
+        coordinator=_service(accepted, observed, Role.COORDINATOR),
+        generators=_service(accepted, observed, Role.GENERATOR),
+        environment=None
+        if spec is None or spec.environment is None
+        else _service(accepted, observed, Role.ENVIRONMENT),
+        status=observed.coordinator,
+        stop="" if run.state.autoscaler is None else run.state.autoscaler.stop,
+        steps=run.steps,
+        started=all(_is_started(accepted, observed, role) for role in (Role.COORDINATOR, Role.GENERATOR)),
+        edit=accepted.edit,
+        unproven=accepted.unproven,
+        gated_seconds=gated_seconds,
+    )
+
+
+def _is_started(accepted: Accepted, observed: Observed, role: Role) -> bool:
+    """Whether a pod of a role is ready that was created for the accepted spec, as far as that is known."""
+    hashes = ("", "" if accepted.found is None else spec_hash(accepted.found, role))
+    return any(pod.ready and pod.spec_hash in hashes for pod in observed.of(role))
+
+
+def _service(accepted: Accepted, observed: Observed, role: Role) -> Service:
+    """The lifecycle's input about a role; failures of pods of an earlier spec, which are being replaced, do not count."""
+    found = observed.service(role)
+    if accepted.found is None or (found.bad_input is None and not found.restarts):
+        return found
+    return observed.service(role, spec_hash(accepted.found, role))
+
+
+def soonest(*waits: float | None) -> float | None:
+    """The shortest of the waits that there are; None: there is none."""
+    return min((wait for wait in waits if wait is not None), default=None)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import KIND
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.cluster_messages import creation_problem
 from scalerl_operator.controller.parts import CLAIM, Run
@@ -81,6 +81,8 @@ def spec_field(path: str, obj: Object, run: Object) -> str:
     if entry is not None and entry["list"] == "containers" and entry["rest"].startswith("."):
         containers = part["containers"]
         part, below = containers[int(entry["index"]) % len(containers)], entry["rest"][1:]
+        if part["name"] == "actor" and below.startswith("resources"):
+            return f"spec.generator.actorResources{below.removeprefix('resources')}"
         if below == "image":
             own = member == Role.ENVIRONMENT and (run["spec"].get(member) or {}).get("image")
             return f"spec.{member}.image" if own else f"spec.images.{IMAGE[Role(role)]}"

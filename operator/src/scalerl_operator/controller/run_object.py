@@ -1,4 +1,5 @@
-"""All writes of the run's own object: status and Events, finalizer, ``spec.suspend`` and ``spec.generator.replicas``, and its deletion.
+"""All writes of the run's own object: status and Events, finalizer, ``spec.suspend`` and ``spec.generator.replicas``, and its deletion;
+and of its record before it goes.
 
 Each write requires the version that was read: a change by another writer is reconciled first.
 """
@@ -8,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from scalerl_api.conditions import Phase
-from scalerl_api.spec import KIND
+from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import RunStatus
 from scalerl_lifecycle.status_fields import (
     PROGRESS_SECONDS,
@@ -24,7 +25,14 @@ from scalerl_operator.kube import errors
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Object
-from scalerl_operator.names import AUTOSCALER, FIELD_OWNER, FINALIZER, SCALED_BY
+from scalerl_operator.manifests.run_record import record
+from scalerl_operator.manifests.storage import CURVE_KEY
+from scalerl_operator.names import AUTOSCALER, ENDED, FIELD_OWNER, FINALIZER, SCALED_BY, Names
+
+MAX_RECORDS: Final = 200
+"""Records of one namespace."""
+TRY_SECONDS: Final = 120.0
+"""After so long without success, the run goes without a record."""
 
 log = logging.getLogger(__name__)
 
@@ -129,3 +137,53 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
             value = merge_patch(old, value)
         patch[name] = value
     return patch | {name: None for name in before if name not in after}
+
+
+async def write_record(api: KubeApi, run: Run) -> None:
+    """Writes the record of a run that has drained and is about to go.
+
+    Raises:
+        ApiError: the caller retries, for at most :data:`TRY_SECONDS`. Afterwards, and after an error that a retry does not
+            change (a quota, an admission rule, a namespace that is being deleted, an object that cannot be read), the failure
+            is only logged: the record must not keep a run from going.
+    """
+    tried = run.state.record_tried = run.state.record_tried or run.unix_seconds
+    try:
+        await _write_record(api, run)
+    except errors.Fenced:
+        raise
+    except Exception as error:
+        passing = isinstance(error, errors.Unreachable | errors.Conflict)
+        if passing and 0 <= run.unix_seconds - tried < TRY_SECONDS:
+            raise
+        log.warning("%s/%s is deleted without a record: %r", run.namespace, run.name, error)
+        return
+    try:
+        await _own_oldest_records(api, run)
+    except errors.Fenced:
+        raise
+    except Exception as error:
+        log.warning("%s/%s: the oldest records are not deleted: %r", run.namespace, run.name, error)
+
+
+async def _write_record(api: KubeApi, run: Run) -> None:
+    curve = run.objects.get(("ConfigMap", Names(run.name).curve))
+    table = (curve.get("data") or {}).get(CURVE_KEY, "") if curve is not None and run.owns(curve) else ""
+    events: list[Object] = []
+    try:
+        events = await api.list("Event", run.namespace, field_selector=f"involvedObject.uid={run.uid}")
+    except errors.Forbidden as error:
+        log.warning("%s/%s: its record has no Events: %s", run.namespace, run.name, error)
+    recorded = {**run.obj, "apiVersion": API_VERSION, "kind": KIND}
+    await api.apply(record(recorded, events, table))
+
+
+async def _own_oldest_records(api: KubeApi, run: Run) -> None:
+    """Makes the run that goes the owner of records beyond :data:`MAX_RECORDS`, the oldest: the garbage collector deletes them
+    with it. So the operator needs no right to delete ConfigMaps."""
+    found, _ = await api.list_at("ConfigMap", run.namespace, label_selector=ENDED, metadata_only=True)
+    found.sort(key=lambda one: (one["metadata"]["creationTimestamp"], one["metadata"]["name"]))
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": run.name, "uid": run.uid}
+    for one in found[: max(0, len(found) - MAX_RECORDS)]:
+        patch = {"metadata": {"ownerReferences": [owner]}}
+        await api.patch("ConfigMap", run.namespace, one["metadata"]["name"], patch)

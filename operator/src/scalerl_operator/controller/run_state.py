@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from scalerl_autoscaling.autoscaler import Autoscaler
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_operator.kube.types import Key, Object
 
 REPAIR_SECONDS: Final = 2.0
@@ -97,7 +97,7 @@ class RunState:
             metadata = obj["metadata"]
             if obj["kind"] == "Pod" and (deleted := metadata.get("deletionTimestamp")) is not None:
                 known, since = before.get(metadata["uid"], (deleted, now))
-                # A deletion with a shorter grace period begins anew.
+                # A deletion with a shorter grace period begins again.
                 self.terminating[metadata["uid"]] = (deleted, since if known == deleted else now)
         return {uid: now - since for uid, (_, since) in self.terminating.items()}
 

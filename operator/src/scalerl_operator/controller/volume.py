@@ -17,8 +17,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from scalerl_api.reasons import Reason
 from scalerl_api.status import RunStatus
-from scalerl_lifecycle.lifecycle_types import JobState
-from scalerl_lifecycle.problems import Problem
+from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import CLAIM, Checks, Findings, Observed, Run
 from scalerl_operator.kube.client import KubeApi

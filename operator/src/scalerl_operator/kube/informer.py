@@ -30,7 +30,7 @@ PAGE: Final = 200
 """Objects per page of a list; the event loop runs other tasks after each quarter of it."""
 MAX_PAUSE_SECONDS: Final = 10.0
 NOT_SERVED_SECONDS: Final = 60.0
-"""Between two tries of an optional kind that the cluster does not serve, or that the role does not permit."""
+"""Between two tries of a kind that the role does not permit, or of an optional one that the cluster does not serve; at most."""
 WATCH_SECONDS: Final = (90, 150)
 """Range of a watch's duration: only its end distinguishes a kind without events from a server that is gone."""
 
@@ -121,7 +121,8 @@ class Informer:
             await asyncio.sleep(pause + random.uniform(0.05, 0.2))
 
     def _failed(self, error: ApiError, pause: float) -> float:
-        pause = max(min(MAX_PAUSE_SECONDS, max(1.0, pause * 2)), error.retry_after or 0.0)
+        most = NOT_SERVED_SECONDS if isinstance(error, Forbidden) else MAX_PAUSE_SECONDS
+        pause = max(min(most, max(1.0, pause * 2)), error.retry_after or 0.0)
         log.warning("%s; retried in %.0f s", error, pause)
         return pause
 

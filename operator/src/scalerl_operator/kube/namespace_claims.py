@@ -2,7 +2,7 @@
 
 The leader of a release claims each namespace in which it reconciles a run, by the ConfigMap :data:`NAME` in it, and renews the claim
 once a minute while the namespace has runs, also those that are not reconciled for hours. A release that finds another's claim leaves the runs of that namespace alone, says so, and
-takes the claim when nobody has renewed it for :data:`DURATION_SECONDS` by its own monotonic clock. All replicas of a release claim
+takes the claim when it has not been renewed for :data:`DURATION_SECONDS` by its own monotonic clock. All replicas of a release claim
 under one name, so a change of the leader does not change the claim. A ConfigMap, because the operator's role has those in the
 namespaces of runs, and Leases in its own only.
 
@@ -97,7 +97,7 @@ class NamespaceClaims:
             except errors.QuotaExceeded:
                 raise
             except (errors.NotFound, errors.Forbidden, errors.Invalid) as error:
-                # A namespace that goes has runs to end, and nobody can claim it any more. A claim that cannot be changed must
+                # A namespace that goes has runs to end, and no release can claim it any more. A claim that cannot be changed must
                 # not keep runs without an operator.
                 level = logging.WARNING if isinstance(error, errors.Invalid) else logging.DEBUG
                 log.log(level, "%s: the claim is not written: %s", namespace, error)

@@ -23,7 +23,7 @@ from scalerl_api.spec import GROUP
 from scalerl_operator.kube import connection
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.errors import ApiError, NotFound
+from scalerl_operator.kube.errors import ApiError, Forbidden, NotFound
 from scalerl_operator.kube.informer import MAX_PAUSE_SECONDS, listed
 from scalerl_operator.kube.kinds import KINDS, RUN
 from scalerl_operator.kube.types import Key
@@ -124,7 +124,9 @@ class Watches:
         self._broken_since: float | None = None
         self._up_since = math.inf
         self.listed = asyncio.Event()
-        """Set once all runs are in the cache."""
+        """Set once all runs are in the cache, but those of :attr:`refused`."""
+        self.refused: frozenset[str | None] = frozenset()
+        """Namespaces whose runs could not be listed, but those of others. kopf lists them as soon as it may."""
         self.started = asyncio.Event()
         """Set once kopf was started."""
 
@@ -155,12 +157,19 @@ class Watches:
             await asyncio.sleep(pause)
 
     async def _list(self) -> None:
-        """Lists all runs into the cache; retries until the API server serves them, as the CRD may be installed later."""
+        """Lists all runs into the cache; retries until the API server serves them, as the CRD may be installed later. With a namespace
+        its Role is deleted: its runs are left out, unless no others are left."""
         pause = 1.0
         while True:
+            refused: dict[str | None, Forbidden] = {}
             try:
                 for namespace in self._namespaces or (None,):
-                    await listed(self._api, self._cache, KINDS[RUN], namespace)
+                    try:
+                        await listed(self._api, self._cache, KINDS[RUN], namespace)
+                    except Forbidden as error:
+                        refused[namespace] = error
+                if len(refused) == max(1, len(self._namespaces)):
+                    raise next(iter(refused.values()))
             except ApiError as error:
                 hint = " (are the CRDs installed?)" if isinstance(error, NotFound) else ""
                 log.warning("%s%s; retried in %.0f s", error, hint, pause)
@@ -168,6 +177,9 @@ class Watches:
                 await asyncio.sleep(pause)
                 pause = min(MAX_PAUSE_SECONDS, pause * 2)
             else:
+                for namespace, refusal in refused.items():
+                    log.warning("%s was deleted, or lacks the chart's Role: %s", namespace, refusal)
+                self.refused = frozenset(refused)
                 self.listed.set()
                 return
 

@@ -1,7 +1,7 @@
 """Renders the Kubernetes objects of a run. Pure: same input, same objects.
 
-Lives here: manifests, one file per role, and the parts that all pods share (:mod:`.pods`). Command lines, environment and probes
-come from the plan, which is the same on one machine.
+Lives here: manifests, one file per kind of workload, and the parts that all pods share (:mod:`.pods`, :mod:`.container_fields`).
+Command lines, environment and probes come from the plan, which is the same on one machine.
 
 Never lives here: the decision whether an object exists, or I/O.
 """
@@ -12,18 +12,15 @@ from dataclasses import replace
 
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.kube.types import Object
-from scalerl_operator.manifests import (
-    coordinator,
-    environment,
-    gang,
-    generator,
-    network,
-    prepare,
-    storage,
-    trainer,
+from scalerl_operator.manifests import coordinator, gang, network, storage
+from scalerl_operator.manifests.deployments import (
+    beside_gang,
+    disruption_budget,
+    environment_servers,
+    generators,
 )
-from scalerl_operator.manifests.deployments import beside_gang
 from scalerl_operator.manifests.gang import Gang
+from scalerl_operator.manifests.jobs import prepare_job, trainer_job
 from scalerl_operator.manifests.scope import Scope, finished, spec_hash
 from scalerl_operator.manifests.storage import secret
 
@@ -48,7 +45,7 @@ def render(scope: Scope) -> list[Object]:
     if has_servers:
         objects.append(network.environment_policy(scope))
     if wanted.prepare:
-        objects.append(prepare.job(scope))
+        objects.append(prepare_job(scope))
     if wanted.coordinator or wanted.trainer is not None:
         objects += [network.coordinator_service(scope), network.trainer_service(scope)]
     if desired.gang is not None:
@@ -57,26 +54,26 @@ def render(scope: Scope) -> list[Object]:
         objects.append(coordinator.stateful_set(scope))
         if has_servers:
             objects.append(network.environment_service(scope))
-            objects += beside_gang(scope, Role.ENVIRONMENT, environment.servers)
+            objects += beside_gang(scope, Role.ENVIRONMENT, environment_servers)
     if wanted.generators:
-        objects.append(generator.disruption_budget(scope))
-        objects += beside_gang(scope, Role.GENERATOR, generator.generators)
+        objects.append(disruption_budget(scope))
+        objects += beside_gang(scope, Role.GENERATOR, generators)
     if wanted.trainer is not None and (desired.gang is None or desired.gang.admitted):
-        objects.append(trainer.job(scope, wanted.trainer))
+        objects.append(trainer_job(scope, wanted.trainer))
     return [finished(rendered) for rendered in objects]
 
 
 def _workload(scope: Scope, of: Gang) -> Object:
     """As it is before it is admitted."""
     scope = replace(scope, desired=replace(scope.desired, gang=None))
-    job = trainer.job(scope, 1)["spec"]
+    job = trainer_job(scope, 1)["spec"]
     templates = {
         Role.COORDINATOR: (1, coordinator.stateful_set(scope)["spec"]["template"]),
-        Role.GENERATOR: (of.generators, generator.generators(scope)["spec"]["template"]),
+        Role.GENERATOR: (of.generators, generators(scope)["spec"]["template"]),
         Role.TRAINER: (job["parallelism"], job["template"]),
     }
     if scope.spec.environment is not None and of.environments:
-        template = environment.servers(scope)["spec"]["template"]
+        template = environment_servers(scope)["spec"]["template"]
         templates[Role.ENVIRONMENT] = (of.environments, template)
     return gang.workload(scope.metadata(scope.names.workload), scope.queue_labels, templates, of.priority)
 

@@ -16,10 +16,9 @@ from scalerl_api.process import ATTEMPT, POD
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
-from scalerl_operator.manifests.environment_variables import from_field, variable
-from scalerl_operator.manifests.pod_settings import PodSettings
+from scalerl_operator.manifests.container_fields import from_field, variable
 from scalerl_operator.manifests.pods import NEVER_EVICT, pod_template
-from scalerl_operator.manifests.scope import Scope
+from scalerl_operator.manifests.scope import PodSettings, Scope
 
 GRACE_SECONDS: Final = 30
 """For responses to long polls and the end of the journal."""

@@ -27,12 +27,15 @@ from scalerl_lifecycle.workloads import Container, Role
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import gang
-from scalerl_operator.manifests.environment_variables import environment_of
-from scalerl_operator.manifests.memory_requests import bytes_of_pod, estimate
-from scalerl_operator.manifests.pod_settings import PodSettings
-from scalerl_operator.manifests.probes import probes
-from scalerl_operator.manifests.resources import native, resources
-from scalerl_operator.manifests.scope import Scope, pod_template_of, spec_hash
+from scalerl_operator.manifests.container_fields import (
+    bytes_of_pod,
+    environment_of,
+    estimate,
+    native,
+    probes,
+    resources,
+)
+from scalerl_operator.manifests.scope import PodSettings, Scope, pod_template_of, spec_hash
 from scalerl_operator.manifests.volumes import (
     FETCH,
     FETCH_TOKENIZER,
@@ -188,7 +191,8 @@ def _container(
     """main: the first container of the role. image: None is the role's."""
     workload = scope.plan.workload(settings.role)
     shared = main and workload.per_node > 1
-    given_resources = given.resources if main else PodResources()
+    of_actor = scope.spec.generator.actor_resources if container.name == "actor" else PodResources()
+    given_resources = given.resources if main else of_actor
     claimed = [{"name": claim.name} for claim in given.resource_claims] if main else []
     rendered: Object = {
         "name": container.name,

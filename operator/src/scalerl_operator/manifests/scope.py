@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Final
 
@@ -205,9 +206,9 @@ def _excluded(role: Role) -> dict[str, Any]:
 
     def excluded(model: type[BaseModel], path: str) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        for name, field in model.model_fields.items():
-            here, nested = f"{path}{field.alias}", nested_model(field.annotation)
-            entry = entry_model(field.annotation)
+        for name, info in model.model_fields.items():
+            here, nested = f"{path}{info.alias}", nested_model(info.annotation)
+            entry = entry_model(info.annotation)
             if entry is not None and any(edited.startswith(f"{here}.") for edited in EDITS):
                 fields[name] = {"__all__": excluded(entry, f"{here}.")}
             elif nested is not None and nested.model_fields:
@@ -254,3 +255,29 @@ def _canonical(value: Any) -> str:
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PodSettings:
+    """The settings of one role's pods, which its file in this package gives to :mod:`.pods`.
+
+    Attributes:
+        grace_seconds: from SIGTERM to SIGKILL.
+        name: SCALERL_NAME, which may refer to ``variables``; None: the pod's name.
+        variables: environment entries before the name.
+        extra: environment by the name of a container.
+        metrics_port: port with Prometheus metrics; None: no metrics.
+        pod: fields of the pod's spec.
+        extra_pod: beyond the gang of the run.
+    """
+
+    role: Role
+    grace_seconds: int
+    name: str | None = None
+    variables: Sequence[Object] = ()
+    extra: dict[str, dict[str, str]] = field(default_factory=dict)
+    metrics_port: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    annotations: dict[str, str] = field(default_factory=dict)
+    pod: dict[str, Any] = field(default_factory=dict)
+    extra_pod: bool = False

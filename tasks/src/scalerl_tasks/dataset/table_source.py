@@ -20,9 +20,10 @@ from scalerl_tasks.dataset.readers import find_files, read_rows, row_word
 from scalerl_tasks.dataset.rows import Mapper, RowProblem, TableRow
 from scalerl_tasks.dataset.table import LeftOut, Table, TableInfo, TableWriter
 from scalerl_tasks.errors import DatasetError, JsonlError, SourceError
-from scalerl_tasks.prompts import Prompt, check_index
+from scalerl_tasks.jsonl import JsonlSource
+from scalerl_tasks.prompts import Prompt, PromptSource, check_index
+from scalerl_tasks.repeats import Repeats
 from scalerl_tasks.row_problems import RowProblems
-from scalerl_tasks.split import text_key
 
 if TYPE_CHECKING:
     from scalerl_api.dataset_source import DatasetSource as DatasetSpec
@@ -32,6 +33,8 @@ log = logging.getLogger("scalerl_tasks.dataset")
 FOLDER = "data"
 """Folder of the tables in a run's directory."""
 _VERSION = 1
+_CACHE_VERSION = 2
+"""Of tables in the user's cache: raised by a check that refuses rows or expressions of earlier tables."""
 _PROGRESS_SECONDS = 10.0
 _HEAD = 100
 """Rows by whose values the layout is recognized."""
@@ -101,7 +104,11 @@ class DatasetSource:
 
 
 def open_dataset(
-    spec: DatasetSpec, directory: Path | None = None, progress: Callable[[str], None] = log.info
+    spec: DatasetSpec,
+    directory: Path | None = None,
+    progress: Callable[[str], None] = log.info,
+    *,
+    solutions: bool = False,
 ) -> DatasetSource:
     """Open a data set. Its table is in ``directory``'s folder ``data``, or, without a directory, in the user's cache; it is made
     if it is not there. In a run's directory it is kept for the whole run, whatever becomes of the files.
@@ -109,6 +116,7 @@ def open_dataset(
     Args:
         directory: the run's directory, and the base of relative paths.
         progress: called about every ten seconds with a line about the rows that were read.
+        solutions: as of :class:`.Repeats`.
 
     Raises:
         SourceError: no file, or one that cannot be read; an expression that cannot be parsed, or without a value in any row; no row
@@ -116,7 +124,11 @@ def open_dataset(
     """
     settings = json.dumps(
         # Without defaults, so that a field of a later release does not change the name of a run's table.
-        [_VERSION, spec.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_RUN)],
+        [
+            _VERSION,
+            spec.model_dump(mode="json", exclude_defaults=True, exclude=_OF_THE_RUN),
+            *["solutions"] * solutions,
+        ],
         sort_keys=True,
     )
     kept = None
@@ -128,6 +140,7 @@ def open_dataset(
     files, revision = _files(spec, directory or Path())
     stamps = [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files)]
     identity = [
+        _CACHE_VERSION,
         settings,
         revision,
         [(str(file.resolve()), *stamp) for file, stamp in zip(files, stamps, strict=True)],
@@ -145,6 +158,7 @@ def open_dataset(
                 "", 0, list(map(str, files)), list(map(row_word, files)), 0, revision=revision, stamps=stamps
             ),
             progress,
+            solutions,
         )
     return DatasetSource(Table(target))
 
@@ -183,14 +197,19 @@ def _files(spec: DatasetSpec, directory: Path) -> tuple[list[Path], str]:
 
 
 def _write(
-    spec: DatasetSpec, files: list[Path], target: Path, info: TableInfo, progress: Callable[[str], None]
+    spec: DatasetSpec,
+    files: list[Path],
+    target: Path,
+    info: TableInfo,
+    progress: Callable[[str], None],
+    solutions: bool,
 ) -> None:
     """Write the table of the files' rows to ``target``, with ``info`` completed."""
     started = reported = time.monotonic()
     rows = ((at, path, *row) for at, path in enumerate(files) for row in read_rows(path))
     with TableWriter(target) as table:
         head = list(itertools.islice(rows, _HEAD))
-        selection = _RowSelection(spec, table)
+        selection = _RowSelection(spec, table, solutions)
         if first := _first_values(given for *_, given in head if isinstance(given, dict)):
             selection.mapper_of(first)
         for read, (at, path, number, given) in enumerate(itertools.chain(head, rows), start=1):
@@ -207,14 +226,13 @@ def _write(
 class _RowSelection:
     """Maps rows, and adds those to a table that pass the filter and are no duplicates."""
 
-    def __init__(self, spec: DatasetSpec, table: TableWriter) -> None:
+    def __init__(self, spec: DatasetSpec, table: TableWriter, solutions: bool) -> None:
         self._spec, self._table = spec, table
         self._mapper: Mapper | None = None
         self._columns: list[str] = []
         self._problems = RowProblems(f"task.dataset.{'hub' if spec.hub else 'files'}")
-        self._prompts, self._pairs, self._ids = _Seen(), _Seen(), _Seen()
-        """Digests of the prompts, of prompts with their answers, and of the ids so far."""
-        self._read = self._repeated = self._conflicting = 0
+        self._repeats = Repeats(solutions)
+        self._read = 0
         self._chat = False
 
     def mapper_of(self, values: dict[str, Any]) -> Mapper:
@@ -240,26 +258,18 @@ class _RowSelection:
             what = f"cannot be written as JSON: {error}; correct it, or leave the column out of task.dataset.metadata"
             self._add_problem(path, number, what, None, "not JSON")
             return
-        if row is None or raw is None or self._is_repeated(row):
-            return
-        if "id" in mapper.texts and not self._ids.add(
-            hashlib.blake2b(row.id.encode(), digest_size=8).digest()
+        if (
+            row is None
+            or raw is None
+            or self._repeats.is_repeat(row.prompt, row.turns, row.answer, row.solution)
         ):
+            return
+        if "id" in mapper.texts and not self._repeats.is_new_id(row.id):
             what = f"{row.id!r} is also the id of an earlier row; ids must be unique: leave columns.id out to have one made"
             self._add_problem(path, number, what, mapper.texts["id"], "repeated id")
             return
         self._chat = self._chat or bool(row.system or row.turns)
         self._table.add(raw)
-
-    def _is_repeated(self, row: TableRow) -> bool:
-        """Count the row if an earlier one has its prompt, and whether with another answer."""
-        key, answer = text_key(row.prompt, row.turns), row.answer.encode("utf-8", "surrogatepass")
-        is_new_pair = self._pairs.add(hashlib.blake2b(key + answer, digest_size=8).digest())
-        if self._prompts.add(key[:8]):
-            return False
-        self._repeated += 1
-        self._conflicting += is_new_pair
-        return True
 
     def _add_problem(self, path: Path, number: int, problem: str, field: str | None, kind: str) -> None:
         self._problems.add_error(
@@ -296,11 +306,7 @@ class _RowSelection:
             dropped[f"dropped by filter.where: {text}"] = mapper.dropped[at]
             if mapper.without_value[at]:
                 dropped[f"dropped by filter.where, without a value: {text}"] = mapper.without_value[at]
-        if self._repeated:
-            dropped["dropped as duplicates of an earlier prompt"] = self._repeated
-        if self._conflicting:
-            dropped["of these with another answer"] = self._conflicting
-        return dropped
+        return dropped | self._repeats.dropped
 
 
 def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -313,8 +319,11 @@ def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def description(source: DatasetSource) -> list[str]:
-    """Lines about a data set: rows, layout, mapping, and what was left out."""
+def description(source: PromptSource) -> list[str]:
+    """Lines about a source: prompts, and what was left out; of a data set also rows, layout and mapping."""
+    if not isinstance(source, DatasetSource):
+        dropped = source.dropped if isinstance(source, JsonlSource) else {}
+        return [f"{len(source):,} prompts", *_of_rows(dropped)]
     info, left_out = source.table.info, source.left_out
     mapping = ", ".join(f"{name} = {text}" for name, text in info.fields.items())
     pattern = f", answerPattern {info.pattern}" if info.pattern else ""
@@ -326,7 +335,7 @@ def description(source: DatasetSource) -> list[str]:
     ]
     if info.labels:
         lines.append("labels: " + ", ".join(f"{name} = {text}" for name, text in info.labels.items()))
-    lines += [f"{count:,} row{'s' * (count != 1)} {reason}" for reason, count in info.dropped.items()]
+    lines += _of_rows(info.dropped)
     if left_out is not None:
         lines += [
             f"{count:,} rows left out, rejected by the verifier: {reason}"
@@ -340,35 +349,5 @@ def description(source: DatasetSource) -> list[str]:
     return lines
 
 
-class _Seen:
-    """A set of 8-byte keys: an open-addressed table, 16 to 32 bytes a key."""
-
-    def __init__(self) -> None:
-        self._slots, self._count, self._mask = array("Q", bytes(8 << 12)), 0, (1 << 12) - 1
-
-    def add(self, key: bytes) -> bool:
-        """Add a key; returns whether it is new."""
-        value = int.from_bytes(key) or 1
-        slots, mask = self._slots, self._mask
-        at = value & mask
-        while slots[at]:
-            if slots[at] == value:
-                return False
-            at = (at + 1) & mask
-        slots[at] = value
-        self._count += 1
-        if 2 * self._count > mask:
-            self._grow()
-        return True
-
-    def _grow(self) -> None:
-        self._mask = 2 * self._mask + 1
-        slots = array("Q", [0]) * (self._mask + 1)
-        for value in self._slots:
-            if not value:
-                continue
-            at = value & self._mask
-            while slots[at]:
-                at = (at + 1) & self._mask
-            slots[at] = value
-        self._slots = slots
+def _of_rows(dropped: dict[str, int]) -> list[str]:
+    return [f"{count:,} row{'s' * (count != 1)} {reason}" for reason, count in dropped.items()]

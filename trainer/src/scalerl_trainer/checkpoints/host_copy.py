@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from scalerl_trainer.background import in_background, new_stream, on_stream
 from scalerl_trainer.checkpoints.engine_files import Piece
 
 _MIB = 1 << 20
@@ -65,18 +68,34 @@ def _aligned(count: int) -> int:
 
 
 class HostBuffers:
-    """Copies of pieces in memory of the host, which is reserved by the first copy and reused; pinned for an accelerator."""
+    """Copies of pieces in memory of the host, which is reserved by the first copy and reused; pinned for an accelerator.
 
-    def __init__(self) -> None:
+    They are made on a thread, with a stream of its own on a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, new_stream(device)
         self._chunks: list[torch.Tensor] = []
+        self._copying: Future[list[Piece]] | None = None
 
-    def copy(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Copy the pieces over those of the last call, and wait for an accelerator's copies; large ones may be split.
+    def copy(self, pieces: Iterable[Piece]) -> Callable[[], list[Piece]]:
+        """Start to copy the pieces over those of the last call, and return what waits for the copies; large ones may be split.
 
-        Raises:
-            RuntimeError: there is not enough memory.
+        What is returned raises ``RuntimeError`` if there is not enough memory.
         """
-        pieces = list(pieces)
+        self.wait()
+        work = on_stream(partial(self._copy_all, list(pieces)), self._stream)
+        self._copying = in_background("copy", work, self._device)
+        return self._copying.result
+
+    def wait(self) -> None:
+        """Wait until the values of the pieces may change: they are copied, or the copy has failed."""
+        if self._copying is not None:
+            wait([self._copying])
+            self._copying = None
+
+    def _copy_all(self, pieces: list[Piece]) -> list[Piece]:
+        """The copies; on a thread."""
         on_device = any(values.is_cuda for piece in pieces for values in piece.values.values())
         widths = [sum(values.itemsize for values in piece.values.values()) for piece in pieces]
         sizes, parts = place_on_host(

@@ -1,8 +1,8 @@
 """Writes the checkpoints of all ranks, in the files of :mod:`.volume`.
 
-``start`` copies the current state to the host while training waits. On each rank, a thread then writes, flushes and hashes the
-rank's files in the staging folder while training continues, and ``finish`` commits the checkpoint once all ranks are done
-(docs/adr/0025-checkpoints-on-a-thread.md). A failure on any rank fails the checkpoint on all ranks; training continues, and the
+``start`` takes what changes before the next update, and begins to copy the rest to the host, for which only that update waits. On each
+rank, a thread then writes, flushes and hashes the rank's files in the staging folder while training continues, and ``finish`` commits
+the checkpoint once all ranks are done (docs/adr/0025-checkpoints-on-a-thread.md). A failure on any rank fails the checkpoint on all ranks; training continues, and the
 previous checkpoint stays the last one.
 """
 
@@ -178,7 +178,7 @@ class Checkpointer:
     def start(
         self, step: int, snapshot: bytes | None, best: int = -1, stage: bytes | None = None
     ) -> str | None:
-        """Copy the state of ``step``, and start to write it to the staging folder; returns None or the error.
+        """Start to copy the state of ``step``, and to write it to the staging folder; returns None or the error.
 
         Args:
             snapshot, best: see :meth:`CheckpointStore.commit`; used on rank 0 only.

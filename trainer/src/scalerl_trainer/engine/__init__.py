@@ -1,7 +1,7 @@
 """The training engine: updates the weights from batches, on any number of ranks.
 
 ``training_step`` has ``Engine``, which combines packing (``train_batch``), policy and loss: ``passes`` runs forward and backward,
-``weights`` gathers. ``backend`` is the interface of the libraries that partition the model: ``deepspeed_backend``, the only importer of
+``weights`` gathers. ``backend`` is the interface to DeepSpeed and FSDP2 (``trainer.engine``): ``deepspeed_backend``, the only importer of
 DeepSpeed, and ``fsdp_backend``. ``distributed`` has the process group, ``state`` what a checkpoint has of it, ``stats`` the results. Losses
 and advantages are in ``algo``; the engine knows nothing of HTTP, the coordinator or publishing.
 

@@ -1,11 +1,12 @@
-"""What the engine needs of a library that partitions a model's state over ranks and updates it: DeepSpeed or FSDP2.
+"""What a backend has, the class through which :class:`.training_step.Engine` uses ``trainer.engine``: DeepSpeed or FSDP2.
 
-Either has float32 master weights and AdamW's moments of the parameters that require gradients, in parts of flattened parameters
+It partitions a model's state over ranks and updates it. Either has float32 master weights and AdamW's moments of the parameters that require gradients, in parts of flattened parameters
 (:class:`.engine_files.Piece`), so that a checkpoint of one loads in the other.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -105,7 +106,7 @@ def open_backend(
         EngineError: DeepSpeed is asked for and not installed.
         ModelError: the weights cannot be read, or the module cannot be partitioned.
     """
-    trained, _ = _library(settings.engine)
+    trained, _ = _classes(settings.engine)
     return trained(module, settings, device, weights)
 
 
@@ -116,12 +117,12 @@ def open_frozen(
     weights: WeightStream | None = None,
 ) -> Frozen:
     """As :func:`open_backend`, of a module that is not trained."""
-    _, frozen = _library(settings.engine)
+    _, frozen = _classes(settings.engine)
     return frozen(module, settings, device, weights)
 
 
-def _library(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., Frozen]]:
-    """What makes a module that is trained, and one that is not. A library is imported if it is used."""
+def _classes(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., Frozen]]:
+    """What makes a module that is trained, and one that is not. DeepSpeed is imported if it is used."""
     match engine:
         case "FSDP2":
             from scalerl_trainer.engine.fsdp_backend import FsdpBackend, FsdpFrozen
@@ -135,9 +136,14 @@ def _library(engine: EngineName) -> tuple[Callable[..., Backend], Callable[..., 
 
 
 def _need_deepspeed() -> None:
+    # With its autotuner, which is not used, DeepSpeed would import MLflow where it is installed: half a second of a processor.
+    hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise EngineError(
             f"trainer.engine: DeepSpeed needs the package deepspeed ({error}): install it, or set FSDP2"
         ) from error
+    finally:
+        if hidden:
+            del sys.modules["mlflow"]

@@ -31,8 +31,6 @@ class Computed:
     """Why the weights must not change, equal on all ranks; None if they may."""
     masked: int = 0
     """Number of tokens that ``algo.gradient_guard`` masked, over all ranks."""
-    waited: float = 0.0
-    """Seconds of waiting for what reads the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The ranks' default process group.
 
-torch's store has no authentication: whoever reaches its port can read and write it. The rendezvous therefore counts a rank only
+torch's store has no authentication: a process that reaches its port can read and write it. The rendezvous therefore counts a rank only
 if it proves that it has the run's token, and ranks believe a decision only with such a proof; a rank of another run, or one
 without the token, does not join. This does not protect the addresses that torch exchanges in the store afterwards, nor the
 connections between ranks: only the network's policy keeps others from them (docs/operations.md).
@@ -27,7 +27,9 @@ from scalerl_trainer.train_batch import PackedShard
 
 POLL_SECONDS = 0.05
 STORE_GRACE_SECONDS = 1.0
-"""After a stop, rank 0 keeps the store open for this time, so that the others can read the decision."""
+"""After a stop, rank 0 keeps the store open for this time, so that ranks that are just joining can read the decision."""
+READ_SECONDS = 10.0
+"""It waits at most for this time until all that have joined have read it."""
 NONCE_SECONDS = 5.0
 """A rank that is stopped waits for rank 0 for this time after its connection, so that it can write the decision to stop."""
 COMPILED_PRODUCTS = 64
@@ -147,7 +149,9 @@ def _rendezvous(rank: Rank, timeout_seconds: float, stopped: Callable[[], bool],
             if _decision(store, token, nonce) == _PROCEED:
                 return store
             if rank.rank == 0:
-                time.sleep(STORE_GRACE_SECONDS)
+                _wait_for_readers(store, rank.world)
+            else:
+                store.set(f"read/{rank.rank}", "")
             raise Stopped("this rank or another was stopped during the rendezvous")
         if time.monotonic() > deadline:
             raise TimeoutError(f"{_absent(store, rank.world, nonce)} within {timeout_seconds:g} s")
@@ -199,6 +203,15 @@ def _decision(store: Any, token: str, nonce: str) -> str:
             "the rendezvous of the ranks has a decision without the run's token: who reaches this port?"
         )
     return decision
+
+
+def _wait_for_readers(store: Any, world: int) -> None:
+    """Keep the store of rank 0 open until the others have read the decision to stop."""
+    deadline = time.monotonic() + READ_SECONDS
+    time.sleep(STORE_GRACE_SECONDS)
+    joined = [rank for rank in range(1, world) if store.check([f"here/{rank}"])]
+    while time.monotonic() < deadline and not store.check([f"read/{rank}" for rank in joined]):
+        time.sleep(POLL_SECONDS)
 
 
 def _absent(store: Any, world: int, nonce: str) -> str:

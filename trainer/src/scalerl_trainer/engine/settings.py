@@ -1,4 +1,4 @@
-"""Settings of the engine."""
+"""Settings of the engine, from the run's spec."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from scalerl_api.engines import ENGINES, EngineName, Offload
 from scalerl_api.memory.model_size import Dtype
+from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
@@ -53,18 +54,18 @@ class EngineSettings:
     """Compute with the experts that the generator recorded (:mod:`.models.router_replay`)."""
 
     def __post_init__(self) -> None:
-        library = ENGINES[self.engine]
+        implied = ENGINES[self.engine]
         if self.zero_stage not in (0, 1, 2, 3):
             raise EngineError(f"ZeRO stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
-        if library.partitions_all and self.zero_stage != 3:
+        if implied.partitions_all and self.zero_stage != 3:
             raise EngineError(
                 f"{self.engine} partitions all state, as ZeRO stage 3: choose 3, not {self.zero_stage}"
             )
         if self.offload != "None" and self.zero_stage != 3:
             raise EngineError(f"offload needs ZeRO stage 3, not {self.zero_stage}")
-        if self.offload not in ("None", *library.offloads):
+        if self.offload not in ("None", *implied.offloads):
             raise EngineError(
-                f"{self.engine} does not offload {self.offload}: choose {' or '.join(library.offloads)}"
+                f"{self.engine} does not offload {self.offload}: choose {' or '.join(implied.offloads)}"
             )
         if self.zero_stage == 0 and self.dtype == "bfloat16":
             raise EngineError("bfloat16 with ZeRO stage 0 keeps no float32 master weights: choose stage 1")
@@ -83,3 +84,27 @@ class EngineSettings:
         [1.0, 4.0, 4.0]
         """
         return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+def engine_settings(spec: RunSpec) -> EngineSettings:
+    """Settings of the engine. Raises ``EngineError`` for combinations that cannot be trained."""
+    recipe, optimizer, trainer = spec.recipe, spec.recipe.optimizer, spec.trainer
+    return EngineSettings(
+        engine=trainer.engine,
+        zero_stage=trainer.zero_stage,
+        offload=trainer.offload,
+        dtype=spec.model.dtype,
+        learning_rate=float(optimizer.learning_rate),
+        betas=(float(optimizer.beta1), float(optimizer.beta2)),
+        epsilon=float(optimizer.epsilon),
+        weight_decay=float(optimizer.weight_decay),
+        warmup_steps=optimizer.warmup_steps,
+        max_gradient_norm=float(optimizer.max_gradient_norm),
+        micro_batch_tokens=spec.micro_batch_tokens,
+        temperature=float(recipe.temperature),
+        activation_checkpointing=trainer.activation_checkpointing,
+        fp32_head=recipe.fp32_logits in ("Both", "Trainer"),
+        lora=Lora.of(spec),
+        seed=spec.seed,
+        router_replay=trainer.router_replay,
+    )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from scalerl_trainer.checkpoints.engine_files import (
     HEADER,
@@ -28,8 +31,8 @@ class EngineState:
     """A rank's part of the engine's state."""
 
     rank: int
-    pieces: list[Piece]
-    """The values that this rank owns."""
+    pieces: Callable[[], list[Piece]]
+    """Waits for the values that this rank owns."""
     header: EngineHeader | None
     """On rank 0."""
     start: StartSample | None
@@ -40,8 +43,9 @@ class EngineState:
 
         Raises:
             OSError
+            RuntimeError: the host has not enough memory for a copy.
         """
-        files = [write_pieces(directory, self.rank, self.pieces, progress)]
+        files = [write_pieces(directory, self.rank, self.pieces(), progress)]
         if self.header is not None:
             files.append(write_header(directory, self.header))
         if self.rank == 0 and self.start is not None:
@@ -57,9 +61,11 @@ class TrainedState:
         lora: the adapters, if only those are trained.
     """
 
-    def __init__(self, backend: Backend, policy: Policy, lora: Lora | None, rank: int) -> None:
+    def __init__(
+        self, backend: Backend, policy: Policy, lora: Lora | None, rank: int, device: torch.device
+    ) -> None:
         self._backend, self._policy, self._lora, self._rank = backend, policy, lora, rank
-        self._host = HostBuffers()
+        self._host = HostBuffers(device)
 
     def views(self, updates: int, start: StartSample | None, proximal: Proximal | None) -> EngineState:
         """This rank's part; valid until the next update.
@@ -67,13 +73,17 @@ class TrainedState:
         Args:
             updates: number of updates so far.
         """
-        return self._of(list(self.pieces(proximal)), updates, start)
+        return self._of(partial(list, self.pieces(proximal)), updates, start)
 
     def copy(self, updates: int, start: StartSample | None, proximal: Proximal | None) -> EngineState:
-        """As :meth:`views`, on the host; valid until the next copy. Raises ``RuntimeError`` if there is not enough memory."""
+        """As :meth:`views`, being copied to the host; valid until the next copy. Nothing of it may change before :meth:`finish_copy`."""
         return self._of(self._host.copy(self.pieces(proximal)), updates, start)
 
-    def _of(self, pieces: list[Piece], updates: int, start: StartSample | None) -> EngineState:
+    def finish_copy(self) -> None:
+        """Wait until the last copy is made, or has failed."""
+        self._host.wait()
+
+    def _of(self, pieces: Callable[[], list[Piece]], updates: int, start: StartSample | None) -> EngineState:
         header = None
         if self._rank == 0:
             header = EngineHeader(updates, self._backend.optimizer_steps, self._shapes(), self._lora)

@@ -81,4 +81,4 @@ class StepStats:
     """Computed tokens for which the trainer chose the experts, as no generator recorded any; None without router replay."""
     seconds: dict[str, float] = field(default_factory=dict)
     """This rank's durations: ``pack``, ``compute`` (forward and backward), ``wait`` (for what reads the weights on another
-    thread), ``update`` (the rest of the gradient reduction and the optimizer), ``total``."""
+    thread), ``copy`` (for a checkpoint's copy), ``update`` (the rest of the gradient reduction and the optimizer), ``total``."""

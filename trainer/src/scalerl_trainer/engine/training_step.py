@@ -98,6 +98,8 @@ class Engine:
         self._backend = open_backend(policy, settings, device, weights)
         self.before_update: Callable[[], None] = lambda: None
         """Called before anything changes the weights; waits for what reads them on another thread."""
+        self._waited = {"wait": 0.0, "copy": 0.0}
+        """Seconds of this step until the weights might change: ``wait`` for ``before_update``, ``copy`` for a copy of the state."""
         check_buffer_dtypes(causal_lm, buffers)
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         dtype = getattr(torch, settings.dtype)
@@ -108,7 +110,7 @@ class Engine:
         self._checks = StartChecks(self._passes, policy, settings, device, self._rank)
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
-        self._trained = TrainedState(self._backend, policy, settings.lora, self._rank)
+        self._trained = TrainedState(self._backend, policy, settings.lora, self._rank, device)
         choose_attention(policy, self._checks, dtype, device, self._rank)
         if device.type == "cuda" and settings.fp32_head and dtype == torch.bfloat16:
             failure = kernels_failure(device)
@@ -150,6 +152,7 @@ class Engine:
         """
         if self._proximal is None:
             raise EngineError("no proximal policy: call keep_proximal first")
+        self._trained.finish_copy()  # it may have the values that are replaced here
         adapters = self.weights.adapters
         trained = [(names, [adapters[n] for n in names]) for names in self.weights.adapter_groups()]
         buckets = self.weights.buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype))
@@ -222,6 +225,7 @@ class Engine:
         ``SequenceTooLongError``).
         """
         begin = time.perf_counter()
+        self._waited = {"wait": 0.0, "copy": 0.0}
         shard = shard or self.pack(batch)
         counts = exchange_sizes(shard, self.device)
         rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
@@ -233,8 +237,9 @@ class Engine:
             )
         packed_at = time.perf_counter()
         computed = self._compute(batch, loss, shard, counts)
-        computed_at = time.perf_counter()
-        update_waited = self._wait_to_update()
+        computed_at, computing_waited = time.perf_counter(), sum(self._waited.values())
+        self._wait_to_update()
+        waited_at = time.perf_counter()
         update = self._update(rate, computed.skipped)
         end = time.perf_counter()
         return step_stats(
@@ -248,9 +253,9 @@ class Engine:
             replays=self._passes.replay is not None,
             seconds={
                 "pack": packed_at - begin,
-                "compute": computed_at - packed_at - computed.waited,
-                "wait": computed.waited + update_waited,
-                "update": end - computed_at - update_waited,
+                "compute": computed_at - packed_at - computing_waited,
+                **self._waited,
+                "update": end - waited_at,
                 "total": end - begin,
             },
         )
@@ -275,13 +280,13 @@ class Engine:
         masked_n, masked = self._passes.masked(done, int(counts[:, 1].sum()))
         if not masked:
             return computed
-        waited = self._wait_to_update()
+        self._wait_to_update()
         # Gradients cannot be subtracted: the masked tokens' are so much larger that the others' are rounded away.
         self._discard_gradients()
         done = accumulate(masked_n=masked_n)
         rows = gather_vectors(done.sums)
         skipped = self._skip_reason(rows, ratios)
-        return replace(computed, done=done, rows=rows, skipped=skipped, masked=masked, waited=waited)
+        return replace(computed, done=done, rows=rows, skipped=skipped, masked=masked)
 
     def _update(self, rate: float, skipped: str | None) -> Update:
         """Apply the gradients, or discard them if the step is ``skipped``."""
@@ -304,6 +309,7 @@ class Engine:
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments and the step count, and keep the weights; for use after mid-training."""
+        self._wait_to_update()
         self._backend.reset_optimizer()
         self.steps_done = 0
 
@@ -317,9 +323,9 @@ class Engine:
         self._trained.views(self.steps_done, self.start, self._proximal).write(directory)
 
     def copy_state(self) -> EngineState:
-        """Copy this rank's part of the state to the host, to be written while training continues; until the next copy.
+        """Start to copy this rank's part of the state to the host, to be written while training continues; until the next copy.
 
-        Not a collective. Raises ``RuntimeError`` if the host has not enough memory.
+        The next update waits for the copy. Not a collective.
         """
         return self._trained.copy(self.steps_done, self.start, self._proximal)
 
@@ -329,7 +335,7 @@ class Engine:
         Raises:
             EngineError: the state is missing, or is another model's.
         """
-        self.before_update()
+        self._wait_to_update()
         self.steps_done = self._trained.restore(directory, self._proximal)
         if self._rank == 0:
             self.start = StartSample.load(directory, self.settings.micro_batch_tokens)
@@ -343,11 +349,12 @@ class Engine:
 
     # --- helpers ------------------------------------------------------------------------------------------
 
-    def _wait_to_update(self) -> float:
-        """Seconds until the weights may change."""
-        begin = time.perf_counter()
-        self.before_update()
-        return time.perf_counter() - begin
+    def _wait_to_update(self) -> None:
+        """Wait until weights and optimizer state may change."""
+        for name, wait in (("wait", self.before_update), ("copy", self._trained.finish_copy)):
+            begin = time.perf_counter()
+            wait()
+            self._waited[name] += time.perf_counter() - begin
 
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora

@@ -10,6 +10,7 @@ A process of its own, because its callers do without torch. It prints a JSON obj
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import json
 import os
@@ -273,4 +274,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # most of its objects are those of imports, which stay
     sys.exit(main())

@@ -1,19 +1,14 @@
 """Publishes weights to the generators, whose generations in flight pause and resume.
 
-    ``publisher``       the interface of both publishers, and what they share
-    ``whole_or_adapters``
-                        what is sent: whole weights or adapters, by the LoRA mode
+    ``publisher``       the interface of both publishers, and what they share: whole weights or adapters, filled into buckets
     ``publisher_of_backend``
                         chooses the publisher by ``weightSync.backend``
-    ``group_publisher`` over a process group: join, receive, retry
-    ``rounds``          which members a retry has, by the answers to the last attempt; pure
+    ``group_publisher`` over a process group: join, receive, retry with the members that the answers leave
     ``file_publisher``  through files in the place of a group
     ``weight_writer``   versions into files: bases and deltas; ``weight_folders`` of a volume or an object store
-    ``buckets``         tensors into the buffers of :mod:`scalerl_api.weight_layout`, with their checksum
     ``sender_group``    the sender's side of a process group besides the default one
     ``actor_control``   concurrent requests to actors, each with a deadline
-    ``probe``           the mismatch between trainer and generators at one version
-    ``first_probe``     its sequences before the first batch
+    ``probe``           the mismatch between trainer and generators at one version, and its sequences
 
 No DeepSpeed or ranks (a publish reads a stream of whole tensors), coordinator state, or vLLM. Rank 0's publishes, which need ranks and the
 coordinator, are in :mod:`scalerl_trainer.publishes`.

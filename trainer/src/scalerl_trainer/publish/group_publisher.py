@@ -5,8 +5,20 @@ same), sends each member a ``receive`` request, and broadcasts the buckets. Buck
 while bucket n is sent.
 
 A member is the cause of a failed round if it does not answer, reports that its server is gone, or is the first to refuse
-to join. It has failed, and the others retry together. A round without a cause is repeated once; after a second one, each member
-retries in a group by itself (:mod:`.rounds`).
+to join. What its answer means for the next round (:class:`Rounds`):
+
+========================  =========================  ========================================================
+answer of a member        rounds without a cause     effect
+========================  =========================  ========================================================
+weights received          any                        updated
+an error, it is a cause   any                        failed; the others retry together
+an error, it is cleared   0 or 1                     retries with the others
+an error, it is cleared   2 or more                  failed: it was alone in its group
+========================  =========================  ========================================================
+
+When a peer dies in a broadcast, all members get an error, and possibly none of their answers shows the cause. Therefore a
+round without a cause is repeated once. After a second one, each member gets a separate group, so that a member that breaks
+every group fails alone.
 
 A publish takes at most :attr:`GroupPublisher.max_seconds`.
 """
@@ -15,8 +27,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,20 +36,62 @@ from scalerl_api import endpoints, wire
 from scalerl_api.weight_layout import Bucket, lay_out
 from scalerl_api.wire.control import GroupBackend
 from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
-from scalerl_trainer.publish.buckets import NamedTensors, fill
-from scalerl_trainer.publish.errors import GroupError
 from scalerl_trainer.publish.publisher import (
     MAX_TIMEOUTS,
+    NamedTensors,
     Outcome,
     PhaseSeconds,
     WeightSource,
     decode_received,
+    fill,
     stats_of,
 )
-from scalerl_trainer.publish.rounds import Rounds
-from scalerl_trainer.publish.sender_group import SenderGroup, Store, open_group
+from scalerl_trainer.publish.sender_group import GroupError, SenderGroup, Store, open_group
 
 log = logging.getLogger(__name__)
+
+TOGETHER = 2
+"""Consecutive rounds without a cause before each member gets a separate group."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """State of a publish; pure. Each member is in one of ``waiting``, ``updated`` and ``failed``, by its id."""
+
+    waiting: tuple[str, ...]
+    updated: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    count: int = 0
+    """Number of rounds so far."""
+    without_cause: int = 0
+    """Number of consecutive failed rounds in which no member was the cause."""
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The groups of the next round, which run one after the other; empty when the publish is over."""
+        if not self.waiting:
+            return []
+        return [(member,) for member in self.waiting] if self._alone else [self.waiting]
+
+    def after(self, answers: Mapping[str, Answer]) -> Rounds:
+        """The state after a round; ``answers`` has the answer of each waiting member."""
+        updated = tuple(m for m in self.waiting if answers[m].ok)
+        retried = tuple(
+            m for m in self.waiting if answers[m].cleared and not answers[m].ok and not self._alone
+        )
+        failed = tuple(m for m in self.waiting if m not in updated and m not in retried)
+        return replace(
+            self,
+            waiting=retried,
+            updated=self.updated + updated,
+            failed=self.failed + failed,
+            count=self.count + 1,
+            without_cause=0 if failed else self.without_cause + 1,
+        )
+
+    @property
+    def _alone(self) -> bool:
+        """Whether each member has a separate group."""
+        return self.without_cause >= TOGETHER
 
 
 @dataclass(frozen=True)
@@ -153,30 +207,14 @@ class GroupPublisher:
         timeout_seconds = max(0.1, min(s.timeout_seconds, deadline - time.monotonic()))
         self._epoch += 1
         store = Store(s.host, timeout_seconds)
-        world_size = 1 + len(members) * s.workers_per_member
+        joined = (self._epoch, s.backend, 1 + len(members) * s.workers_per_member, timeout_seconds)
         joins = {
-            member.member_id: wire.GroupJoin(
-                epoch=self._epoch,
-                store_host=store.address.host,
-                store_port=store.address.port,
-                rank=1 + i * s.workers_per_member,
-                world_size=world_size,
-                backend=s.backend,
-                timeout_seconds=timeout_seconds,
-            )
+            member.member_id: store.join(*joined, rank=1 + i * s.workers_per_member)
             for i, member in enumerate(members)
         }
         calls = self._control.start(members, endpoints.WEIGHTS_JOIN, joins, timeout_seconds)
         try:
-            group = open_group(
-                self._epoch,
-                s.backend,
-                world_size,
-                store,
-                s.device,
-                timeout_seconds,
-                lambda: _raise_first_failure(calls),
-            )
+            group = open_group(store.join(*joined), store, s.device, lambda: _raise_first_failure(calls))
         except GroupError as error:
             log.warning("%s", error)
             # Members that failed before the store was closed are possible causes. Closing the store ends the wait of members

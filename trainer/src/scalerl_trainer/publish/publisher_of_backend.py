@@ -18,6 +18,8 @@ from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, WRITE_TIMEOUTS, Publ
 from scalerl_trainer.publish.weight_folders import StoredFolder, VolumeFolder, WeightFolder, begin_attempt
 from scalerl_trainer.publish.weight_writer import WeightWriter
 
+MIN_COLLECTIVE_SECONDS = 600.0
+
 
 def make_publisher(
     run: ScaleRLRun,
@@ -56,6 +58,15 @@ def publish_limit_seconds(spec: RunSpec) -> float:
     timeout."""
     timeouts = MAX_TIMEOUTS if spec.weight_backend.group is not None else WRITE_TIMEOUTS
     return (timeouts + 1) * spec.weight_sync.timeout_seconds
+
+
+def collective_timeout_seconds(spec: RunSpec) -> float:
+    """Timeout of every collective of the default process group, after which NCCL's watchdog ends the process.
+
+    An update waits on each rank until a publish has read the weights, at most :func:`publish_limit_seconds`, and the ranks need
+    not begin to wait at the same time.
+    """
+    return max(MIN_COLLECTIVE_SECONDS, publish_limit_seconds(spec) + 60.0)
 
 
 def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishSettings:

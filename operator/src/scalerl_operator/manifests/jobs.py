@@ -1,4 +1,5 @@
-"""The trainer: an Indexed Job per attempt, with a pod per node.
+"""Jobs: the preparation, of one pod with the trainer's image and podTemplate; and the trainer, an Indexed Job per attempt with a pod per
+node.
 
 For NCCL a pod is a host: only ranks of one pod use NVLink and ``/dev/shm``. A pod with several ranks starts them with
 ``scalerl_trainer.launch``, and has the exit code of the rank that failed first.
@@ -20,29 +21,82 @@ from __future__ import annotations
 from typing import Final
 
 from scalerl_api.attempts import Attempt
-from scalerl_api.process import ATTEMPT
+from scalerl_api.process import ATTEMPT, BAD_INPUT_EXIT_CODE, MODEL_CACHE, REPORT_FILE
+from scalerl_api.process import SOURCE_DIR as SOURCE
 from scalerl_lifecycle.workloads import Role, Workload
 from scalerl_operator import names
 from scalerl_operator.kube.types import Object
-from scalerl_operator.manifests.environment_variables import from_field, variable
-from scalerl_operator.manifests.pod_settings import PodSettings
+from scalerl_operator.manifests.container_fields import from_field, variable
 from scalerl_operator.manifests.pods import NEVER_EVICT, pod_template
-from scalerl_operator.manifests.scope import Scope, spec_hash
-from scalerl_operator.names import MASTER_PORT_NUMBER
+from scalerl_operator.manifests.scope import PodSettings, Scope, spec_hash
+from scalerl_operator.names import MASTER_PORT_NUMBER, MODELS_DIR, RUN_DIR, SOURCE_DIR
 
-GRACE_SECONDS: Final = 300
+TRAINER_GRACE_SECONDS: Final = 300
 """For the end of a step, and a checkpoint."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+PREPARE_GRACE_SECONDS: Final = 30
+RETRIES: Final = 4
+"""After failures that may be transient, such as an unreachable hub; the first after 10 s, then with doubled pauses."""
+HUB_CACHE: Final = f"{RUN_DIR}/hub"
+"""On the run's volume: a node's disk may be too small for a model, an interrupted download resumes, and files are linked rather
+than copied. ``HF_HOME`` in ``podTemplate.env`` sets another cache, such as a shared one."""
+TERMINATION_LOG: Final = "/dev/termination-log"
+"""The container's termination message, by Kubernetes' default. It has the model's size, which the operator cannot read from the
+volume."""
 
 
-def job(scope: Scope, attempt: int) -> Object:
+def prepare_job(scope: Scope) -> Object:
+    """The preparation. Retries :data:`RETRIES` times, never after bad input, and without limit after a disruption of its pod."""
+    extra = {REPORT_FILE: TERMINATION_LOG}
+    if scope.spec.model.hub is not None:
+        extra["HF_HOME"] = HUB_CACHE
+    if scope.spec.model.cache is not None:
+        extra[MODEL_CACHE] = MODELS_DIR
+    if scope.desired.source_claim is not None:
+        extra[SOURCE] = SOURCE_DIR
+    settings = PodSettings(
+        role=Role.PREPARE,
+        grace_seconds=PREPARE_GRACE_SECONDS,
+        name=scope.plan.workload(Role.PREPARE).replica_name(0),
+        extra={"prepare": extra},
+        pod={"restartPolicy": "Never"},
+    )
+    metadata = scope.workload_metadata(scope.names.prepare, Role.PREPARE)
+    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.PREPARE)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "backoffLimit": RETRIES,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {
+                            "containerName": "prepare",
+                            "operator": "In",
+                            "values": [BAD_INPUT_EXIT_CODE],
+                        },
+                    },
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
+            "completions": 1,
+            "parallelism": 1,
+            "template": pod_template(scope, settings),
+        },
+    }
+
+
+def trainer_job(scope: Scope, attempt: int) -> Object:
     """The Job of one attempt, without ``suspend``, which Kueue owns."""
     workload = scope.plan.workload(Role.TRAINER)
     nodes = workload.replicas // workload.per_node
     label = {names.ATTEMPT: str(attempt)}
     settings = PodSettings(
         role=Role.TRAINER,
-        grace_seconds=GRACE_SECONDS,
+        grace_seconds=TRAINER_GRACE_SECONDS,
         # The launcher names each of its ranks.
         name="trainer-$(RANK)" if workload.per_node == 1 else None,
         variables=[
