@@ -88,6 +88,15 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters, stage 1, 218 M": case(1, 1, lora=32, model=LARGE),
     "adapters, stage 2, 2 ranks": case(2, 2, lora=32),
     "adapters, stage 3, 2 ranks": case(3, 2, lora=32),
+    "adapters of queries and values, 1,024 tokens": case(
+        1, 1, lora=16, targets=["q_proj", "v_proj"], tokens=1024, sequences=4
+    ),
+    "adapters of 218 M, stage 1, 2 ranks, 512 tokens": case(
+        1, 2, lora=8, model=LARGE, tokens=512, sequences=4
+    ),
+    "8 experts, stage 1, 2 ranks, 512 tokens": case(
+        1, 2, model=EXPERTS | {"num_local_experts": 8}, tokens=512, sequences=4
+    ),
 }
 QUICK = ("stage 1, 1 rank", "stage 2, 2 ranks")
 
