@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.model_size import Adapters, ModelSize
 from scalerl_api.memory.trainer_rank import peak, rank_moments
 
 WORKER = Path(__file__).parent / "support" / "memory_worker.py"
@@ -56,6 +56,7 @@ def case(stage: int, world: int, **changes: Any) -> dict[str, Any]:
         "fp32_head": True,
         "reference": False,
         "lora": None,
+        "targets": [],
         # Below the model's size, as those of a real run are.
         "bucket": 5_000_000,
         "engine": "DeepSpeed",
@@ -87,6 +88,15 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters, stage 1, 218 M": case(1, 1, lora=32, model=LARGE),
     "adapters, stage 2, 2 ranks": case(2, 2, lora=32),
     "adapters, stage 3, 2 ranks": case(3, 2, lora=32),
+    "adapters of queries and values, 1,024 tokens": case(
+        1, 1, lora=16, targets=["q_proj", "v_proj"], tokens=1024, sequences=4
+    ),
+    "adapters of 218 M, stage 1, 2 ranks, 512 tokens": case(
+        1, 2, lora=8, model=LARGE, tokens=512, sequences=4
+    ),
+    "8 experts, stage 1, 2 ranks, 512 tokens": case(
+        1, 2, model=EXPERTS | {"num_local_experts": 8}, tokens=512, sequences=4
+    ),
 }
 QUICK = ("stage 1, 1 rank", "stage 2, 2 ranks")
 
@@ -136,7 +146,9 @@ def estimate(settings: dict[str, Any], parameters: int) -> int:
     return peak(
         rank_moments(
             size,
-            trained=None if settings["lora"] is None else size.adapter_parameters(settings["lora"]),
+            adapters=None
+            if settings["lora"] is None
+            else Adapters(settings["lora"], tuple(settings["targets"])),
             dtype=settings["dtype"],
             zero_stage=settings["stage"],
             engine=settings["engine"],

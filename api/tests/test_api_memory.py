@@ -8,7 +8,7 @@ import pytest
 from scalerl_api.load import load_run
 from scalerl_api.memory.containers import container_bytes, directory_bytes
 from scalerl_api.memory.limits import TooLittle, device_memory_problem, trainer_advice
-from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.model_size import Adapters, ModelSize
 from scalerl_api.memory.roles import (
     checkpoint_copy,
     host_memory,
@@ -144,10 +144,10 @@ def test_adapters_of_heads_that_are_wider_than_the_model() -> None:
     size = ModelSize.of_config(config | heads, 596_049_920)
     assert size is not None
     layer = 2 * (1024 + 2048) + 2 * (1024 + 1024) + 3 * (1024 + 3072)
-    assert size.adapter_parameters(8) == 28 * 8 * layer
+    assert size.adapter_parameters(Adapters(8)) == 28 * 8 * layer
     plain = ModelSize.of_config(config | {"num_attention_heads": 16}, 596_049_920)
     assert plain is not None
-    assert plain.adapter_parameters(8) == 28 * 8 * (8 * 1024 + 3 * (1024 + 3072))
+    assert plain.adapter_parameters(Adapters(8)) == 28 * 8 * (8 * 1024 + 3 * (1024 + 3072))
 
 
 @pytest.mark.parametrize("tokens", [64, 65536])
@@ -386,7 +386,7 @@ FSDP2: dict[str, Any] = {"engine": "FSDP2", "zero_stage": 3}
             {"zero_stage": 3, "offload": "Optimizer"} | CHECKPOINTED,
             5_220_476_416,
         ),
-        (QWEN_1_5B, 1_543_714_304, 14_336, True, FSDP2 | {"trained": 9_232_384}, 46_097_980_416),
+        (QWEN_1_5B, 1_543_714_304, 14_336, True, FSDP2 | {"adapters": Adapters(8)}, 46_097_980_416),
         (MIXTURE | {"num_experts_per_tok": 2}, 791_200_000, 7_168, False, FSDP2, 16_146_008_064),
         (QWEN_0_5B, 494_032_768, 16_384, False, {"zero_stage": 1}, 32_951_516_672),
         (QWEN_1_5B, 1_543_714_304, 16_384, False, {"zero_stage": 1}, 73_088_035_840),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from scalerl_api.memory.model_size import ModelSize
+from scalerl_api.memory.model_size import Adapters, ModelSize
 from scalerl_api.memory.trainer_rank import rank_moments
 from scalerl_trainer.engine import Engine, EngineSettings
 
@@ -83,7 +83,7 @@ def memory_of(
         engine=settings.engine,
         offload=settings.offload,
         activation_checkpointing=settings.activation_checkpointing,
-        trained=None if lora is None else size.adapter_parameters(lora.rank),
+        adapters=None if lora is None else Adapters(lora.rank, lora.targets),
         accelerator=peaks is not None,
     )
     largest = max(moments.values(), key=lambda one: one.total)

@@ -73,7 +73,7 @@ def make_engine(sizes: dict[str, Any], case: dict[str, Any], device: torch.devic
         activation_checkpointing=case["checkpointing"],
         fp32_head=case["fp32_head"],
         ratio_guard=None,
-        lora=None if case["lora"] is None else Lora(case["lora"], case["lora"]),
+        lora=None if case["lora"] is None else Lora(case["lora"], case["lora"], tuple(case["targets"])),
     )
     engine = Engine(model(), settings, device)
     if case["reference"]:

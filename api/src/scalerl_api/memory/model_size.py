@@ -25,6 +25,15 @@ of its input: this and its result in float32, as a Llama's, or both factors of t
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank adapters, which are trained alone."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that have one, as in ``trainer.lora.targetModules``; empty for all."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """Sizes of a model, named as in ``config.json``."""
 
@@ -100,17 +109,26 @@ class ModelSize:
             parameters, hidden, layers, wide, vocabulary, largest_tensor, each * heads, keys, mlp, norms, tied
         )
 
-    def activation_values(self, dtype: Dtype, *, frozen: bool = False) -> int:
+    def activation_values(self, dtype: Dtype, adapters: Adapters | None = None) -> int:
         """Values that a layer of a Llama keeps for the backward pass of a token, counted in transformers' layers.
 
         Eight of the hidden size (in bfloat16 ten, since norms compute in float32) less the two of the queries, those of the
         queries and keys before and after attention, and four of the MLP's width. Of each expert that a token has, also its
-        input and output. ``frozen`` norms keep no input of their weights' products.
+        input and output. With ``adapters`` norms keep no input of their weights' products, and a linear layer keeps its input only for an
+        adapter, which keeps its own values in between.
         """
         hidden, queries = self.hidden_size, self.query_size or self.hidden_size
-        norms = ((8 if dtype == "bfloat16" else 6) - 2 * frozen) * hidden
+        norms = (8 if dtype == "bfloat16" else 6) * hidden
         keys = self.key_size or hidden
-        return norms + self.norm_values[dtype == "float32"] + 2 * queries + 2 * keys + self._mlp_kept
+        whole = norms + self.norm_values[dtype == "float32"] + 2 * queries + 2 * keys + self._mlp_kept
+        if adapters is None:
+            return whole
+        names = self._adapted(adapters.targets).keys()
+        unused = hidden * (not names & {"q_proj", "k_proj", "v_proj"})
+        if not self.mlp_values:
+            unused += hidden * (not names & {"gate_proj", "up_proj"})
+            unused += self.intermediate_size * ("down_proj" not in names)
+        return whole - 2 * hidden - unused + adapters.rank * len(names)
 
     @property
     def backward_values(self) -> int:
@@ -167,12 +185,20 @@ class ModelSize:
         """
         return max(self.largest_tensor, self.largest_in_layer if self.layer > self._dense_layer else 0)
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of adapters of all linear layers of a Llama; an estimate for other architectures, and where sizes of heads are
-        not known, which may be larger than the hidden size."""
-        queries, keys = self.query_size or self.hidden_size, self.key_size or self.hidden_size
-        attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
-        return self.layers * rank * (attention + 3 * (self.hidden_size + self.intermediate_size))
+    def adapter_parameters(self, adapters: Adapters) -> int:
+        """Parameters of adapters of a Llama's linear layers; an estimate for other architectures, and where sizes of heads are not known,
+        which may be larger than the hidden size."""
+        return self.layers * adapters.rank * sum(i + o for i, o in self._adapted(adapters.targets).values())
+
+    def _adapted(self, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a layer that have adapters: all if one that is not a Llama's is among ``targets``."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        queries, keys = self.query_size or hidden, self.key_size or hidden
+        sizes = {"q_proj": (hidden, queries), "o_proj": (queries, hidden), "down_proj": (wide, hidden)}
+        sizes |= dict.fromkeys(("k_proj", "v_proj"), (hidden, keys))
+        sizes |= dict.fromkeys(("gate_proj", "up_proj"), (hidden, wide))
+        names = {target.rpartition(".")[2] for target in targets}
+        return {name: sizes[name] for name in names} if names and names <= sizes.keys() else sizes
 
 
 def _expert_values(config: Mapping[str, Any], hidden: int, wide: int) -> int:

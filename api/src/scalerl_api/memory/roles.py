@@ -8,7 +8,7 @@ from typing import Final
 from scalerl_api.engines import ENGINES
 from scalerl_api.fields import quantity_bytes
 from scalerl_api.lora import reserved_rank
-from scalerl_api.memory.model_size import BYTES, ModelSize
+from scalerl_api.memory.model_size import BYTES, Adapters, ModelSize
 from scalerl_api.memory.trainer_rank import frozen_models, trained_parameters, trainer_rank_memory
 from scalerl_api.spec import RunSpec
 from scalerl_api.speculation import MEMORY_BYTES_PER_TOKEN
@@ -73,7 +73,7 @@ def _own_adapters(size: ModelSize, spec: RunSpec) -> int:
     lora = spec.trainer.lora
     if lora is None or not spec.lora_versions:
         return 0
-    return spec.lora_versions * size.adapter_parameters(reserved_rank(lora.rank))
+    return spec.lora_versions * size.adapter_parameters(Adapters(reserved_rank(lora.rank)))
 
 
 def host_memory(size: ModelSize, spec: RunSpec) -> dict[str, int]:

@@ -21,7 +21,7 @@ from scalerl_api.engines import (
     Offload,
     Partition,
 )
-from scalerl_api.memory.model_size import BYTES, Dtype, ModelSize
+from scalerl_api.memory.model_size import BYTES, Adapters, Dtype, ModelSize
 from scalerl_api.spec import RunSpec
 
 CHUNK_BYTES = 64 * 2**20
@@ -33,10 +33,8 @@ KERNEL_CHUNK_BYTES = 5 * 2**30 // 3
 CONTEXT_BYTES = 5 * 2**28
 """Memory of an accelerator for CUDA's context, NCCL's channels and cuBLAS's workspaces: 1.25 GiB [by reading]."""
 HOST_BYTES = 2**25
-"""Memory that a step on a CPU takes beside tensors: 17 to 40 MB were measured."""
-HOST_EXPERTS_BYTES = 7 * 2**25
-"""The same of experts in bfloat16: oneDNN keeps up to 1,024 compiled products, one for each number of an expert's tokens. 160 to 430 MB
-were measured, from which it is chosen."""
+"""Memory that a step on a CPU takes beside tensors: MKL's buffers, and what the allocator has freed between blocks in use. 9 to 29 MB were
+measured."""
 FRAGMENTATION = 0.05
 """Share of the tensors' memory that torch's allocator cannot use [by reading]."""
 _FINAL_VALUES: Final = 6
@@ -88,7 +86,7 @@ def trainer_rank_memory(size: ModelSize, spec: RunSpec) -> RankMemory:
         micro_batch_tokens=spec.micro_batch_tokens,
         activation_checkpointing=spec.trainer.activation_checkpointing,
         frozen=frozen_models(spec),
-        trained=None if spec.trainer.lora is None else trained_parameters(size, spec),
+        adapters=_adapters(spec),
         fp32_head=spec.recipe.fp32_logits in ("Both", "Trainer"),
         publish_bytes=spec.publish_bucket_bytes,
         accelerator=spec.trainer.devices > 0,
@@ -100,11 +98,16 @@ def trained_parameters(size: ModelSize, spec: RunSpec) -> int:
     """Number of trained parameters; with ``trainer.lora`` those of :meth:`.ModelSize.adapter_parameters`.
 
     >>> small = ModelSize(parameters=10**6, hidden_size=64, layers=2, intermediate_size=128, vocabulary_size=1000)
-    >>> small.adapter_parameters(8)
-    17408
+    >>> small.adapter_parameters(Adapters(8)), small.adapter_parameters(Adapters(8, ("q_proj", "mlp.up_proj")))
+    (17408, 5120)
     """
+    adapters = _adapters(spec)
+    return size.parameters if adapters is None else size.adapter_parameters(adapters)
+
+
+def _adapters(spec: RunSpec) -> Adapters | None:
     lora = spec.trainer.lora
-    return size.parameters if lora is None else size.adapter_parameters(lora.rank)
+    return None if lora is None else Adapters(lora.rank, tuple(lora.target_modules))
 
 
 def frozen_models(spec: RunSpec) -> int:
@@ -124,7 +127,7 @@ def rank_moments(
     offload: Offload = "None",
     activation_checkpointing: bool = False,
     frozen: int = 0,
-    trained: int | None = None,
+    adapters: Adapters | None = None,
     fp32_head: bool = True,
     publish_bytes: int = 0,
     accelerator: bool = False,
@@ -136,8 +139,8 @@ def rank_moments(
     that of a float32 model under ZeRO; without ZeRO it keeps only the moments (8 bytes). Gradients are accumulated in float32.
     Stage 1 divides the optimizer state by ``world``, stage 2 also the gradients, stage 3 also the parameters. What ``offload`` moves to
     the host is not counted (:func:`.roles.offloaded_bytes`). The ``frozen`` models have only parameters; their activations are freed
-    before those of the policy are allocated. ``publish_bytes``: a bucket of a publish, of which two are in use. ``trained``: parameters
-    that have gradients, if adapters alone are trained.
+    before those of the policy are allocated. ``publish_bytes``: a bucket of a publish, of which two are in use. With ``adapters``
+    they alone have gradients.
 
     >>> tiny = ModelSize(parameters=1000, hidden_size=8, layers=2, intermediate_size=16, vocabulary_size=64)
     >>> moments = rank_moments(tiny, dtype="bfloat16", zero_stage=1, world=2, micro_batch_tokens=64)
@@ -151,16 +154,16 @@ def rank_moments(
     """
     if zero_stage not in (0, 1, 2, 3) or world < 1:
         raise ValueError(f"zero_stage {zero_stage} must be 0…3 and world {world} at least 1")
-    hidden, each, whole = size.hidden_size, BYTES[dtype], trained is None
-    own, implied = size.parameters if trained is None else trained, ENGINES[engine]
-    parameters = size.parameters + (trained or 0)
+    hidden, each, whole = size.hidden_size, BYTES[dtype], adapters is None
+    added, implied = 0 if adapters is None else size.adapter_parameters(adapters), ENGINES[engine]
+    own, parameters = added or size.parameters, size.parameters + added
     part = Partition(size, own, parameters, each, zero_stage, world, offload, bucket_elements)
     publish = _publish(size, publish_bytes, each)
     buckets = publish + implied.bucket_bytes(part, reducing=False)
     reduction = implied.overlap_bytes(part) if accelerator else 0
     reduction += publish + implied.bucket_bytes(part, reducing=True)
     always = replace(_state(part, implied, dtype, frozen), buckets=buckets)
-    layer = size.activation_values(dtype, frozen=trained is not None)
+    layer = size.activation_values(dtype, adapters)
     values = size.layers * (hidden if activation_checkpointing else layer)
     token = micro_batch_tokens * each
     moments = {
@@ -182,10 +185,7 @@ def rank_moments(
         ),
         "update": replace(always, buckets=buckets + implied.update_bytes(part)),
     }
-    return {
-        name: replace(one, allowance=_allowance(size, one.total, accelerator))
-        for name, one in moments.items()
-    }
+    return {name: replace(one, allowance=_allowance(one.total, accelerator)) for name, one in moments.items()}
 
 
 def _state(part: Partition, implied: Engine, dtype: Dtype, frozen: int) -> RankMemory:
@@ -210,11 +210,11 @@ def _publish(size: ModelSize, bucket_bytes: int, each: int) -> int:
     return 2 * max(min(bucket_bytes, size.parameters * each), largest * each) if bucket_bytes else 0
 
 
-def _allowance(size: ModelSize, tensors: int, accelerator: bool) -> int:
+def _allowance(tensors: int, accelerator: bool) -> int:
     """Bytes beside those of ``tensors``."""
     if accelerator:
         return CONTEXT_BYTES + math.ceil(FRAGMENTATION * tensors)
-    return HOST_BYTES + (size.mlp_values > 0) * HOST_EXPERTS_BYTES
+    return HOST_BYTES
 
 
 def peak(moments: Mapping[str, RankMemory]) -> RankMemory:

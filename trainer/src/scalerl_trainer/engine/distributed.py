@@ -32,6 +32,9 @@ READ_SECONDS = 10.0
 """It waits at most for this time until all that have joined have read it."""
 NONCE_SECONDS = 5.0
 """A rank that is stopped waits for rank 0 for this time after its connection, so that it can write the decision to stop."""
+COMPILED_PRODUCTS = 64
+"""Matrix products of bfloat16 that oneDNN and torch's layer above it keep compiled in a rank on CPUs, .5 MiB to .7 MiB for each shape: a
+layer has 9 with a number of tokens, with adapters 18. By default 1,024 fill up as numbers of tokens differ."""
 _NONCE, _DECISION, _PROCEED, _STOPPED = "nonce", "decision", "proceed", "stopped"
 
 
@@ -98,6 +101,9 @@ def init_process_group(
         # By default an NCCL error of any group of the process, such as a generator lost in a publish, makes the monitor of the
         # process's first group end the process eight minutes later, also where that error is handled.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    else:
+        for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first product
+            os.environ.setdefault(name, str(COMPILED_PRODUCTS))
     store = _rendezvous(rank, timeout_seconds, stopped, token)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
