@@ -125,11 +125,12 @@ def _machine() -> dict[str, object]:
         return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=200).stdout
 
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    mounts = [line for line in mounts if "/pytest-of-" not in line]  # tests beside this one have some
     settings = ("vm/overcommit_memory", "kernel/panic", "net/ipv4/ip_forward")
     return {
         "links": sorted(Path("/sys/class/net").iterdir()),
         "rules": said("iptables-save") if os.geteuid() == 0 else "",
-        "mounts": sorted(line for line in mounts if "/pytest-of-" not in line),  # not those of tests beside this one
+        "mounts": sorted(mounts),
         "settings": {name: Path("/proc/sys", name).read_text() for name in settings},
         "folders": [sorted(Path(folder).iterdir()) for folder in ("/run", "/var/lib", "/opt")],
     }
