@@ -4,9 +4,10 @@
 
 One rank of the engine (gloo, ZeRO 1, bfloat16) with a Llama whose checkpoint has about 1 GB. *waits* is the time in
 which the state is written, flushed, hashed and committed in line; *stops* is what training is stopped for: the call, the time for which the
-update of the next step waits until the state is copied to the host, and the commit once the thread has written. Rounds alternate; medians.
-The first checkpoint, which reserves the host's memory, is shown apart, and so is the time of a step with nothing beside it and of the one
-beside the copy and the begin of the write, which share the processors with it. The last line is one JSON object.
+update of the next step waits until the state is copied to the host, and the commit once the thread has written. *copied first* is the same, but
+the copy has ended before the step begins. Beside the copy and the begin of the write, with which it shares memory and processors, a step takes
+longer than alone: *delays* is what training is stopped for and that. Rounds alternate; medians. The first checkpoint, which reserves the
+host's memory, is shown apart. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
         """Take one; returns for how long its update waited."""
         stats = engine.step(batch(number, 64, 2, engine.config.vocab_size), Cispo(5.0))
         assert stats.applied
-        found[kind].append(stats.seconds["total"])
+        found[kind].append(stats.seconds["total"] - stats.seconds["copy"])
         return stats.seconds["copy"]
 
     step("warm-up", 0)
-    for number in range(2 * rounds + 1):
-        kind = "first" if number == 0 else ("waits", "stops")[number % 2]
+    for number in range(3 * rounds + 1):
+        kind = "first" if number == 0 else ("waits", "stops", "copied first")[number % 3]
         step("step", number)
         begin = time.perf_counter()
         if kind == "waits":
@@ -82,14 +83,16 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
             found[kind].append(time.perf_counter() - begin)
             continue
         assert checkpointer.start(number + 1, b"snapshot") is None
+        if kind == "copied first":
+            engine._trained.finish_copy()
         stopped = time.perf_counter() - begin
-        stopped += step("first beside" if kind == "first" else "beside", number)
+        stopped += step(f"{kind}: step", number)
         while not checkpointer.flushed:
             time.sleep(0.01)
         begin = time.perf_counter()
         assert checkpointer.finish().error is None
         found[kind].append(stopped + time.perf_counter() - begin)
-    size = sum(f.stat().st_size for f in paths.checkpoint(2 * rounds + 1).iterdir())
+    size = sum(f.stat().st_size for f in paths.checkpoint(3 * rounds + 1).iterdir())
     aside.close()
     engine.close()
     destroy_process_group()
@@ -109,12 +112,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         found = measure(Path(root), 100 if arguments.quick else arguments.megabytes, arguments.rounds)
-    print(
-        f"{found['bytes'] / 1e9:.2f} GB: waits {found['waits']:.2f} s, stops training {found['stops']:.3f} s "
-        f"({found['stops'] / found['waits']:.1%}), the first {found['first']:.3f} s; "
-        f"a step {found['step']:.2f} s, beside a copy {found['beside']:.2f} s, beside the first {found['first beside']:.2f} s"
-    )
-    print(json.dumps(found | {"share": found["stops"] / found["waits"]}))
+    print(f"{found['bytes'] / 1e9:.2f} GB: waits {found['waits']:.2f} s; a step alone {found['step']:.2f} s")
+    for kind in ("stops", "copied first", "first"):
+        delay = found[kind] + found[f"{kind}: step"] - found["step"]
+        shares = " and ".join(
+            f"{seconds:.3f} s ({seconds / found['waits']:.1%})" for seconds in (found[kind], delay)
+        )
+        print(f"{kind}, delays: {shares}")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ machine      versions, device, driver, speed of a bfloat16 matrix product
 attention    torch's variable-length kernel: outputs, gradients, time beside ``sdpa`` of each sequence alone, and in a model
 head         the float32 head: errors of log-probabilities and gradients, time, also without kernels, cast to float32, in bfloat16
 positions    the trainer's log-probabilities in bfloat16 beside plain transformers, by position, for three kinds of models
-engine-FSDP2 the engine on one rank: loss, log-probabilities, gathered weights, memory beside the estimate
+engine-FSDP2 the engine on one rank: loss, log-probabilities, gathered weights, a copy of the state beside a step, memory
 engine-ZeRO1 the same under DeepSpeed, if that is there
 engine-ZeRO3 the same
 offload      the same under FSDP2, with parameters and optimizer state in the host's memory

@@ -7,7 +7,7 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from scalerl_trainer.algo.losses import Cispo
+from scalerl_trainer.checkpoints.engine_files import Piece
 from scalerl_trainer.engine import (
     Engine,
     EngineSettings,
@@ -49,14 +50,14 @@ MEMORY_CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def check_engine(options: Options, way: str, offload: str = "None") -> dict[str, Any]:
-    """Three steps of a dense model under DeepSpeed or FSDP2."""
+    """Steps of a dense model under DeepSpeed or FSDP2, the last beside a copy of the state."""
     if way.startswith("ZeRO"):
         require("deepspeed")
     shape = (TINY if options.tiny else SHAPES)["0.5B"]
     stage = 3 if way == "FSDP2" else int(way[-1])
     engine = "FSDP2" if way == "FSDP2" else "DeepSpeed"
     changed = {"engine": engine, "zero_stage": stage, "offload": offload, "activation_checkpointing": True}
-    return _trained(options, make, shape, changed)
+    return _trained(options, make, shape, changed, copies=True)
 
 
 def check_lora(options: Options) -> dict[str, Any]:
@@ -106,7 +107,12 @@ def check_memory(options: Options) -> dict[str, Any]:
 
 
 def _trained(
-    options: Options, make_model: Any, shape: Shape, changed: dict[str, Any], steps: int = 3
+    options: Options,
+    make_model: Any,
+    shape: Shape,
+    changed: dict[str, Any],
+    steps: int = 3,
+    copies: bool = False,
 ) -> dict[str, Any]:
     open_device(options)
     with socket.socket() as probe:
@@ -148,6 +154,8 @@ def _trained(
         "tokens_per_second": last.tokens / stats[-1][1],
         **memory_of(engine, settings, parameters, peaks),
     }
+    if copies:
+        result["copy_wait_seconds"] = _copied(engine, batch)
     if settings.lora is None:
         wrong = {n for bucket in engine.weights.gather_parameters(BUCKET_BYTES) for n in bucket.names} ^ names
     else:
@@ -161,6 +169,25 @@ def _trained(
     if not result["logprob_gain"] > 0:
         raise AssertionError(f"rewarded tokens did not become likelier: {json.dumps(result)}")
     return result
+
+
+def _copied(engine: Engine, batch: TrainBatch) -> float:
+    """Copy the state to the host beside a step, as for a checkpoint; returns for how long the update waited.
+
+    Raises ``AssertionError`` if the copy has something else than the state before the step.
+    """
+
+    def values(pieces: Iterable[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"{p.name}@{p.start}/{key}", value) for p in pieces for key, value in p.values.items())
+
+    before = {name: value.detach().to("cpu", copy=True) for name, value in values(engine._trained.pieces())}
+    state = engine.copy_state()
+    waited = engine.step(batch, Cispo()).seconds["copy"]
+    found = dict(values(state.pieces()))
+    wrong = [name for name in before.keys() | found if not torch.equal(before[name], found[name])]
+    if wrong:
+        raise AssertionError(f"the copy of {sorted(wrong)[:3]} is not the state before the step")
+    return waited
 
 
 def _sequences(shape: Shape) -> list[Sequence]:

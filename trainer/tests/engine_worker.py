@@ -391,6 +391,7 @@ class Scenarios:
             else:
                 released.set()
                 {"proximal": engine.set_proximal, "reset": engine.reset_optimizer}[change]()
+                assert engine._waited["copy"] > 0  # which the next step reports
         after, folder = _state(engine), self.out / f"copied-{stage}-{dtype}-{change}-{self.rank.rank}"
         folder.mkdir()
         found = load_file(state.write(folder)[0])

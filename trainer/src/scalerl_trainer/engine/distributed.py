@@ -206,7 +206,7 @@ def _decision(store: Any, token: str, nonce: str) -> str:
 
 
 def _wait_for_readers(store: Any, world: int) -> None:
-    """Keep the store of rank 0 open until the others have read the decision to stop."""
+    """Keep the store of rank 0 open until the others have read the decision to stop: for ``READ_SECONDS`` at most, as where one was killed."""
     deadline = time.monotonic() + READ_SECONDS
     time.sleep(STORE_GRACE_SECONDS)
     joined = [rank for rank in range(1, world) if store.check([f"here/{rank}"])]

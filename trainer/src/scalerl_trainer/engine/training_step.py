@@ -99,7 +99,7 @@ class Engine:
         self.before_update: Callable[[], None] = lambda: None
         """Called before anything changes the weights; waits for what reads them on another thread."""
         self._waited = {"wait": 0.0, "copy": 0.0}
-        """Seconds of this step until the weights might change: ``wait`` for ``before_update``, ``copy`` for a copy of the state."""
+        """Seconds since the last step until the weights might change: ``wait`` for ``before_update``, ``copy`` for a copy of the state."""
         check_buffer_dtypes(causal_lm, buffers)
         self._name = {parameter: name for name, parameter in policy.named_parameters()}
         dtype = getattr(torch, settings.dtype)
@@ -152,7 +152,7 @@ class Engine:
         """
         if self._proximal is None:
             raise EngineError("no proximal policy: call keep_proximal first")
-        self._trained.finish_copy()  # it may have the values that are replaced here
+        self._wait("copy", self._trained.finish_copy)  # it may have the values that are replaced here
         adapters = self.weights.adapters
         trained = [(names, [adapters[n] for n in names]) for names in self.weights.adapter_groups()]
         buckets = self.weights.buckets(_PROXIMAL_BUCKET_BYTES, getattr(torch, self.settings.dtype))
@@ -224,8 +224,7 @@ class Engine:
         Raises, on all ranks and before anything is applied: ``BadBatchError`` (and ``NonFiniteLogprobError``,
         ``SequenceTooLongError``).
         """
-        begin = time.perf_counter()
-        self._waited = {"wait": 0.0, "copy": 0.0}
+        begin, waited_before = time.perf_counter(), sum(self._waited.values())
         shard = shard or self.pack(batch)
         counts = exchange_sizes(shard, self.device)
         rate = self.settings.learning_rate_at(self.steps_done) if learning_rate is None else learning_rate
@@ -237,11 +236,12 @@ class Engine:
             )
         packed_at = time.perf_counter()
         computed = self._compute(batch, loss, shard, counts)
-        computed_at, computing_waited = time.perf_counter(), sum(self._waited.values())
+        computed_at, computing_waited = time.perf_counter(), sum(self._waited.values()) - waited_before
         self._wait_to_update()
         waited_at = time.perf_counter()
         update = self._update(rate, computed.skipped)
         end = time.perf_counter()
+        waited, self._waited = self._waited, dict.fromkeys(self._waited, 0.0)
         return step_stats(
             computed,
             update,
@@ -254,7 +254,7 @@ class Engine:
             seconds={
                 "pack": packed_at - begin,
                 "compute": computed_at - packed_at - computing_waited,
-                **self._waited,
+                **waited,
                 "update": end - waited_at,
                 "total": end - begin,
             },
@@ -351,10 +351,13 @@ class Engine:
 
     def _wait_to_update(self) -> None:
         """Wait until weights and optimizer state may change."""
-        for name, wait in (("wait", self.before_update), ("copy", self._trained.finish_copy)):
-            begin = time.perf_counter()
-            wait()
-            self._waited[name] += time.perf_counter() - begin
+        self._wait("wait", self.before_update)
+        self._wait("copy", self._trained.finish_copy)
+
+    def _wait(self, name: str, wait: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        wait()
+        self._waited[name] += time.perf_counter() - begin
 
     def _add_adapters(self, causal_lm: Any) -> Adapters | None:
         lora = self.settings.lora
