@@ -98,7 +98,7 @@ async def test_update_from_files(scene: Scene) -> None:
     await scene.member()
     for version in (0, 1):
         files = WeightFiles(folder="0.1-a", base=version, versions=[version])
-        await scene.server(fetch="base-00000000: it is cut off, or no file with weights")
+        await scene.server(fetch="base-00000000: it is cut off, of another format, or no file with weights")
         problem = await scene.trainer.receive(0, version, files=files)
         assert isinstance(problem, Problem)
         assert (problem.error, "it is cut off" in problem.message) == ("fetch-failed", True)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from scalerl_api import wire
 from scalerl_api.attempts import Attempt
-from scalerl_api.weight_files import WeightFileError, base_name, delta_name
+from scalerl_api.weight_files import COUNTS, LENGTH, WeightFileError, base_name, delta_name
 from scalerl_generator.weights import weight_files as reading
 from scalerl_generator.weights.weight_files import SharedBuckets, WeightReader, apply_changes
 from scalerl_trainer import background
@@ -119,6 +120,28 @@ def test_changes_at_the_limits_of_a_gap(changed: list[int]) -> None:
     apply_changes(found, encode_changes(old, new))
     assert np.flatnonzero(found).tolist() == changed
     assert np.array_equal(found, new)
+
+
+def test_changes_have_the_bytes_of_the_format() -> None:
+    """The streams, not their compressed bytes, which depend on the build of zlib; and those of another build are read."""
+    old = np.full(1000, 0x3F80, np.uint16)
+    new = old.copy()
+    new[[0, 3, 260, 999]] += np.array([1, -1, 0x0101, 0x8000]).astype(np.uint16)
+    streams = bytes.fromhex("0002ff01ffffe4"), bytes.fromhex("020102ff"), bytes.fromhex("000002ff")
+    encoded = encode_changes(old, new)
+    changed, gaps, compressed = COUNTS.unpack_from(encoded)
+    low_at = COUNTS.size + compressed + LENGTH.size
+    (low,) = LENGTH.unpack_from(encoded, low_at - LENGTH.size)
+    parts = (
+        encoded[COUNTS.size : low_at - LENGTH.size],
+        encoded[low_at : low_at + low],
+        encoded[low_at + low :],
+    )
+    assert (changed, gaps) == (4, 7)
+    assert tuple(map(zlib.decompress, parts)) == streams
+    first, second, third = (zlib.compress(stream, 9) for stream in streams)
+    apply_changes(old, COUNTS.pack(4, 7, len(first)) + first + LENGTH.pack(len(second)) + second + third)
+    assert np.array_equal(old, new)
 
 
 @settings(deadline=None)

@@ -124,7 +124,7 @@ def test_a_torn_object_is_refused_and_the_next_one_is_a_base(s3: S3Server, to: s
     ObjectStore(to).put(path, content[: int(at * len(content))])
     with pytest.raises(WeightFileError) as refused:
         training.read(reader, 1, files)
-    assert str(refused.value) == f"{to}/{path}: it is cut off, or no file with weights"
+    assert str(refused.value) == f"{to}/{path}: it is cut off, of another format, or no file with weights"
     writer.refuse()
     training.read(reader, 1, training.write(writer, 1))
     ObjectStore(to).delete([f"weights/0.1-a/{base_name(1)}"])

@@ -113,7 +113,8 @@ def apply_changes(words_u16: NDArray[np.uint16], changes: bytes | memoryview) ->
     positions = positions[encoded != FAR]
     if len(positions) != changed or (changed and positions[-1] >= len(words_u16)):
         raise WeightFileError("the changes of a bucket contradict themselves")
-    words_u16[positions] += low.astype(np.uint16) | (high.astype(np.uint16) << 8)
+    zigzag = low.astype(np.uint16) | (high.astype(np.uint16) << 8)
+    words_u16[positions] += (zigzag >> 1) ^ -(zigzag & 1)
 
 
 def _inflate(data: bytes | memoryview, count: int) -> NDArray[np.uint8]:

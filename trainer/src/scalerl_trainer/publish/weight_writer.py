@@ -50,8 +50,6 @@ BASE_EVERY = 32
 """Deltas from one base to the next. A generator that joins reads the base and these, so they are fewer if they have half its bytes."""
 SYNC_BYTES = 256 << 20
 """Bytes between two syncs of a file on a volume, of whose time each has its own limit: the last one of a large file alone might take minutes."""
-_LEVEL = 1
-"""Of zlib: higher ones take longer, and gaps have hardly anything to compress."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +72,17 @@ def encode_changes(old_u16: NDArray[np.uint16], new_u16: NDArray[np.uint16]) -> 
     far = gaps // FAR
     encoded = np.full(int(far.sum()) + len(changed), FAR, np.uint8)
     encoded[np.cumsum(far + 1) - 1] = gaps % FAR
-    differences = new_u16[changed] - old_u16[changed]
-    positions, low, high = (
-        zlib.compress(part.astype(np.uint8).tobytes(), _LEVEL)
-        for part in (encoded, differences & 0xFF, differences >> 8)
-    )
+    differences = (new_u16[changed] - old_u16[changed]).view(np.int16)
+    zigzag = ((differences << 1) ^ (differences >> 15)).view(np.uint16)
+    positions, low, high = map(_compress, (encoded, zigzag & 0xFF, zigzag >> 8))
     counts = COUNTS.pack(len(changed), len(encoded), len(positions))
     return b"".join((counts, positions, LENGTH.pack(len(low)), low, high))
+
+
+def _compress(part: NDArray[np.integer]) -> bytes:
+    """Without a search for repeated strings: no part has any but runs, and references to them would take more than they save."""
+    deflate = zlib.compressobj(strategy=zlib.Z_RLE)
+    return deflate.compress(part.astype(np.uint8).tobytes()) + deflate.flush()
 
 
 class WeightWriter:
