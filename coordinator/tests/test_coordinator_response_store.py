@@ -174,7 +174,7 @@ def test_full_queue_drops_and_does_not_wait(tmp_path: Path) -> None:
 
     class SlowDisk(SmallVolume):
         def write(self, fd: int, data: bytes) -> int:
-            blocked.wait(20)
+            blocked.wait(120)
             return super().write(fd, data)
 
     opened = Opened(tmp_path / "history", disk=SlowDisk(), queue_bytes=4096)

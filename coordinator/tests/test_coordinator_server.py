@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import shutil
+import threading
 import time
 
 import aiohttp
@@ -315,6 +316,7 @@ async def test_unauthorized_bodies_are_not_read(local):
 
 async def test_status_reads_exports_in_background(serving_on, tmp_path, monkeypatch):
     reads, again, loop = 0, asyncio.Event(), asyncio.get_running_loop()
+    goes_on = threading.Event()
     read = RunFiles.exports
 
     def count(files):
@@ -322,7 +324,7 @@ async def test_status_reads_exports_in_background(serving_on, tmp_path, monkeypa
         reads += 1
         if reads > 1:
             loop.call_soon_threadsafe(again.set)
-            time.sleep(0.5)
+            goes_on.wait(120)
         return read(files)
 
     monkeypatch.setattr(RunFiles, "exports", count)
@@ -335,6 +337,8 @@ async def test_status_reads_exports_in_background(serving_on, tmp_path, monkeypa
         assert reads <= 1 + (loop.time() - started)  # at the start, and then once a second
         await asyncio.wait_for(again.wait(), 120)
         (reading,) = (task for task in asyncio.all_tasks() if task.get_name() == "coordinator-exports")
+        # The server ends meanwhile, and waits for the thread that reads.
+        threading.Timer(0.5, goes_on.set).start()
     assert reading.done()
 
 

@@ -54,6 +54,12 @@ class Scene:
             while (await self.server())["tokens"] < tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    async def paused(self) -> None:
+        """Wait until the fake server is paused, for an update."""
+        async with asyncio.timeout(120):
+            while (await self.server())["running"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     async def member(self, known: int = 0) -> None:
         """Wait until the actor has registered more than ``known`` times and is ready."""
         await until(lambda: self.coordinator._registered > known and self.coordinator.members)

@@ -125,6 +125,7 @@ async def test_lease_expiry_drops_group(scene: Scene) -> None:
     assert not scene.coordinator.pushes
 
 
+@pytest.mark.usefixtures("unhurried_leases")
 @pytest.mark.parametrize(
     "scene",
     [{"seconds_per_token": 0.03, "prompts": [*PROMPTS, "go|"], "model__contextTokens": 512}],

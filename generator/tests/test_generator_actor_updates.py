@@ -54,7 +54,7 @@ async def test_server_killed_in_an_update(scene: Scene) -> None:
     await scene.trainer.join(1)
     await scene.server(seconds=30.0)
     receiving = asyncio.create_task(scene.trainer.receive(1, 0))
-    await asyncio.sleep(0.2)
+    await scene.paused()
     await scene.generator.kill_server()
     problem = await receiving
     assert isinstance(problem, Problem)
@@ -175,7 +175,7 @@ async def test_one_update_at_a_time(scene: Scene) -> None:
     assert await scene.trainer.join(1) == Ack()
     await scene.server(seconds=3.0)
     slow = asyncio.create_task(scene.trainer.receive(1, 0))
-    await asyncio.sleep(0.2)
+    await scene.paused()
     refused = await scene.trainer.receive(1, 1, timeout_seconds=0.2)
     assert isinstance(refused, Problem)
     assert refused.error == "busy"

@@ -537,6 +537,7 @@ def floats(data: bytes) -> list[float]:
     return np.frombuffer(data, "<f4").tolist()
 
 
+@pytest.mark.usefixtures("unhurried_leases")
 async def test_groups_wait_for_the_teacher_and_are_never_pushed_without_it(scene: Scene) -> None:
     coordinator = scene.coordinator
     await scene.generator.start_actor()

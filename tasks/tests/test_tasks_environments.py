@@ -82,7 +82,6 @@ async def test_bad_environment_costs_only_its_episode(tmp_path: Path) -> None:
         "raise": "RuntimeError: no luck (own_environment.py, line 16)",
         "exit": "SystemExit: 3",
         "die": "died 2 times",
-        "hang": "took longer than 3 s and was killed",
         "silent": "returned no message, and the episode is not done",
         "type": "returned str; return a",
         "text": "messages is str; make it a list",
@@ -94,7 +93,7 @@ async def test_bad_environment_costs_only_its_episode(tmp_path: Path) -> None:
         "parts": "the verifier gave the parts",
         "generous": "gave a turn -2.5; the range of rewards is (-1.0, 1.0)",
     }
-    async with GradingPool(own(tmp_path), timeout_seconds=3.0) as pool:
+    async with GradingPool(own(tmp_path)) as pool:
         episodes = [[reply] for name in expected for reply in (name, "1")]
         steps = await EnvironmentGrader(pool).steps(GAME, [["1", *replies] for replies in episodes])
     for name, bad, good in zip(expected, steps[::2], steps[1::2], strict=True):
@@ -102,6 +101,10 @@ async def test_bad_environment_costs_only_its_episode(tmp_path: Path) -> None:
         assert expected[name] in bad.error, name
         assert (bad.messages, bad.verdict) == ((), None)
         assert good.messages == (Message("not 1"),), name
+    async with GradingPool(own(tmp_path), timeout_seconds=1.0) as pool:
+        (hung,) = await EnvironmentGrader(pool).steps(GAME, [["1", "hang"]])
+    assert hung.error is not None
+    assert "took longer than 1 s and was killed" in hung.error
 
 
 async def test_unusual_messages_are_texts(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from scalerl_operator.kube.client import KubeApi
 pytestmark = pytest.mark.cluster
 
 AWAY_SECONDS = 30.0
-BACK_SECONDS = 60.0
+BACK_SECONDS = 120.0
 """A stream that is silent ends by itself, as the server was asked, more than so long after it is back."""
 
 

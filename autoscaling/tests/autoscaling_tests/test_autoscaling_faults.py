@@ -55,7 +55,7 @@ async def test_sidecar_that_fails(tmp_path: Path, serve: Any, trouble: str) -> N
     application.router.add_post(wire.FORECAST, answer)
     url = await serve(application)
     bad = f"http://127.0.0.1:{free_port()}" if trouble == "down" else url
-    watched = Watched(tmp_path / "d", bad, timeout_seconds=0.5 if trouble == "slow" else 20.0)
+    watched = Watched(tmp_path / "d", bad, timeout_seconds=0.5 if trouble == "slow" else 60.0)
     says = {"impossible": "p_gain_above_min is -0.5", "other": "the last point is at"}
     no_stop(await watched.must(curve[:40]), State.INSUFFICIENT, says.get(trouble, "after 2 attempts"))
     no_stop(await watched.must(curve[:41]), State.INSUFFICIENT, says.get(trouble, "after 2 attempts"))

@@ -117,7 +117,7 @@ def score(prompt, completion, answer, metadata):
         case "memory":
             return len(bytes(4 << 30))
         case "child":
-            subprocess.Popen(["sleep", "600"])
+            subprocess.Popen(["sleep", "600.25"])
             time.sleep(60)
     return before == {"row": [1, 2]} and completion == answer
 
