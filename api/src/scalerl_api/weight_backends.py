@@ -1,7 +1,7 @@
 """``weightSync.backend``: the ways of new weights to the generators, and what each implies for a run.
 
 Another one is an entry of :data:`WEIGHT_BACKENDS` with its name in :data:`BackendName`, its rule, and a publisher in
-``scalerl_trainer.publish.publisher_of_backend``.
+``scalerl_trainer.publish.make_publisher``.
 """
 
 from __future__ import annotations
