@@ -48,7 +48,7 @@ from scalerl_generator.weights.weight_control import WeightControl
 from scalerl_trainer.models.scratch import llama_config, parameter_shapes, train_tokenizer, write_safetensors
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
-from scalerl_trainer.publish.publisher import WeightSource
+from scalerl_trainer.publish.published_weights import WeightSource
 
 SIZES = {
     1: ScratchModel(layers=4, hidden_size=128, attention_heads=4, intermediate_size=384, vocabulary_size=512),

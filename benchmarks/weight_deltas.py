@@ -35,7 +35,7 @@ from scalerl_api.object_store import ObjectStore
 from scalerl_api.weight_files import STORED
 from scalerl_generator.weights.weight_files import WeightReader
 from scalerl_trainer.models.scratch import llama_config, train_tokenizer
-from scalerl_trainer.publish.publisher import tensor_spec
+from scalerl_trainer.publish.published_weights import tensor_spec
 from scalerl_trainer.publish.weight_folders import StoredFolder, VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from edited_fields import BASE
-from invalid_runs import merged
+from invalid_specs import merged
 from pydantic import ValidationError
+from spec_edits import BASE
 
 from scalerl_api import wire
 from scalerl_api.spec import ScaleRLRun

@@ -206,7 +206,7 @@ def _sequences(shape: Shape) -> list[Sequence]:
 def check_files(options: Options) -> dict[str, Any]:
     """Versions of weights on the device through files: a base, and a delta after an update, read bit by bit."""
     from scalerl_generator.weights.weight_files import WeightReader
-    from scalerl_trainer.publish.publisher import tensor_spec
+    from scalerl_trainer.publish.published_weights import tensor_spec
     from scalerl_trainer.publish.weight_folders import VolumeFolder
     from scalerl_trainer.publish.weight_writer import WeightWriter
 

@@ -30,7 +30,7 @@ from scalerl_generator.vllm_client import VllmClient, gather_all
 from scalerl_generator.vllm_replies import Sampled
 from scalerl_generator.weights.update_client import WeightUpdateClient
 from scalerl_trainer.algo.mismatch import k3_estimates
-from scalerl_trainer.publish.publisher import tensor_spec
+from scalerl_trainer.publish.published_weights import tensor_spec
 from scalerl_trainer.publish.weight_folders import VolumeFolder
 from scalerl_trainer.publish.weight_writer import WeightWriter
 from support.gpu_device import Options, require

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 import yaml
-from edited_fields import BASE
+from spec_edits import BASE
 
 from scalerl_api import endpoints, wire
 

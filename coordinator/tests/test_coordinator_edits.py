@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from coordinator_client import make_group
 from coordinator_world import World, check_consistency
-from edited_fields import Edited, edits, entry_edits
+from spec_edits import Edited, edits, entry_edits
 
 from scalerl_api.edits import Effect
 from scalerl_api.spec import ScaleRLRun

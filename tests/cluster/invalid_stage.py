@@ -1,11 +1,11 @@
-"""Checks the runs of ``invalid.yaml`` that only the operator refuses: a condition has the reason, and they can be deleted."""
+"""Checks the runs of ``invalid_specs.yaml`` that only the operator refuses: a condition has the reason, and they can be deleted."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from invalid_runs import Case, Object, cases
+from invalid_specs import Case, Object, cases
 from stage import Stage
 
 ROWS = cases("operator")

@@ -1,11 +1,11 @@
-"""What only a node can say to runs of ``invalid.yaml`` becomes a condition."""
+"""What only a node can say to runs of ``invalid_specs.yaml`` becomes a condition."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from invalid_runs import Case
+from invalid_specs import Case
 from invalid_stage import ROWS, is_gone, is_reported, namespace
 from stage import serve_runs, stage
 from testcluster import Cluster

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from edited_fields import (
+from invalid_specs import Object, merged
+from kubernetes.client.exceptions import ApiException
+from spec_edits import (
     BASE,
     WITH_ENVIRONMENT,
     WITH_SERVERS,
@@ -23,8 +25,6 @@ from edited_fields import (
     sets_base,
     value_at,
 )
-from invalid_runs import Object, merged
-from kubernetes.client.exceptions import ApiException
 from test_invalid import Server, server
 
 from scalerl_api.edits import edit_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import pytest
-from edited_fields import UNKNOWN_PLUGINS, Edited, edits, entry_edits, value_at
+from spec_edits import UNKNOWN_PLUGINS, Edited, edits, entry_edits, value_at
 from stage import Object, Stage, condition, stage_in
 from test_failing_edits import LINE, NAME, RUN, phase
 from testcluster import Cluster

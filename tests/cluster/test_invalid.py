@@ -1,4 +1,4 @@
-"""What a real API server says to the runs of ``invalid.yaml``, and that it takes the valid ones as the models do."""
+"""What a real API server says to the runs of ``invalid_specs.yaml``, and that it takes the valid ones as the models do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from client_side_apply import ANNOTATION, applied_configuration
-from invalid_runs import Case, Object, Warned, cases, merged, warned
+from invalid_specs import Case, Object, Warned, cases, merged, warned
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 NEW = [case for case in cases("schema", "cel") if case.changed is None]
 CHANGES = [case for case in cases("schema", "cel") if case.changed is not None]
-BASE: Object = yaml.load((Path(__file__).parent / "invalid.yaml").read_text(), yaml.CSafeLoader)["base"]
+BASE: Object = yaml.load((Path(__file__).parent / "invalid_specs.yaml").read_text(), yaml.CSafeLoader)["base"]
 ESTABLISHED_SECONDS = 120.0
 
 

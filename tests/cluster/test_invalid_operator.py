@@ -1,4 +1,4 @@
-"""What the operator says to the runs of ``invalid.yaml`` that no API server can refuse: a condition, an event, and calm."""
+"""What the operator says to the runs of ``invalid_specs.yaml`` that no API server can refuse: a condition, an event, and calm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from invalid_runs import Case, Object, merged
+from invalid_specs import Case, Object, merged
 from invalid_stage import MAKING, ROWS, is_gone, is_reported, names, namespace, said
 from stage import Stage, own_control_plane, stage
 from testcluster import Cluster

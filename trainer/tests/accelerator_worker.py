@@ -62,7 +62,7 @@ from scalerl_trainer.engine.distributed import exchange_sizes
 from scalerl_trainer.models import head as head_module
 from scalerl_trainer.models import varlen
 from scalerl_trainer.packing import Sequence
-from scalerl_trainer.publish.publisher import fill, tensor_spec
+from scalerl_trainer.publish.published_weights import fill, tensor_spec
 
 ACCELERATOR = "pretend"
 SOURCE = str(Path(scalerl_trainer.__file__).parent)
@@ -72,7 +72,7 @@ MAY_WAIT = {
     "engine/training_step.py:logprobs": "the log-probabilities are returned on the CPU, once per micro-batch",
     "engine/passes.py:outlier_counts": "only in skipped steps",
     "engine/deepspeed_backend.py:step": "the gradient norm decides whether the step is applied",
-    "publish/publisher.py:fill": "the checksum goes into the trailer, which is written by the CPU, once per bucket",
+    "publish/published_weights.py:fill": "the checksum goes into the trailer, which is written by the CPU, once per bucket",
 }
 """Functions of the trainer that may wait for the device, each with its reason."""
 

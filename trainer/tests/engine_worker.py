@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.utils import groups
+from engines_and_stages import COPIED, SKIPPED, Stage, engine_of
 from safetensors.torch import load_file
-from stages import COPIED, SKIPPED, Stage, engine_of
 
 from scalerl_api.load import load_run
 from scalerl_api.memory.model_size import Dtype

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from stages import engine_of
+from engines_and_stages import engine_of
 
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.models import load_model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from stages import Stage, engine_of
+from engines_and_stages import Stage, engine_of
 
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import (

@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_worker import SETTINGS, parameters, share
-from stages import engine_of as partition_of
+from engines_and_stages import engine_of as partition_of
 
 from scalerl_trainer.algo.kl import WithKl
 from scalerl_trainer.algo.losses import Cispo, Loss

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_worker import SETTINGS, parameters, share
-from stages import engine_of
+from engines_and_stages import engine_of
 
 from scalerl_trainer.algo.losses import Cispo
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group

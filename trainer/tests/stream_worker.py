@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from stages import engine_of
+from engines_and_stages import engine_of
 
 from scalerl_trainer.engine import Engine, EngineSettings, Rank, destroy_process_group, init_process_group
 from scalerl_trainer.errors import ModelError

@@ -46,7 +46,7 @@ def test_logprobs_and_publish_wait_once_each(found: dict[str, dict[str, Any]]) -
     assert found["logprobs"] == {"result": 26, "waits": {"engine/training_step.py:logprobs": 3}}
     buckets = found["publish"]["result"]
     assert buckets > 1
-    assert found["publish"]["waits"] == {"publish/publisher.py:fill": 2 * buckets}
+    assert found["publish"]["waits"] == {"publish/published_weights.py:fill": 2 * buckets}
 
 
 @pytest.mark.slow

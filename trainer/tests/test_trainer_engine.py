@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines_and_stages import COPIED, SKIPPED, Stage
 from free_port import free_port
-from stages import COPIED, SKIPPED, Stage
 
 from scalerl_trainer.engine.gradient_norms import kind_of
 from scalerl_trainer.models import load_model

@@ -14,7 +14,7 @@ from scalerl_api import wire
 from scalerl_api.process import COORDINATOR_TIMEOUT_SECONDS
 from scalerl_trainer.coordinator_client import Coordinator, CoordinatorError
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.publisher_of_backend import MIN_COLLECTIVE_SECONDS
+from scalerl_trainer.publish.make_publisher import MIN_COLLECTIVE_SECONDS
 
 ATTACKS = ("gzip", "deflate", "endless", "endless-error", "announced", "deep", *REDIRECTS)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_worker import SETTINGS, whole_batch
-from stages import Stage
+from engines_and_stages import Stage
 
 from scalerl_trainer.algo.losses import Cispo, TokenBatch
 from scalerl_trainer.checkpoints.engine_files import HEADER, SavedState

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines_and_stages import Stage, trainer_of
 from safetensors.torch import load_file, save_file
-from stages import Stage, trainer_of
 from test_trainer_metrics_fields import FIELDS, OF_OTHER_RUNS, without_range
 from trainer_run import http, model_state, until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stages import Stage
+from engines_and_stages import Stage
 from torch.distributed import TCPStore
 from trainer_run import answers, until
 

@@ -35,9 +35,9 @@ from scalerl_api.weight_layout import (
 )
 from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
 from scalerl_trainer.publish.group_publisher import GroupPublisher, PublishSettings
+from scalerl_trainer.publish.make_publisher import collective_timeout_seconds, publish_settings
 from scalerl_trainer.publish.probe import Measured, ProbeSequence, probe
-from scalerl_trainer.publish.publisher import SourceError, WeightSource, fill, tensor_spec
-from scalerl_trainer.publish.publisher_of_backend import collective_timeout_seconds, publish_settings
+from scalerl_trainer.publish.published_weights import SourceError, WeightSource, fill, tensor_spec
 from scalerl_trainer.publish.sender_group import GroupError, Store, open_group
 
 TOKEN = "secret"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stages import Stage
+from engines_and_stages import Stage
 
 from scalerl_trainer.checkpoints.engine_files import KEYS, PROXIMAL, SavedState
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from edited_fields import BASE, Edited, base, edits, entry_edits
+from spec_edits import BASE, Edited, base, edits, entry_edits
 from spec_reads import reads
 
 import scalerl_trainer

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import trajectories
+from engines_and_stages import Stage, engine_of
 from free_port import free_port
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from stages import Stage, engine_of
 from trainable_places import trainable_places
 
 from scalerl_api import wire

@@ -36,7 +36,7 @@ from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
 from scalerl_trainer.publish.file_publisher import MAX_UNREAD, FilePublisher
-from scalerl_trainer.publish.publisher import SourceError, WeightSource, tensor_spec
+from scalerl_trainer.publish.published_weights import SourceError, WeightSource, tensor_spec
 from scalerl_trainer.publish.weight_folders import VolumeFolder, begin_attempt
 from scalerl_trainer.publish.weight_writer import WeightWriter, encode_changes
 

@@ -34,7 +34,7 @@ from scalerl_trainer.checkpoints.object_store import PrefixTaken, check_bucket, 
 from scalerl_trainer.errors import AttemptSuperseded
 from scalerl_trainer.fence import Fence
 from scalerl_trainer.publish import weight_writer
-from scalerl_trainer.publish.publisher import WeightSource
+from scalerl_trainer.publish.published_weights import WeightSource
 from scalerl_trainer.publish.weight_folders import StoredFolder, begin_attempt
 from scalerl_trainer.publish.weight_writer import WeightWriter, Written
 

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 import torch
 import yaml
+from engines_and_stages import Stage, trainer_of
 from free_port import free_port
-from stages import Stage, trainer_of
 
 from scalerl_api import endpoints, wire
 from scalerl_api.load import parse_run

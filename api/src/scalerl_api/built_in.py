@@ -32,4 +32,4 @@ BUILT_IN_ENVIRONMENTS: Final[Mapping[str, BuiltInEnvironment]] = {
     "nim": BuiltInEnvironment(),
     SERVER: BuiltInEnvironment(),
 }
-"""Environments of this project, by name; their classes are in ``scalerl_tasks.environments.environment_verifier``."""
+"""Environments of this project, by name; their classes are in ``scalerl_tasks.environments.built_in``."""

@@ -1,7 +1,7 @@
 """``weightSync.backend``: the ways of new weights to the generators, and what each implies for a run.
 
 Another one is an entry of :data:`WEIGHT_BACKENDS` with its name in :data:`BackendName`, its rule, and a publisher in
-``scalerl_trainer.publish.publisher_of_backend``.
+``scalerl_trainer.publish.make_publisher``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class WeightBackend:
 
     group: GroupBackend | None = None
     """Backend of the process group of trainer and generators; None: they read files, without a group."""
+    device_buckets: bool = False
+    """The buckets of a publish are in the memory of the devices, not the host's."""
     keeps_published: bool = False
     """Rank 0 and each generator have the last published version in the host's memory."""
     own_bucket_bytes: int = 16 * _MIB
@@ -57,7 +59,7 @@ WEIGHT_BACKENDS: Final[Mapping[BackendName, WeightBackend]] = {
     "Gloo": WeightBackend("gloo"),
     # A broadcast of 16 MiB takes less on a GPU than what surrounds it: the launches, the trailer's copy to the host, the wait. An 8B model has
     # 1,000 of them; with 512 MiB it has 32 [by reading].
-    "NCCL": WeightBackend("nccl", own_bucket_bytes=512 * _MIB),
+    "NCCL": WeightBackend("nccl", device_buckets=True, own_bucket_bytes=512 * _MIB),
     "Files": WeightBackend(keeps_published=True),
 }
 WEIGHT_BACKEND_RULES: Final = (

@@ -39,9 +39,9 @@ _LOG_LINES = 20
 def run(arguments: argparse.Namespace) -> int:
     """Execute the run of a file until it ends; returns the exit code. No process of the run is left."""
     if arguments.runtime is not None:
-        from scalerl_cli.plugin_runtime import run_elsewhere
+        from scalerl_cli.run_in_runtime import run_in_runtime
 
-        return run_elsewhere(arguments)
+        return run_in_runtime(arguments)
     spec = read_spec(arguments.file)
     for warning in (*warnings_of(spec.spec), *local_warnings_of(spec.spec)):
         echo(f"{arguments.file}: warning: {warning}", error=True)

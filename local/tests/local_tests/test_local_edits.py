@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from edited_fields import Edited, edits, entry_edits
+from spec_edits import Edited, edits, entry_edits
 
 from scalerl_api.spec import ScaleRLRun
 from scalerl_local.resume_changes import forbidden_changes

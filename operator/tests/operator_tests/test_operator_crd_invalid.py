@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import pytest
-from invalid_runs import Case, Warned, cases, warned
+from invalid_specs import Case, Warned, cases, warned
 
 from operator_tests.test_operator_condition_messages import conditions
 from scalerl_api.conditions import Phase

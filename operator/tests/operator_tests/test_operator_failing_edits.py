@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from coordinator_statuses import status
-from edited_fields import UNKNOWN_PLUGINS, Edited, edits, entry_edits
+from spec_edits import UNKNOWN_PLUGINS, Edited, edits, entry_edits
 
 from operator_tests.manifests import IMAGES, UID
 from scalerl_api.edits import Effect

@@ -88,12 +88,12 @@ from scalerl_trainer.models.checkpoint_names import stored_names
 from scalerl_trainer.models.lora import PUBLISHED
 from scalerl_trainer.object_store_folders import EXPORTS
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.probe import first_probes
-from scalerl_trainer.publish.publisher_of_backend import (
+from scalerl_trainer.publish.make_publisher import (
     collective_timeout_seconds,
     make_publisher,
     publish_limit_seconds,
 )
+from scalerl_trainer.publish.probe import first_probes
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.reference import load_reference, write_weights
 from scalerl_trainer.worker import Worker

@@ -31,7 +31,8 @@ from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.models.lora import AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
 from scalerl_trainer.publish.probe import ProbeSequence, probe
-from scalerl_trainer.publish.publisher import Publisher, weights_to_publish
+from scalerl_trainer.publish.published_weights import weights_to_publish
+from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.worker import Command, Worker
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.probe import ProbeSequence, probe_sequences, start_sequences
-from scalerl_trainer.publish.publisher import NamedTensors
+from scalerl_trainer.publish.published_weights import NamedTensors
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.shard_conversion import (
     RankBatch,

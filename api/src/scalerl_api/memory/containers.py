@@ -98,8 +98,8 @@ DEFAULT_CPU_CACHE_BYTES: Final = 256 * _MIB
 
 
 def _host_buckets(spec: RunSpec) -> int:
-    """Two buckets of a publish; over NCCL they are on the devices."""
-    return 0 if spec.weight_backend.group == "nccl" else 2 * spec.publish_bucket_bytes
+    """Two buckets of a publish, unless they are on the devices."""
+    return 0 if spec.weight_backend.device_buckets else 2 * spec.publish_bucket_bytes
 
 
 def _trainer(size: ModelSize, spec: RunSpec) -> int:

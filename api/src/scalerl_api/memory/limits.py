@@ -58,7 +58,7 @@ def device_memory_problem(
 
 def _device_bucket(size: ModelSize, spec: RunSpec) -> int:
     """Bytes of a bucket on a generator's device, if its size is given: the backend's own fits by its choice."""
-    if spec.weight_backend.group != "nccl" or spec.weight_sync.bucket is None:
+    if not spec.weight_backend.device_buckets or spec.weight_sync.bucket is None:
         return 0
     return min(spec.publish_bucket_bytes, size.parameters * BYTES[spec.model.dtype])
 

@@ -15,7 +15,8 @@ Vocabulary
     verdict   a verifier's result for one completion, a score and named parts; a group has :class:`~.verdicts.Verdicts`.
 
 One module per sender: :mod:`.actor` and :mod:`.responses` (actor to coordinator), :mod:`.trainer` (trainer to coordinator),
-:mod:`.control` (trainer to actor) and :mod:`.watching` (any client to coordinator). This package exports all messages.
+:mod:`.control` (trainer to actor) and :mod:`.runtime` (runtime to coordinator); :mod:`.run_status` is the coordinator's answer to
+any client. This package exports all messages.
 """
 
 from scalerl_api.wire.actor import (
@@ -72,6 +73,17 @@ from scalerl_api.wire.responses import (
     ResponsesRequest,
     prompt_digest,
 )
+from scalerl_api.wire.run_status import (
+    Counts,
+    EvaluationPoint,
+    LabelMean,
+    Mismatch,
+    PassAt,
+    Phase,
+    Status,
+    Tracker,
+)
+from scalerl_api.wire.runtime import BROKEN, FORECAST, INTERRUPTED, DecisionLine, DecisionLines, Stop
 from scalerl_api.wire.trainer import (
     CheckpointBegin,
     CheckpointCommit,
@@ -99,22 +111,6 @@ from scalerl_api.wire.trainer import (
     trained_tokens,
 )
 from scalerl_api.wire.verdicts import Verdicts
-from scalerl_api.wire.watching import (
-    BROKEN,
-    FORECAST,
-    INTERRUPTED,
-    Counts,
-    DecisionLine,
-    DecisionLines,
-    EvaluationPoint,
-    LabelMean,
-    Mismatch,
-    PassAt,
-    Phase,
-    Status,
-    Stop,
-    Tracker,
-)
 
 __all__ = [
     "BROKEN",

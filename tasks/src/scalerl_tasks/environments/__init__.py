@@ -10,7 +10,7 @@
                          └▶ retry: GroupGrader.score_group() of the last reply, and its verdict in words
                     ◀── Graded(verdict, messages) for each episode: without messages, it has ended
 
-:mod:`.protocol` has what an environment implements, :mod:`.nim` an example, :mod:`.environment_verifier` their names; :mod:`.tool_calls` reads calls,
+:mod:`.protocol` has what an environment implements, :mod:`.nim` an example, :mod:`.built_in` their names; :mod:`.tool_calls` reads calls,
 :mod:`.tool_environment` makes them. A step replays all replies: an episode has no
 state but its replies, so another process can continue it. This package does not tokenize.
 """

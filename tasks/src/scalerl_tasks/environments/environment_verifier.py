@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from scalerl_tasks.environments.nim import Nim
+from scalerl_tasks.environments.built_in import ENVIRONMENTS
 from scalerl_tasks.environments.protocol import (
     Continued,
     Environment,
@@ -19,10 +19,6 @@ from scalerl_tasks.errors import VerifierError, did_you_mean
 from scalerl_tasks.prompts import Prompt
 from scalerl_tasks.python_function import PythonFunction, described, imported
 from scalerl_tasks.verdict import SCORE_RANGE, Verdict, declared_parts
-
-ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim, "tools": Tools}
-"""Those of this project that make their steps in a process of a generator, by name. ``scalerl_api.built_in`` has all names, with
-``retry``, whose steps the task's verifier makes (:mod:`.episodes`), and ``server``, whose steps are made elsewhere (:mod:`.server`)."""
 
 
 @dataclass(frozen=True, slots=True)

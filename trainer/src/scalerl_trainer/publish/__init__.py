@@ -1,8 +1,9 @@
 """Publishes weights to the generators, whose generations in flight pause and resume.
 
-    ``publisher``       the interface of both publishers, and what they share: whole weights or adapters, filled into buckets
-    ``publisher_of_backend``
-                        chooses the publisher by ``weightSync.backend``
+    ``publisher``       the interface of both publishers, and what they measure
+    ``published_weights``
+                        what they publish: whole weights or adapters, filled into buckets
+    ``make_publisher``  chooses the publisher by ``weightSync.backend``
     ``group_publisher`` over a process group: join, receive, retry with the members that the answers leave
     ``file_publisher``  through files in the place of a group
     ``weight_writer``   versions into files: bases and deltas; ``weight_folders`` of a volume or an object store

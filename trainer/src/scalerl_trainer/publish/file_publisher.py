@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping
 from scalerl_api import endpoints, wire
 from scalerl_trainer.errors import first_line
 from scalerl_trainer.publish.actor_control import ActorControl, Answer
+from scalerl_trainer.publish.published_weights import WeightSource
 from scalerl_trainer.publish.publisher import (
     MAX_TIMEOUTS,
     WRITE_TIMEOUTS,
     Outcome,
     PhaseSeconds,
-    WeightSource,
     decode_received,
     stats_of,
 )

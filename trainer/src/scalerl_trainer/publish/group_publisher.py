@@ -36,16 +36,8 @@ from scalerl_api import endpoints, wire
 from scalerl_api.weight_layout import Bucket, lay_out
 from scalerl_api.wire.control import GroupBackend
 from scalerl_trainer.publish.actor_control import ActorControl, Answer, Calls
-from scalerl_trainer.publish.publisher import (
-    MAX_TIMEOUTS,
-    NamedTensors,
-    Outcome,
-    PhaseSeconds,
-    WeightSource,
-    decode_received,
-    fill,
-    stats_of,
-)
+from scalerl_trainer.publish.published_weights import NamedTensors, WeightSource, fill
+from scalerl_trainer.publish.publisher import MAX_TIMEOUTS, Outcome, PhaseSeconds, decode_received, stats_of
 from scalerl_trainer.publish.sender_group import GroupError, SenderGroup, Store, open_group
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from scalerl_api.weight_files import (
 )
 from scalerl_api.weight_layout import Bucket, lay_out
 from scalerl_trainer.background import LimitedCalls
-from scalerl_trainer.publish.publisher import NamedTensors, fill
+from scalerl_trainer.publish.published_weights import NamedTensors, fill
 from scalerl_trainer.publish.weight_folders import NewFile, WeightFolder
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, get_args
 
-from invalid_runs import Object, merged
+from invalid_specs import Object, merged
 from pydantic import ValidationError
 
 from scalerl_api.edits import Edit, edit_of, leaves

@@ -1,4 +1,4 @@
-"""Reads ``invalid.yaml``, the table of runs that must be refused."""
+"""Reads ``invalid_specs.yaml``, the table of runs that must be refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 Object = dict[str, Any]
 
-INVALID: Final = Path(__file__).parents[1] / "cluster" / "invalid.yaml"
+INVALID: Final = Path(__file__).parents[1] / "cluster" / "invalid_specs.yaml"
 
 
 @dataclass(frozen=True)

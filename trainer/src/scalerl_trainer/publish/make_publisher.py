@@ -79,5 +79,5 @@ def publish_settings(spec: RunSpec, host: str, device: torch.device) -> PublishS
         bucket_bytes=spec.publish_bucket_bytes,
         timeout_seconds=float(spec.weight_sync.timeout_seconds),
         workers_per_member=spec.generator.workers,
-        device=device if backend == "nccl" else torch.device("cpu"),
+        device=device if spec.weight_backend.device_buckets else torch.device("cpu"),
     )

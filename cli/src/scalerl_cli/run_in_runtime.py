@@ -18,7 +18,7 @@ from scalerl_local.run_directory import latest_directory, next_directory
 _CODES: Final = {Phase.COMPLETED: DONE, Phase.FAILED: FAILED, Phase.SUSPENDED: INTERRUPTED}
 
 
-def run_elsewhere(arguments: argparse.Namespace) -> int:
+def run_in_runtime(arguments: argparse.Namespace) -> int:
     """Execute the run of a file until it stops; returns the exit code. If this command is interrupted, the run continues.
 
     Raises:
