@@ -15,8 +15,7 @@ The way of a rollout, from prompt to trained batch, by file; ``http`` checks eac
                pushed_groups          ._accept_training() ▶ rewards.rewards()
                response_store         ResponseStore.put(), beside the journal (generator.speculation)
     commit     core                   Core.commit(), of LeasesIssued, GroupAccepted, StepTrained, … (journal_records)
-               transitions            apply(), live and in replay
-               generator_transitions  issued(), group_accepted()
+               transitions            apply(), live and in replay ▶ _issued(), _group_accepted()
                state                  CoordinatorState.fill_slot() closes a full step, and filters zero variance
                journaled_core         JournaledCore.decided() answers once the records are on disk
                journal                Journal.durable(): one sync for many records
