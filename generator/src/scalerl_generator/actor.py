@@ -55,12 +55,11 @@ from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
 from scalerl_generator.actor_api import actor_app, actor_runner
-from scalerl_generator.connections import Connections, connect
+from scalerl_generator.actor_parts import Connections, Pipeline, connect, make_pipeline
 from scalerl_generator.coordinator_client import Refused
 from scalerl_generator.registration import ServerStartTimeout
 from scalerl_generator.rollouts.generation import PromptMismatch
 from scalerl_generator.rollouts.leasing import Leasing
-from scalerl_generator.rollouts.pipeline import Pipeline, make_pipeline
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.rollouts.task_runtimes import open_graders, open_inputs, task_runtimes
 from scalerl_generator.rollouts.teacher import Teacher, UnfitTeacher
