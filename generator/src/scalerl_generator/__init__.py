@@ -12,9 +12,10 @@ A rollout, from a lease to a pushed group. ``actor.run_actor()`` starts the loop
     5 │               generation         RolloutGenerator.grade(): a GradingPool; group_packing    │
     6 │◀─ groups ──── delivery           Delivery.run()                                            │
 
-``../actor_parts`` constructs these parts and the clients that they call; ``../coordinator_client`` makes the requests of steps 1 and 6. Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` and
-``partial_completion`` have what lost leases and servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments.
-``../registration`` has the heartbeats, and watches the server, whose state ``../server_state`` keeps.
+``../actor_parts`` constructs these parts and the clients that they call; ``../coordinator_client`` makes the requests of steps 1 and 6.
+Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` has what lost leases and
+servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments. ``../registration`` has the heartbeats, and
+watches the server, whose state ``../server_state`` keeps.
 
 A weight update (one at a time); files without a folder are those of ``weights/``::
 

@@ -24,8 +24,7 @@ from scalerl_generator.rollouts.generation import RolloutGenerator
 from scalerl_generator.rollouts.interruption import choose_strategy
 from scalerl_generator.rollouts.leasing import Leasing
 from scalerl_generator.rollouts.occupancy import MIN_OCCUPANCY
-from scalerl_generator.rollouts.partial_completion import KeptCompletions
-from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.partial_reports import KeptCompletions, PartialReports
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.rollouts.task_runtimes import TaskRuntime
 from scalerl_generator.rollouts.teacher import API_KEY, Teacher
