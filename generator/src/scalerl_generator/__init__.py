@@ -23,7 +23,8 @@ A weight update (one at a time); files without a folder are those of ``weights/`
     1 │── join ─────▶ weight_control     WeightControl.join()                                      │
       │               update_client      WeightUpdateClient.init_group() ─────▶ receiver_group     ReceiverGroup
     2 │── receive ──▶ weight_control     WeightControl.receive(): ServerState.begin_update()       │
-      │               update_client      .install(): pause() ─────────────────▶ vllm_weight_engine start_weight_update()
+      │               update_client      .install(): VllmClient.pause()                            │
+      │                                  .update_weights() ───────────────────▶ vllm_weight_engine start_weight_update()
     3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
     4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
       │                                  of adapters that are not merged:       vllm_lora_versions

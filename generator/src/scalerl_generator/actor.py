@@ -12,7 +12,7 @@ Failures, and how the actor handles them:
 the vLLM server        the actor releases its leases and reports itself unhealthy. Once the server answers
                        again, it registers again and gets new weights and leases (:mod:`.registration`).
                        Slots that are leased to it again continue from the tokens they had
-                       (:mod:`.partial_completion`)
+                       (:mod:`.partial_reports`)
 a connection to it     interrupted completions are requested again, from the tokens they have
                        (:mod:`.completion_streams`)
 the coordinator        every call is retried with back-off; finished groups are kept. If the coordinator

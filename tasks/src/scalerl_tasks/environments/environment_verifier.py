@@ -22,7 +22,7 @@ from scalerl_tasks.verdict import SCORE_RANGE, Verdict, declared_parts
 
 ENVIRONMENTS: Final[Mapping[str, Callable[..., Environment]]] = {"nim": Nim, "tools": Tools}
 """Those of this project that make their steps in a process of a generator, by name. ``scalerl_api.built_in`` has all names, with
-``retry``, whose steps the task's verifier makes (:mod:`.episodes`), and ``server``, whose steps are made elsewhere (:mod:`.server`)."""
+``retry``, whose steps the task's verifier makes (:mod:`.episodes`), and ``server``, whose steps are made elsewhere (:mod:`.server_grader`)."""
 
 
 @dataclass(frozen=True, slots=True)
