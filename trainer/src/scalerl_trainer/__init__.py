@@ -17,7 +17,7 @@ by all ranks (``worker``)::
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
              publish/publisher          weights_to_publish(): whole weights or adapters
-             worker                     Worker.gather() ▶ engine/weights: whole parameters, a bucket at a time, by the backend
+             engine/weights             Weights.gather_checkpoint(): whole parameters, a bucket at a time, by the backend
              publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ publisher.fill() ▶ start_broadcast() ──▶ generators
                                         Rounds.after(): which members its next attempt has
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read

@@ -360,9 +360,10 @@ class PermittedPublishes:
         return scored.per_sequence()
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
-            self._worker.send(Command.GATHER)
-        return self._worker.gather()
+        worker = self._worker
+        if worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
+            worker.send(Command.GATHER)
+        return worker.engine.weights.gather_checkpoint(worker.spec.publish_bucket_bytes)
 
     def adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:
