@@ -23,7 +23,7 @@ by all ranks (``worker``)::
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read
              weight_layout of api       both: the place of each tensor in a bucket
              publish/actor_control      both: ActorControl.start(), a request to each actor
-             publish/probe              probe(): the same tokens on both sides
+             publish/probe              Prober.check() ▶ probe(): the same tokens on both sides
              coordinator_client         Coordinator.publish_commit(): which members hold the version
     save     checkpoints/when_to_save   RunCheckpoints.save(), every n steps
              checkpoints/write          Checkpointer.start(): files of all ranks, committed by a rename
