@@ -44,8 +44,7 @@ from scalerl_generator.rollouts.delivery import Delivery
 from scalerl_generator.rollouts.episodes import EpisodeSampler
 from scalerl_generator.rollouts.generation import RolloutGenerator
 from scalerl_generator.rollouts.leasing import Leasing
-from scalerl_generator.rollouts.partial_completion import KeptCompletions
-from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.partial_reports import KeptCompletions, PartialReports
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.rollouts.task_runtimes import TaskRuntime
 from scalerl_generator.server_state import BusyClock, ServerState

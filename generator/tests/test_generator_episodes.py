@@ -38,8 +38,13 @@ from scalerl_coordinator.partials import PartialStore
 from scalerl_generator.rollouts.completion_streams import CompletionStreams
 from scalerl_generator.rollouts.episodes import EpisodeSampler
 from scalerl_generator.rollouts.occupancy import MIN_OCCUPANCY, Occupancy
-from scalerl_generator.rollouts.partial_completion import KeptCompletions, PartialCompletion
-from scalerl_generator.rollouts.partial_reports import UnusablePartials, _report, read_partials
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import (
+    KeptCompletions,
+    UnusablePartials,
+    _report,
+    read_partials,
+)
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt, PromptCodec
 from scalerl_generator.server_state import BusyClock
 from scalerl_generator.vllm_replies import Part

@@ -21,7 +21,8 @@ from scalerl_api.wire import MASKED, Lease, PromptRef, Split
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import ServerMonitor
 from scalerl_generator.rollouts.completion_streams import CompletionStreams, ServerLost, sample_plain
-from scalerl_generator.rollouts.partial_completion import KeptCompletions, PartialCompletion
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import KeptCompletions
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import BusyClock, ServerState
 from scalerl_generator.vllm_client import UNSTREAMED_TOKENS, VllmClient

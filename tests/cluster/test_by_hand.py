@@ -10,7 +10,7 @@ import pytest
 from stage import Object, Stage, condition, tiny
 
 from scalerl_operator.controller.apply import SEARCH_SECONDS
-from scalerl_operator.controller.coordinator_poller import CHECK_SECONDS
+from scalerl_operator.controller.object_writer import CHECK_SECONDS
 from scalerl_operator.kube import errors
 
 pytestmark = pytest.mark.cluster

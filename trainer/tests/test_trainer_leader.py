@@ -12,12 +12,12 @@ import torch
 
 from scalerl_api import wire
 from scalerl_api.trainer_spec import TrainerSpec
-from scalerl_trainer import publishes
 from scalerl_trainer.checkpoints import when_to_save
 from scalerl_trainer.checkpoints.write import TIMINGS
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.leader import Leader
 from scalerl_trainer.metrics import Metrics
+from scalerl_trainer.publish import probe
 from scalerl_trainer.publish.probe import Measured
 from scalerl_trainer.publish.publisher import Outcome
 from scalerl_trainer.publishes import MAX_EQUAL_PUBLISH_FAILURES
@@ -78,7 +78,7 @@ def publishing(
             {"probe_kl": 3.0}, {i: torch.full((64,), kl, dtype=torch.float64) for i, kl in known.items()}
         )
 
-    monkeypatch.setattr(publishes, "probe", measured)
+    monkeypatch.setattr(probe, "probe", measured)
     leader: Any = Leader(worker, publisher, None, SimpleNamespace(), None)  # type: ignore[arg-type]
     leader._checkpoints.save_last = lambda: ""
     return leader, commits
@@ -224,7 +224,7 @@ def saving(*, own_directory: bool) -> tuple[Any, Any, list[Any]]:
     )
     worker = SimpleNamespace(
         engine=SimpleNamespace(device=torch.device("cpu")),
-        spec=SimpleNamespace(autoscaling=SimpleNamespace(mode="Off")),
+        spec=SimpleNamespace(autoscaling=SimpleNamespace(mode="Off"), probe_limit=1e-6),
         coordinator=coordinator,
         version=4,
         checkpointer=checkpointer,

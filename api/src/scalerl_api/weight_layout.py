@@ -7,8 +7,8 @@ version, the index of the bucket and the checksum of its payload. Trainer and ge
 layout from the same manifest, so only the manifest is exchanged beforehand. A receiver rejects a
 bucket with another version, index or checksum than expected.
 
-Pure Python: this module does not import torch. Each side has one small torch function for the
-checksum; tests compare both with :func:`checksum`.
+Pure Python: this module does not import torch. :func:`tensor_checksum` gets it as an argument; tests
+compare it with :func:`checksum`.
 """
 
 from __future__ import annotations

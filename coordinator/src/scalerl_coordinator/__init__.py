@@ -15,10 +15,9 @@ The way of a rollout, from prompt to trained batch, by file; ``http`` checks eac
                pushed_groups          ._accept_training() ▶ rewards.rewards()
                response_store         ResponseStore.put(), beside the journal (generator.speculation)
     commit     core                   Core.commit(), of LeasesIssued, GroupAccepted, StepTrained, … (journal_records)
-               transitions            apply(), live and in replay
-               generator_transitions  issued(), group_accepted()
+               transitions            apply(), live and in replay ▶ _issued(), _group_accepted()
                state                  CoordinatorState.fill_slot() closes a full step, and filters zero variance
-               journaled_core         JournaledCore.decided() answers once the records are on disk
+               journaled_core         JournaledCore.decided(), and .poll() of leases, answer once the records are on disk
                journal                Journal.durable(): one sync for many records
                segment_files          SegmentFiles.append()
     shard      trainer_endpoints      TrainerEndpoints._next(): TRAIN, then ._shard() for each rank
@@ -27,8 +26,9 @@ The way of a rollout, from prompt to trained batch, by file; ``http`` checks eac
     step       trainer_endpoints      TrainerEndpoints._step(): the trainer's report
                trainer_requests       TrainerRequests.step()
                trainer_transitions    step_trained() ▶ step_figures.figures(), accounting.extend()
-               files                  RunFiles.write_rows() appends to metrics.jsonl
+               run_file_writer        RunFileWriter.write_rows() ▶ files: RunFiles.write_rows() appends to metrics.jsonl
     publish    trainer_endpoints      TrainerEndpoints._publish_begin(), then ._publish_commit()
+               trainer_requests       TrainerRequests.publish_begin()
                publish_permits        PublishPermits.decide(): which members get the version
                trainer_requests       TrainerRequests.publish_commit() ▶ Membership.set_version(), which raises the lease limit
 

@@ -12,10 +12,10 @@ A rollout, from a lease to a pushed group. ``actor.run_actor()`` starts the loop
     5 │               generation         RolloutGenerator.grade(): a GradingPool; group_packing    │
     6 │◀─ groups ──── delivery           Delivery.run()                                            │
 
-``pipeline`` constructs these parts, ``../connections`` the clients that they call; ``../coordinator_client`` makes the requests of steps 1
-and 6. Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` and
-``partial_completion`` have what lost leases and servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments.
-``../registration`` has the heartbeats, and watches the server, whose state ``../server_state`` keeps.
+``../actor_parts`` constructs these parts and the clients that they call; ``../coordinator_client`` makes the requests of steps 1 and 6.
+Step 3 may be ``interruption`` or ``episodes`` instead; step 5 may wait for ``teacher``. ``partial_reports`` has what lost leases and
+servers left unfinished; ``task_runtimes`` opens prompts, verifiers and environments. ``../registration`` has the heartbeats, and
+watches the server, whose state ``../server_state`` keeps.
 
 A weight update (one at a time); files without a folder are those of ``weights/``::
 
@@ -23,7 +23,8 @@ A weight update (one at a time); files without a folder are those of ``weights/`
     1 │── join ─────▶ weight_control     WeightControl.join()                                      │
       │               update_client      WeightUpdateClient.init_group() ─────▶ receiver_group     ReceiverGroup
     2 │── receive ──▶ weight_control     WeightControl.receive(): ServerState.begin_update()       │
-      │               update_client      .install(): pause() ─────────────────▶ vllm_weight_engine start_weight_update()
+      │               update_client      .install(): VllmClient.pause()                            │
+      │                                  .update_weights() ───────────────────▶ vllm_weight_engine start_weight_update()
     3 │══ buckets over the group, or read by weight_files ════════════════════▶ vllm_weight_engine receive_weights()
     4 │                                  into the model's layers:               vllm_layers        ModelLayers.load()
       │                                  of adapters that are not merged:       vllm_lora_versions

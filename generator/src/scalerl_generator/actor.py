@@ -12,7 +12,7 @@ Failures, and how the actor handles them:
 the vLLM server        the actor releases its leases and reports itself unhealthy. Once the server answers
                        again, it registers again and gets new weights and leases (:mod:`.registration`).
                        Slots that are leased to it again continue from the tokens they had
-                       (:mod:`.partial_completion`)
+                       (:mod:`.partial_reports`)
 a connection to it     interrupted completions are requested again, from the tokens they have
                        (:mod:`.completion_streams`)
 the coordinator        every call is retried with back-off; finished groups are kept. If the coordinator
@@ -55,12 +55,11 @@ from scalerl_api.load import SpecError
 from scalerl_api.process import EnvironmentProblem, ProcessEnvironment
 from scalerl_api.spec import RunSpec
 from scalerl_generator.actor_api import actor_app, actor_runner
-from scalerl_generator.connections import Connections, connect
+from scalerl_generator.actor_parts import Connections, Pipeline, connect, make_pipeline
 from scalerl_generator.coordinator_client import Refused
 from scalerl_generator.registration import ServerStartTimeout
 from scalerl_generator.rollouts.generation import PromptMismatch
 from scalerl_generator.rollouts.leasing import Leasing
-from scalerl_generator.rollouts.pipeline import Pipeline, make_pipeline
 from scalerl_generator.rollouts.prompt_codec import PromptCodec
 from scalerl_generator.rollouts.task_runtimes import open_graders, open_inputs, task_runtimes
 from scalerl_generator.rollouts.teacher import Teacher, UnfitTeacher

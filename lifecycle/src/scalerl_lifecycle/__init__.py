@@ -5,7 +5,7 @@
     spec ─▶ plan()                 the containers of each role            role_containers, workloads
     runtime.step():
       observe() ◀ the runtime      what exists now → LifecycleInput       lifecycle_types
-      decide()                     what is to exist → LifecycleDecision   lifecycle: attempts, ending, failures, restarts, budget
+      decide()                     what is to exist → LifecycleDecision   lifecycle: ending, failures, restarts, budget
       record() ▶ the runtime       its state as a status, before it acts  status_fields
       apply()  ▶ the runtime       start, end, CoordinatorClient.stop()   coordinator_client
 

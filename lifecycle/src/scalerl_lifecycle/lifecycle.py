@@ -38,13 +38,6 @@ from scalerl_api.spec import RunSpec
 from scalerl_api.wire import BROKEN, FORECAST, Status
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_lifecycle import budget, restarts
-from scalerl_lifecycle.attempts import (
-    awaits_exit_code,
-    next_attempt,
-    record_end,
-    restart_policy,
-    worst_exit,
-)
 from scalerl_lifecycle.ending import (
     after_outcome,
     draining_trainer,
@@ -59,12 +52,17 @@ from scalerl_lifecycle.ending import (
     without_drain,
 )
 from scalerl_lifecycle.failures import (
+    awaits_exit_code,
     coordinator_failure,
     environment_failure,
     failed_outcome,
     generator_failure,
+    next_attempt,
     note_proof,
     note_training,
+    record_end,
+    restart_policy,
+    worst_exit,
 )
 from scalerl_lifecycle.lifecycle_types import (
     ASK_AGAIN_SECONDS,

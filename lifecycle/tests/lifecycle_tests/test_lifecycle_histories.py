@@ -30,9 +30,8 @@ from scalerl_lifecycle.status_fields import persisted_fields, persisted_state
 from scalerl_lifecycle.workloads import Role
 from scalerl_local.local_runtime import LocalRuntime
 from scalerl_local.run_directory import RunDirectory
-from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.parts import Findings, Observed, PodView, Run
-from scalerl_operator.controller.reconcile import decide
+from scalerl_operator.controller.reconcile import accept, decide
 from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 

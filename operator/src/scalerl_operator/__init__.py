@@ -2,11 +2,14 @@
 
 A reconcile, on a cluster::
 
-    watch event ▶ Cache.observe() ─┐                   ┌─ poll ── CoordinatorPollers.refresh() ◀ coordinator
-    timer, poll ▶ WorkQueue.wake() ┴▶ Reconciler.reconcile()      a step returns its part, frozen        controller/parts
+    a run ▶ Cache.observe() ─────────────────────┐                                                       kube/run_stream
+    its objects ▶ Cache.observe_raw() ───────────┤                                                       kube/informer
+    coordinator ▶ CoordinatorPollers.refresh() ──┤                                                       controller/coordinator_poller
+    a timer ─────────────────────────────────────┴▶ WorkQueue.wake() ▶ ClaimedRuns.reconcile()           controller/claimed_runs
+                                        Reconciler.reconcile(): a step returns its part, frozen          controller/parts
                                         │
                                         ├ read                 the run and its objects, cached → Run     controller/reconcile
-                                        ├ accept()             the accepted spec → Accepted              controller/accept
+                                        ├ accept()             the accepted spec → Accepted              controller/reconcile
        coordinator's status ──────────▶ ├ observe              Jobs, pods, queue, forecast → Observed    controller/pod_views, coordinator_poller
                                         ├ decide()             which objects exist, phase                scalerl_lifecycle
                                         ├ Checker.check()      why it cannot be applied → Checks         controller/check, volume

@@ -1,11 +1,16 @@
-"""What the event of a repair says."""
+"""What the event of a repair says, and when the name of the Secret is taken."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from operator_tests.manifests import UID, cluster_run
+from scalerl_operator.controller.object_writer import ensure_token
+from scalerl_operator.controller.run_state import RunState
+from scalerl_operator.kube.errors import AlreadyExists
 from scalerl_operator.kube.objects import _has_all, first_difference
 
 
@@ -39,3 +44,22 @@ def test_first_difference(before: Any, after: Any, found: Any) -> None:
 )
 def test_has_all_finds_what_was_removed(wanted: Any, live: Any, all_there: bool) -> None:
     assert _has_all(wanted, live) is all_there
+
+
+async def test_secret_deleted_meanwhile_is_no_taken_name() -> None:
+    class Api:
+        """The garbage collector deletes an earlier run's Secret between two calls."""
+
+        async def create(self, obj: Any) -> Any:
+            raise AlreadyExists("it exists")
+
+        async def get(self, *_: Any) -> None:
+            return None
+
+    state = RunState()
+    run = SimpleNamespace(
+        deleted=False, state=state, objects={}, namespace="n", name="a", uid=UID, unix_seconds=0.0
+    )
+    with pytest.raises(AlreadyExists):
+        await ensure_token(cast(Any, Api()), cast(Any, run), cluster_run())
+    assert not state.token

@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +15,6 @@ import pytest
 from aiohttp import web
 from coordinator_statuses import status
 
-from operator_tests.manifests import UID, cluster_run
 from scalerl_api import endpoints
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Stop
 from scalerl_lifecycle.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
@@ -25,11 +23,9 @@ from scalerl_operator.controller.coordinator_poller import (
     CoordinatorPollers,
     Timings,
     _Poller,
-    ensure_token,
 )
 from scalerl_operator.controller.parts import PodView
-from scalerl_operator.controller.run_state import RunState
-from scalerl_operator.kube.errors import AlreadyExists, Fenced
+from scalerl_operator.kube.errors import Fenced
 from scalerl_operator.kube.types import Key
 from scalerl_operator.names import PORTS
 
@@ -315,25 +311,6 @@ async def test_unawaited_poll_wakes_the_run_only_on_change() -> None:
         assert await ours.poll(RUN, [pod], token, 2) == Answer(False)
         await asked(there, 2)
         assert woken, "a reconcile waits, for the same"
-
-
-async def test_secret_deleted_meanwhile_is_no_taken_name() -> None:
-    class Api:
-        """The garbage collector deletes an earlier run's Secret between two calls."""
-
-        async def create(self, obj: Any) -> Any:
-            raise AlreadyExists("it exists")
-
-        async def get(self, *_: Any) -> None:
-            return None
-
-    state = RunState()
-    run = SimpleNamespace(
-        deleted=False, state=state, objects={}, namespace="n", name="a", uid=UID, unix_seconds=0.0
-    )
-    with pytest.raises(AlreadyExists):
-        await ensure_token(cast(Any, Api()), cast(Any, run), cluster_run())
-    assert not state.token
 
 
 async def test_decisions_go_from_the_leader_to_a_ready_coordinator() -> None:

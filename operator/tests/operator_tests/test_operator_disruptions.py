@@ -13,7 +13,7 @@ from operator_tests.manifests import UID, findings
 from operator_tests.test_operator_degraded import RUN
 from scalerl_api.conditions import Phase
 from scalerl_api.reasons import Reason
-from scalerl_lifecycle.attempts import EXIT_CODE_GRACE_SECONDS
+from scalerl_lifecycle.failures import EXIT_CODE_GRACE_SECONDS
 from scalerl_lifecycle.lifecycle import decide
 from scalerl_lifecycle.lifecycle_types import (
     ContainerExit,

@@ -22,10 +22,9 @@ from scalerl_api.status import RunStatus
 from scalerl_api.wire import Phase as CoordinatorPhase
 from scalerl_lifecycle.status_fields import persisted_state
 from scalerl_lifecycle.workloads import Role
-from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.parts import Findings, Run
 from scalerl_operator.controller.pod_views import observe_objects
-from scalerl_operator.controller.reconcile import decide
+from scalerl_operator.controller.reconcile import accept, decide
 from scalerl_operator.controller.report import report
 from scalerl_operator.kube.types import Object
 from scalerl_operator.manifests import render

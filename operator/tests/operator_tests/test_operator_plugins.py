@@ -11,8 +11,9 @@ from minimal_run import run_spec
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import RunStatus
-from scalerl_operator.controller.accept import accept, plugin_problem
+from scalerl_operator.controller.check import plugin_problem
 from scalerl_operator.controller.parts import Run
+from scalerl_operator.controller.reconcile import accept
 
 TASK = {"verifier": {"name": "exact"}}
 

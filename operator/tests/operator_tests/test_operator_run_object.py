@@ -10,8 +10,8 @@ import pytest
 from scalerl_api.spec import API_VERSION, KIND
 from scalerl_api.status import Condition, ExportsStatus, RunStatus, TrainerStatus
 from scalerl_lifecycle.lifecycle_types import PersistedState
-from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.parts import Accepted, Run
+from scalerl_operator.controller.reconcile import accept
 from scalerl_operator.controller.run_object import RunObject
 from scalerl_operator.controller.volume import OF_STEPS, without_steps
 from scalerl_operator.kube.cache import Cache

@@ -17,13 +17,13 @@ by all ranks (``worker``)::
     publish  publishes                  PermittedPublishes.publish(): the coordinator's permission; then beside the next step, whose
                                         update waits until the weights are read:
              publish/published_weights  weights_to_publish(): whole weights or adapters
-             worker                     Worker.gather() ▶ engine/weights: whole parameters, a bucket at a time, by the backend
+             engine/weights             Weights.gather_checkpoint(): whole parameters, a bucket at a time, by the backend
              publish/group_publisher    GroupPublisher: sender_group.open_group() ▶ fill() ▶ start_broadcast() ──▶ generators
                                         Rounds.after(): which members its next attempt has
              publish/file_publisher     or FilePublisher: weight_writer.WeightWriter.write() ▶ files, which they read
              weight_layout of api       both: the place of each tensor in a bucket
              publish/actor_control      both: ActorControl.start(), a request to each actor
-             publish/probe              probe(): the same tokens on both sides
+             publish/probe              Prober.check() ▶ probe(): the same tokens on both sides
              coordinator_client         Coordinator.publish_commit(): which members hold the version
     save     checkpoints/when_to_save   RunCheckpoints.save(), every n steps
              checkpoints/write          Checkpointer.start(): files of all ranks, committed by a rename

@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from scalerl_trainer.coordinator_silence import CoordinatorSilence
 from scalerl_trainer.errors import PublishRefusedError
 from scalerl_trainer.models.lora import AdapterNames
 from scalerl_trainer.publish.actor_control import ActorControl
-from scalerl_trainer.publish.probe import ProbeSequence, probe
+from scalerl_trainer.publish.probe import Prober, ProbeResult, ProbeSequence
 from scalerl_trainer.publish.published_weights import weights_to_publish
 from scalerl_trainer.publish.publisher import Publisher
 from scalerl_trainer.worker import Command, Worker
@@ -45,21 +45,6 @@ the only answers to probes disagree."""
 
 
 @dataclass(frozen=True)
-class _ProbeResult:
-    """Result of the probes after a publish."""
-
-    stats: dict[str, float] = field(default_factory=dict)
-    """Statistics for metrics.jsonl."""
-    refused: list[str] = field(default_factory=list)
-    """Ids of the members that must not generate with the version."""
-    silent: list[str] = field(default_factory=list)
-    """Ids of the members that did not answer, if all that did disagree: whether the weights are at fault is open, and these
-    get no work with the version either."""
-    problem: str = ""
-    """The measured mismatch, if it is above the limit; else empty."""
-
-
-@dataclass(frozen=True)
 class _Published:
     """A publish that is committed."""
 
@@ -67,7 +52,7 @@ class _Published:
     members: list[wire.Member]
     held: bool
     """Whether a generator holds the version."""
-    probed: _ProbeResult
+    probed: ProbeResult
     error: str
     """Why the first member did not get the weights; empty if all did."""
     failed: bool = False
@@ -93,7 +78,7 @@ class PermittedPublishes:
         self._worker = worker
         self._coordinator = worker.coordinator
         self._publisher = publisher
-        self._control = control
+        self._prober = Prober(control, worker.spec.probe_limit)
         self._checkpoints = checkpoints
         self._silence = silence
         self._own_directory = own_directory
@@ -106,12 +91,8 @@ class PermittedPublishes:
         self._publish_stream = new_stream(worker.engine.device)
         self._unchecked: _Published | None = None
         """A publish that is over and of which :meth:`check_publish` has not been called."""
-        self._probed: set[str] = set()
-        """Ids of the members that computed the same as the trainer in a probe."""
         self._silent: set[str] = set()
         """Names of the members that did not answer while all others disagreed, and have not answered since."""
-        self._agreed_version = -1
-        """The newest version at which a member did, or with which other members generate."""
         self._held_weights = False
         """Whether a generator has held weights of this run."""
         self._publish_failures: list[str] = []
@@ -128,7 +109,7 @@ class PermittedPublishes:
             return
         # Also from an earlier trainer: a member that joins them and disagrees is at fault, not the weights.
         if permit.holders:
-            self._agreed_version = worker.version
+            self._prober.agreed_version = worker.version
         begin = time.perf_counter()
         scores: list[torch.Tensor] = []
         stats: dict[str, float] = {}
@@ -139,7 +120,9 @@ class PermittedPublishes:
                 stats |= worker.engine.start_kl()
         scored_seconds = time.perf_counter() - begin
         self.wait_seconds += scored_seconds
-        probing = partial(self._probe, worker.version, list(worker.probes), scores, stats, scored_seconds)
+        probing = partial(
+            self._prober.check, worker.version, list(worker.probes), scores, stats, scored_seconds
+        )
         reading = Future[None]()
         work = partial(self._publish_to, worker.version, permit.members, probing, reading)
         if not worker.reads_beside:
@@ -161,7 +144,7 @@ class PermittedPublishes:
         self,
         version: int,
         members: list[wire.Member],
-        probing: Callable[[list[wire.Member]], _ProbeResult],
+        probing: Callable[[list[wire.Member]], ProbeResult],
         reading: Future[None],
     ) -> _Published:
         """Publish, probe and commit. On the publish thread; ``reading`` is done once the weights may change."""
@@ -237,57 +220,6 @@ class PermittedPublishes:
         else:
             self._check_refused(done)
 
-    def _probe(
-        self,
-        version: int,
-        sequences: list[ProbeSequence],
-        scores: list[torch.Tensor],
-        stats: dict[str, float],
-        scored_seconds: float,
-        holders: list[wire.Member],
-    ) -> _ProbeResult:
-        """Compare the log-probabilities of members that hold ``version`` with ``scores``, the trainer's.
-
-        Probed are each member after its first weights, and one other, in turn. If all of them disagree, the other holders are
-        probed too: a member that is broken by itself must not end the run. A probe without an answer is no evidence.
-
-        Args:
-            stats: measured with the scores, in ``scored_seconds``.
-        """
-        if not holders or not scores:
-            return _ProbeResult()
-        begin = time.perf_counter()
-        turn = holders[version % len(holders)]
-        chosen = [turn, *(m for m in holders if m is not turn and m.member_id not in self._probed)]
-        limit = self._worker.spec.probe_limit
-        measured = probe(self._control, chosen, version, sequences, scores)
-        k3_n, refused = measured.k3_n, measured.above(limit)
-        others = [m for m in holders if m not in chosen]
-        if refused and len(refused) == len(k3_n) and others and self._agreed_version != version:
-            more = probe(self._control, others, version, sequences, scores)
-            k3_n, refused = k3_n | more.k3_n, [*refused, *more.above(limit)]
-        agreed = k3_n.keys() - set(refused)
-        if agreed:
-            self._probed |= agreed
-            self._agreed_version = version
-        names = {m.member_id: m.name for m in holders}
-        problem, silent = "", list[str]()
-        if refused:
-            measures = ", ".join(f"{names[m]} {float(k3_n[m].mean()):.3g}" for m in refused[:5])
-            problem = (
-                f"after the publish of version {version}, generators compute something else than the trainer: KL of "
-                f"{measures} nats per token ({len(refused)} of {len(k3_n)} probed are above the limit of {limit:g}, "
-                "weightSync.probeLimit)"
-            )
-            if (
-                self._agreed_version != version
-            ):  # all holders are probed; without a silent one, the weights are at fault
-                silent = [m.member_id for m in holders if m.member_id not in k3_n]
-                problem += f"; {len(silent)} did not answer" if silent else ""
-            log.error("%s", problem)
-        seconds = {"probe_seconds": scored_seconds + time.perf_counter() - begin}
-        return _ProbeResult(measured.stats | stats | seconds, refused, silent, problem)
-
     def _check_refused(self, done: _Published) -> None:
         """End the attempt if a publish that no generator holds shows that none can use the weights.
 
@@ -304,13 +236,13 @@ class PermittedPublishes:
         self._silent |= {names[i] for i in probed.silent}
         self._silent -= {names[i] for i in probed.refused}
         # A silent member is removed, and may be absent from the next publish: that is no evidence either.
-        if probed.refused and self._silent and self._agreed_version != done.version:
+        if probed.refused and self._silent and self._prober.agreed_version != done.version:
             if self._repeats("silent"):
                 message = (
                     f"{probed.problem}; the other generators did not answer the probes of {MAX_EQUAL_PUBLISH_FAILURES} publishes "
                     "in a row"
                 )
-        elif probed.refused and self._agreed_version != done.version:
+        elif probed.refused and self._prober.agreed_version != done.version:
             message = (
                 f"{probed.problem}. Check that the generators' vLLM supports this model and runs with its dtype; if they compute "
                 "with less precision on purpose (a quantized KV cache), raise weightSync.probeLimit"
@@ -361,9 +293,10 @@ class PermittedPublishes:
         return scored.per_sequence()
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
-            self._worker.send(Command.GATHER)
-        return self._worker.gather()
+        worker = self._worker
+        if worker.spec.trainer.zero_stage == 3:  # otherwise rank 0 has whole parameters
+            worker.send(Command.GATHER)
+        return worker.engine.weights.gather_checkpoint(worker.spec.publish_bucket_bytes)
 
     def adapters(self, names: AdapterNames) -> Iterator[tuple[str, torch.Tensor]]:
         if self._worker.spec.trainer.zero_stage == 3:

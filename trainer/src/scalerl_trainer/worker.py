@@ -39,7 +39,6 @@ from scalerl_trainer.errors import DivergedError, PublishRefusedError
 from scalerl_trainer.metrics import Metrics
 from scalerl_trainer.models.lora import PEFT
 from scalerl_trainer.publish.probe import ProbeSequence, probe_sequences, start_sequences
-from scalerl_trainer.publish.published_weights import NamedTensors
 from scalerl_trainer.ranks import Ranks
 from scalerl_trainer.shard_conversion import (
     RankBatch,
@@ -133,7 +132,7 @@ class Worker:
                 case Command.TRAIN:
                     self.train()
                 case Command.GATHER:
-                    for _ in self.gather():
+                    for _ in self.engine.weights.gather_checkpoint(self.spec.publish_bucket_bytes):
                         pass
                 case Command.GATHER_ADAPTERS:
                     # Rank 0 may gather them as PUBLISHED: the names only label what is yielded, and followers yield nothing.
@@ -231,10 +230,6 @@ class Worker:
             [sequence for *_, sequences in gathered for sequence in sequences],
         )
 
-    def gather(self) -> NamedTensors:
-        """Yield whole tensors under the names of checkpoint files on rank 0, nothing on others. A collective under ZeRO-3."""
-        return self.engine.weights.gather_checkpoint(self.bucket_bytes)
-
     @property
     def reads_beside(self) -> bool:
         """Whether a publish may read the weights beside a step: not where that is a collective, as a step's own ones are."""
@@ -245,7 +240,3 @@ class Worker:
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.result()
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self.spec.publish_bucket_bytes

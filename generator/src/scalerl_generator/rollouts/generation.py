@@ -36,8 +36,8 @@ from scalerl_generator.rollouts.group_packing import (
     packed_completions,
     sample_of,
 )
-from scalerl_generator.rollouts.partial_completion import KeptCompletions, PartialCompletion
-from scalerl_generator.rollouts.partial_reports import PartialReports
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
+from scalerl_generator.rollouts.partial_reports import KeptCompletions, PartialReports
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.rollouts.task_runtimes import TaskRuntime
 from scalerl_generator.rollouts.teacher import Teacher

@@ -1,4 +1,5 @@
-"""Hands unfinished completions over, through the coordinator, to another actor or to this one after a restart.
+"""Unfinished completions: kept here when a server is lost, until their prompt is leased again, and handed over through the
+coordinator to another actor, or to this one after a restart.
 
 Every few heartbeats, and with every release, the actor sends the coordinator the tokens of long completions that are new
 since the last report (8 bytes per token). The coordinator returns them with the slot's next lease, so a killed actor loses
@@ -10,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
-from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup
+from scalerl_api.wire import MASKED, Lease, Partial, PartialGroup, PromptRef, Split
 from scalerl_generator.coordinator_client import (
     CoordinatorClient,
     CoordinatorUnreachable,
@@ -25,7 +26,7 @@ from scalerl_generator.coordinator_client import (
 from scalerl_generator.metrics import ActorMetrics
 from scalerl_generator.registration import Registration, ServerMonitor
 from scalerl_generator.rollouts.completion_streams import TOGETHER_TOKENS, CompletionStreams
-from scalerl_generator.rollouts.partial_completion import PartialCompletion, are_usable
+from scalerl_generator.rollouts.partial_completion import PartialCompletion
 from scalerl_generator.rollouts.prompt_codec import EncodedPrompt
 from scalerl_generator.server_state import ServerState
 from scalerl_generator.vllm_replies import Part
@@ -40,7 +41,7 @@ _SKIPPED_REPORTS = 10
 """Number of reports that leave out a lease after the coordinator had no room for it."""
 _MAX_LOGPROB = 0.01
 """Rounding can raise a log-probability this far above 0."""
-
+_Key = tuple[PromptRef, int, str, int, int, float, int | None]
 
 Reason = Literal["prompt", "lengths", "tokens", "logprobs", "versions"]
 
@@ -109,6 +110,55 @@ def _read(partial: Partial, max_tokens: int, vocabulary_size: int) -> PartialCom
     completion.finish_reason, completion.turns = partial.finish_reason, partial.turns
     completion.reported = completion.tokens
     return completion
+
+
+def are_usable(completions: Sequence[PartialCompletion], lease: Lease, max_staleness_steps: int) -> bool:
+    """Whether the versions of completions of an earlier lease of the slot allow ``lease`` to continue them."""
+    sampled = {span.version for c in completions for span in c.weight_versions} - {MASKED}
+    if not sampled:
+        return True
+    if lease.split is Split.HELD_OUT:
+        return min(sampled) > lease.lost_version
+    return lease.policy_version <= min(sampled) + max_staleness_steps
+
+
+class KeptCompletions:
+    """Unfinished completions of leases that were released when the server was lost.
+
+    The coordinator issues such slots again first. If this actor gets one of them, it continues the kept completions.
+
+    Args:
+        max_sequences: maximum number of kept completions; the oldest groups are dropped first.
+        max_staleness_steps: of the recipe; the coordinator would reject a group with an older token.
+    """
+
+    def __init__(self, *, max_sequences: int, max_staleness_steps: int) -> None:
+        self._max_sequences, self._max_staleness_steps = max_sequences, max_staleness_steps
+        self._groups: dict[_Key, list[PartialCompletion]] = {}
+
+    def put(self, lease: Lease, completions: list[PartialCompletion]) -> None:
+        """Keep the completions of a lease that was not completed."""
+        for completion in completions:
+            completion.forget_reports()  # in the meantime another actor may report tokens for the slot
+        self._groups.pop(_key(lease), None)
+        self._groups[_key(lease)] = completions
+        while sum(len(group) for group in self._groups.values()) > self._max_sequences:
+            del self._groups[next(iter(self._groups))]
+
+    def take(self, lease: Lease) -> list[PartialCompletion] | None:
+        """The kept completions of the same slot, prompt and settings, if they can still be trained on; else None."""
+        kept = self._groups.pop(_key(lease), None)
+        return kept if kept is not None and are_usable(kept, lease, self._max_staleness_steps) else None
+
+
+def _key(lease: Lease) -> _Key:
+    # Evaluations of different versions have the same slots.
+    evaluated_version = lease.policy_version if lease.split is Split.HELD_OUT else None
+    return (
+        *(lease.prompt, lease.slot, lease.prompt_id),
+        *(lease.completions, lease.max_tokens, lease.temperature),
+        evaluated_version,
+    )
 
 
 class PartialReports:

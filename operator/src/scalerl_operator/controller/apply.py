@@ -17,10 +17,9 @@ from scalerl_api.wire import EvaluationPoint
 from scalerl_lifecycle.lifecycle_types import Problem, Suspension, Wanted
 from scalerl_lifecycle.status_fields import seconds
 from scalerl_lifecycle.workloads import Role
-from scalerl_operator.controller.coordinator_poller import ensure_token
 from scalerl_operator.controller.diagnosis import diagnose
 from scalerl_operator.controller.gang_admission import is_wanted
-from scalerl_operator.controller.object_writer import ObjectWriter, key_of, labels_of
+from scalerl_operator.controller.object_writer import ObjectWriter, ensure_token, key_of, labels_of
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Findings, Run
 from scalerl_operator.controller.pod_views import JOB_NAME, attempt_of, is_abandoned, is_settled
 from scalerl_operator.kube.cache import Cache

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from scalerl_api import plugins
 from scalerl_api.cluster import StorageSpec
 from scalerl_api.conditions import ConditionType, Phase
 from scalerl_api.reasons import Reason
+from scalerl_api.registry import Kind
 from scalerl_api.spec import RunSpec, ScaleRLRun
 from scalerl_api.spec_warnings import past_deadline
 from scalerl_lifecycle.lifecycle_types import JobState, Problem
 from scalerl_lifecycle.status_fields import seconds
-from scalerl_operator.controller.accept import plugin_problem
 from scalerl_operator.controller.parts import CLAIM, WORKLOADS, Checks, Findings, Run
 from scalerl_operator.controller.refusals import name_taken, refused
 from scalerl_operator.controller.run_object import RunObject
@@ -112,6 +113,17 @@ async def preflight(
         if problem is None and await _may_be_taken(cache, unlabelled, kind, name, run):
             problem = await _check_name(api, kind, name, run)
     return problem or await _dry_run(api, run, tried)
+
+
+def plugin_problem(spec: RunSpec) -> Problem | None:
+    """The first name of what the coordinator opens that its image does not have: that image is the operator's, unless the run names
+    another one. The preparation and the vLLM servers check what is in theirs."""
+    if spec.images.coordinator is not None:
+        return None
+    found = plugins.problems(
+        spec, (Kind.SOURCE, Kind.VERIFIER, Kind.ENVIRONMENT, Kind.SCHEDULE, Kind.TRACKER)
+    )
+    return Problem(Reason.REFERENCE_NOT_FOUND, ": ".join(found[0])) if found else None
 
 
 async def _check_storage(api: KubeApi, run: Run, storage: StorageSpec, *, namespaced: bool) -> Problem | None:

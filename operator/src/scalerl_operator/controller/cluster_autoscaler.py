@@ -20,7 +20,6 @@ from scalerl_autoscaling.earlier_runs import select
 from scalerl_autoscaling.models import Generators
 from scalerl_autoscaling.report import AutoscalerReport
 from scalerl_lifecycle.workloads import Role
-from scalerl_operator.controller.accept import with_spec
 from scalerl_operator.controller.parts import Accepted, Findings, Observed, Run
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.objects import label
@@ -114,5 +113,6 @@ def _load(run: Object, curve: Object | None) -> tuple[RunSpec, str]:
     """The spec that the run was accepted with, which may have been edited since, and its curve."""
     if curve is None or label(curve, RUN_UID) != run["metadata"]["uid"]:
         raise ValueError("it has no curve")
-    spec = (run.get("status") or {}).get("acceptedSpec") or json.dumps(run["spec"])
-    return accepted_run(with_spec(run, spec)).spec, str(curve["data"][CURVE_KEY])
+    text = (run.get("status") or {}).get("acceptedSpec")
+    accepted = {**run, "spec": json.loads(text)} if text else run
+    return accepted_run(accepted).spec, str(curve["data"][CURVE_KEY])

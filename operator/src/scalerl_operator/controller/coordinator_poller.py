@@ -1,38 +1,32 @@
-"""A run's coordinator: its polled status, stop requests, and the Secret with its token.
+"""A run's coordinator: its polled status, and stop requests.
 
 A background poller per run keeps the coordinator's last response. A reconcile reads it and never waits, so coordinators that do
 not respond delay no other runs. A response only counts if it was requested after the current observation of the run's pods: only
 such a response tells whether the end of a trainer was the end of the run.
-
-The operator may not watch Secrets: it reads this one by name periodically, and when a pod or the coordinator reports a problem.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import random
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from scalerl_api.reasons import Reason
-from scalerl_api.spec import ScaleRLRun
 from scalerl_api.wire import DecisionLines, Status
 from scalerl_lifecycle.coordinator_client import CoordinatorClient, CoordinatorRefused, CoordinatorUnreachable
-from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS, Problem
+from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_problems import update_faults
+from scalerl_operator.controller.object_writer import read_token
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
-from scalerl_operator.controller.refusals import refused
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
-from scalerl_operator.kube.types import Key, Object
-from scalerl_operator.manifests import secret
-from scalerl_operator.names import PORTS, TOKEN_KEY, Names
+from scalerl_operator.kube.types import Key
+from scalerl_operator.names import PORTS
 from scalerl_processes.waiting import cancel, pause
 
 log = logging.getLogger(__name__)
@@ -43,8 +37,6 @@ _JITTER: Final = (0.8, 0.95)
 """Range of factors on a pause: a poll precedes the run's next reconcile, and pollers do not synchronize."""
 MAX_PAUSE_SECONDS: Final = 15.0
 """Longest back-off of a coordinator that does not respond."""
-CHECK_SECONDS: Final = 120.0
-"""Between two reads of a run's Secret."""
 
 
 @dataclass(frozen=True)
@@ -323,51 +315,3 @@ async def request_stop(api: KubeApi, pollers: CoordinatorPollers, run: Run, reas
         text = f"Requested the coordinator to stop: {reason}" if reason else "Cancelled the stop request"
         event = Reason.STOPPING if reason else Reason.STOP_CANCELLED
         await api.event(run.obj, "Normal", event, text)
-
-
-async def read_token(api: KubeApi, run: Run, *, again: bool = False) -> str:
-    """The run's token; empty while it has none. again: read the Secret though a token is known."""
-    state = run.state
-    if again or not state.token:
-        live = await api.get("Secret", run.namespace, Names(run.name).token)
-        state.token_checked = run.unix_seconds
-        if live is not None and run.owns(live):
-            state.token = _token(live)
-        elif live is None and again:
-            state.token_unverified = True
-    return state.token
-
-
-async def ensure_token(api: KubeApi, run: Run, accepted: ScaleRLRun) -> Problem | None:
-    """Creates the Secret if there is none. Not for a run that is being deleted, whose Secret the garbage collector may have
-    deleted."""
-    if run.deleted:
-        return None
-    state, name = run.state, Names(run.name).token
-    # A run without objects has no Secret to read.
-    known = bool(state.token) if not run.objects else bool(await read_token(api, run))
-    if known and not 0 <= run.unix_seconds - state.token_checked < CHECK_SECONDS:
-        state.token_checked = run.unix_seconds
-        state.token_unverified |= await api.get("Secret", run.namespace, name) is None
-    if known and not state.token_unverified:
-        return None
-    # A deleted Secret is restored with the same token, which running pods use.
-    wanted = secret(accepted, run.uid, state.token or secrets.token_urlsafe(32))
-    try:
-        live = await api.create(wanted)
-    except errors.AlreadyExists:
-        found = await api.get("Secret", run.namespace, name)
-        if found is None:
-            raise  # deleted meanwhile: the next reconcile creates it
-        live = found
-    except (errors.Invalid, errors.Forbidden) as error:
-        return refused(error, wanted, run)
-    if not run.owns(live):
-        return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
-    state.token, state.token_checked, state.token_unverified = _token(live), run.unix_seconds, False
-    return None
-
-
-def _token(live: Object) -> str:
-    data = live.get("data") or {}
-    return base64.b64decode(data.get(TOKEN_KEY, "")).decode()

@@ -2,14 +2,20 @@
 has changed it.
 
 Only objects with the run's uid are changed; another object with the same name is reported.
+
+The operator may not watch Secrets: it reads the one with the run's token by name, periodically, and when a pod or the coordinator
+reports a problem.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
+import secrets
 from typing import Any, Final
 
 from scalerl_api.reasons import Reason
+from scalerl_api.spec import ScaleRLRun
 from scalerl_lifecycle.lifecycle_types import Problem
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.parts import CLAIM, Run
@@ -28,14 +34,17 @@ from scalerl_operator.kube.objects import (
     rendered_hash,
 )
 from scalerl_operator.kube.types import Object
+from scalerl_operator.manifests import secret
 from scalerl_operator.manifests.gang import WORKLOAD
-from scalerl_operator.names import ATTEMPT, Names
+from scalerl_operator.names import ATTEMPT, TOKEN_KEY, Names
 from scalerl_operator.names import labels as labels_of_run
 
 log = logging.getLogger(__name__)
 
 OWNERSHIP_TRIES: Final = 5
 """To take over the ownership of an object's fields while controllers write the object."""
+CHECK_SECONDS: Final = 120.0
+"""Between two reads of a run's Secret."""
 _VALUE_CHARACTERS: Final = 60
 """Of a value in a message."""
 
@@ -220,3 +229,54 @@ def labels_of(name: str, run: Run) -> dict[str, str]:
     role = roles.get(name, Role.TRAINER)
     attempt = {ATTEMPT: name.rpartition("-")[2]} if role is Role.TRAINER else {}
     return labels_of_run(run.name, run.uid, role) | attempt
+
+
+# --- the Secret with the token -------------------------------------------------------------------
+
+
+async def read_token(api: KubeApi, run: Run, *, again: bool = False) -> str:
+    """The run's token; empty while it has none. again: read the Secret though a token is known."""
+    state = run.state
+    if again or not state.token:
+        live = await api.get("Secret", run.namespace, Names(run.name).token)
+        state.token_checked = run.unix_seconds
+        if live is not None and run.owns(live):
+            state.token = _token(live)
+        elif live is None and again:
+            state.token_unverified = True
+    return state.token
+
+
+async def ensure_token(api: KubeApi, run: Run, accepted: ScaleRLRun) -> Problem | None:
+    """Creates the Secret if there is none. Not for a run that is being deleted, whose Secret the garbage collector may have
+    deleted."""
+    if run.deleted:
+        return None
+    state, name = run.state, Names(run.name).token
+    # A run without objects has no Secret to read.
+    known = bool(state.token) if not run.objects else bool(await read_token(api, run))
+    if known and not 0 <= run.unix_seconds - state.token_checked < CHECK_SECONDS:
+        state.token_checked = run.unix_seconds
+        state.token_unverified |= await api.get("Secret", run.namespace, name) is None
+    if known and not state.token_unverified:
+        return None
+    # A deleted Secret is restored with the same token, which running pods use.
+    wanted = secret(accepted, run.uid, state.token or secrets.token_urlsafe(32))
+    try:
+        live = await api.create(wanted)
+    except errors.AlreadyExists:
+        found = await api.get("Secret", run.namespace, name)
+        if found is None:
+            raise  # deleted meanwhile: the next reconcile creates it
+        live = found
+    except (errors.Invalid, errors.Forbidden) as error:
+        return refused(error, wanted, run)
+    if not run.owns(live):
+        return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
+    state.token, state.token_checked, state.token_unverified = _token(live), run.unix_seconds, False
+    return None
+
+
+def _token(live: Object) -> str:
+    data = live.get("data") or {}
+    return base64.b64decode(data.get(TOKEN_KEY, "")).decode()

@@ -1,7 +1,8 @@
 """Reconciles one run, in eight steps, the long ones in files of their names. Steps 1 to 5 return a part each (:mod:`.parts`).
 
 1. read: the run and its objects, from the cache.
-2. accept: its spec, or the one accepted before; adds the finalizer.
+2. accept (pure): its spec or, while that is invalid, the one accepted before, which the status has as it was written; then adds the
+   finalizer.
 3. observe: Jobs and pods, the queue, the coordinator's last status, the forecast.
 4. decide (pure): which objects are to exist. A run that has drained for its deletion is recorded and released instead of 5 to 8.
 5. check: whether the decision can be applied; otherwise the run waits.
@@ -21,24 +22,32 @@ counted) is written to the status before it is acted on.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from scalerl_api.conditions import Phase
+from scalerl_api.load import SpecError, SpecProblem, accepted_run, run_from_object
 from scalerl_api.reasons import Reason
 from scalerl_api.spec import ScaleRLRun
 from scalerl_api.status import RunStatus
 from scalerl_autoscaling.autoscaler import Autoscaler
 from scalerl_lifecycle import lifecycle
-from scalerl_lifecycle.lifecycle_types import GATED_SECONDS, LifecycleDecision, LifecycleInput, Service
+from scalerl_lifecycle.edits_of_run import as_accepted, edits_since
+from scalerl_lifecycle.lifecycle_types import (
+    GATED_SECONDS,
+    LifecycleDecision,
+    LifecycleInput,
+    Problem,
+    Service,
+)
 from scalerl_lifecycle.status_fields import is_over, persisted_state
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller import gang_admission
-from scalerl_operator.controller.accept import accept
 from scalerl_operator.controller.apply import Applier
-from scalerl_operator.controller.check import Checker
+from scalerl_operator.controller.check import Checker, plugin_problem
 from scalerl_operator.controller.cluster_autoscaler import autoscaler_report, number_to_scale_to
 from scalerl_operator.controller.coordinator_poller import (
     TIMINGS,
@@ -57,7 +66,7 @@ from scalerl_operator.controller.volume import RETRY_SECONDS
 from scalerl_operator.kube.cache import Cache
 from scalerl_operator.kube.client import EventType, KubeApi
 from scalerl_operator.kube.objects import label
-from scalerl_operator.kube.types import Key
+from scalerl_operator.kube.types import Key, Object
 from scalerl_operator.manifests.scope import Images, spec_hash
 from scalerl_operator.names import FINALIZER, QUEUE
 
@@ -238,6 +247,39 @@ class Reconciler:
             BLOCKED_SECONDS if unwatched else None,
             next_start_check(findings),
         )
+
+
+def accept(run: Run) -> Accepted:
+    """The run's accepted spec, and what has been edited since the last reconcile, and since the last steps that were trained. Pure."""
+    found: ScaleRLRun | None = None
+    invalid: Problem | None = None
+    text, long_hash = run.before.accepted_spec, run.before.accepted_spec_hash
+    try:
+        found = run_from_object(run.obj)
+        written = as_accepted(run.obj["spec"])
+        edited = run.before.start_time is not None and text not in (None, written[0])
+        if edited and (missing := plugin_problem(found.spec)) is not None:
+            where, _, message = missing.message.partition(": ")
+            raise SpecError(run.name, [SpecProblem(where, message)])
+        text, long_hash = written
+    except SpecError as error:
+        message = "; ".join(str(problem) for problem in error.problems)
+        if text is not None:
+            message += "; the run continues with the spec accepted before"
+            found = accepted_run(_with_spec(run.obj, text))
+        invalid = Problem(Reason.SPEC_INVALID, message)
+    accepted = Accepted(found, text, long_hash, invalid)
+    if found is None:
+        return accepted
+    edit, unproven = edits_since(run.before, found.spec, run.obj["spec"], text)
+    return replace(accepted, edit=edit, unproven=unproven)
+
+
+def _with_spec(run: Object, text: str) -> Object:
+    """The run with that spec, and its current ``suspend``: a run with an invalid spec can be suspended too."""
+    spec: dict[str, Any] = json.loads(text)
+    suspend = run["spec"].get("suspend", False)
+    return {**run, "spec": {**spec, "suspend": suspend} if isinstance(suspend, bool) else spec}
 
 
 def decide(

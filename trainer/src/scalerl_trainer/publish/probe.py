@@ -1,5 +1,5 @@
-"""Measures the log-probability mismatch between trainer and generator at one version, on sequences of the last batch, or of a fixed text
-before the first.
+"""Measures the log-probability mismatch between trainer and generators at one version, on sequences of the last batch, or of a fixed text
+before the first, and judges which generators must not use the version.
 
 Both score the sequences at temperature 1. :mod:`scalerl_trainer.algo.mismatch` has the estimators.
 """
@@ -7,8 +7,9 @@ Both score the sequences at temperature 1. :mod:`scalerl_trainer.algo.mismatch` 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -155,6 +156,88 @@ def probe(
             "probe_max_difference": float((trainer_n - generator_n).abs().max()),
         }
     return Measured(stats or {"probe_failed": 1.0}, k3)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Result of the probes after a publish."""
+
+    stats: dict[str, float] = field(default_factory=dict)
+    """Statistics for metrics.jsonl."""
+    refused: list[str] = field(default_factory=list)
+    """Ids of the members that must not generate with the version."""
+    silent: list[str] = field(default_factory=list)
+    """Ids of the members that did not answer, if all that did disagree: whether the weights are at fault is open, and these
+    get no work with the version either."""
+    problem: str = ""
+    """The measured mismatch, if it is above the limit; else empty."""
+
+
+class Prober:
+    """Chooses which members are probed after a publish, and which of them must not generate with the version.
+
+    Args:
+        limit: ``weightSync.probeLimit``, in nats per token.
+    """
+
+    def __init__(self, control: ActorControl, limit: float) -> None:
+        self._control = control
+        self._limit = limit
+        self._probed: set[str] = set()
+        """Ids of the members that computed the same as the trainer in a probe."""
+        self.agreed_version = -1
+        """The newest version at which a member did, or with which other members generate."""
+
+    def check(
+        self,
+        version: int,
+        sequences: list[ProbeSequence],
+        scores: list[torch.Tensor],
+        stats: dict[str, float],
+        scored_seconds: float,
+        holders: list[wire.Member],
+    ) -> ProbeResult:
+        """Compare the log-probabilities of members that hold ``version`` with ``scores``, the trainer's.
+
+        Probed are each member after its first weights, and one other, in turn. If all of them disagree, the other holders are
+        probed too: a member that is broken by itself must not end the run. A probe without an answer is no evidence.
+
+        Args:
+            stats: measured with the scores, in ``scored_seconds``.
+        """
+        if not holders or not scores:
+            return ProbeResult()
+        begin = time.perf_counter()
+        turn = holders[version % len(holders)]
+        chosen = [turn, *(m for m in holders if m is not turn and m.member_id not in self._probed)]
+        limit = self._limit
+        measured = probe(self._control, chosen, version, sequences, scores)
+        k3_n, refused = measured.k3_n, measured.above(limit)
+        others = [m for m in holders if m not in chosen]
+        if refused and len(refused) == len(k3_n) and others and self.agreed_version != version:
+            more = probe(self._control, others, version, sequences, scores)
+            k3_n, refused = k3_n | more.k3_n, [*refused, *more.above(limit)]
+        agreed = k3_n.keys() - set(refused)
+        if agreed:
+            self._probed |= agreed
+            self.agreed_version = version
+        names = {m.member_id: m.name for m in holders}
+        problem, silent = "", list[str]()
+        if refused:
+            measures = ", ".join(f"{names[m]} {float(k3_n[m].mean()):.3g}" for m in refused[:5])
+            problem = (
+                f"after the publish of version {version}, generators compute something else than the trainer: KL of "
+                f"{measures} nats per token ({len(refused)} of {len(k3_n)} probed are above the limit of {limit:g}, "
+                "weightSync.probeLimit)"
+            )
+            if (
+                self.agreed_version != version
+            ):  # all holders are probed; without a silent one, the weights are at fault
+                silent = [m.member_id for m in holders if m.member_id not in k3_n]
+                problem += f"; {len(silent)} did not answer" if silent else ""
+            log.error("%s", problem)
+        seconds = {"probe_seconds": scored_seconds + time.perf_counter() - begin}
+        return ProbeResult(measured.stats | stats | seconds, refused, silent, problem)
 
 
 def probe_sequences(
