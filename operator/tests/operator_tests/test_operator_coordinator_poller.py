@@ -18,6 +18,7 @@ from coordinator_statuses import status
 
 from operator_tests.manifests import UID, cluster_run
 from scalerl_api import endpoints
+from scalerl_api.status import RunStatus
 from scalerl_api.wire import WIRE_VERSION, Ack, Problem, Stop
 from scalerl_lifecycle.coordinator_client import CoordinatorRefused, CoordinatorUnreachable
 from scalerl_operator.controller.coordinator_poller import (
@@ -27,7 +28,7 @@ from scalerl_operator.controller.coordinator_poller import (
     _Poller,
     ensure_token,
 )
-from scalerl_operator.controller.parts import PodView
+from scalerl_operator.controller.parts import PodView, Run
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.errors import AlreadyExists, Fenced
 from scalerl_operator.kube.types import Key
@@ -334,6 +335,23 @@ async def test_secret_deleted_meanwhile_is_no_taken_name() -> None:
     with pytest.raises(AlreadyExists):
         await ensure_token(cast(Any, Api()), cast(Any, run), cluster_run())
     assert not state.token
+
+
+async def test_secret_of_an_earlier_run_is_said_to_be_one() -> None:
+    owner = {"kind": "ScaleRLRun", "name": "a", "uid": "earlier"}
+    live = {"kind": "Secret", "metadata": {"name": "a-token", "ownerReferences": [owner]}}
+
+    class Api:
+        async def create(self, obj: Any) -> Any:
+            raise AlreadyExists("it exists")
+
+        async def get(self, *_: Any) -> Any:
+            return live
+
+    run = Run({"metadata": {"name": "a", "namespace": "n", "uid": UID}}, {}, 0.0, RunStatus())
+    problem = await ensure_token(cast(Any, Api()), run, cluster_run())
+    assert problem is not None
+    assert problem.message == "Secret a-token is of an earlier run of this name, and still being removed"
 
 
 async def test_decisions_go_from_the_leader_to_a_ready_coordinator() -> None:

@@ -27,7 +27,7 @@ from scalerl_lifecycle.lifecycle_types import ASK_AGAIN_SECONDS, POLL_SECONDS, P
 from scalerl_lifecycle.workloads import Role
 from scalerl_operator.controller.coordinator_problems import update_faults
 from scalerl_operator.controller.parts import Accepted, Observed, PodView, Run
-from scalerl_operator.controller.refusals import refused
+from scalerl_operator.controller.refusals import name_taken, refused
 from scalerl_operator.kube import errors
 from scalerl_operator.kube.client import KubeApi
 from scalerl_operator.kube.types import Key, Object
@@ -363,7 +363,7 @@ async def ensure_token(api: KubeApi, run: Run, accepted: ScaleRLRun) -> Problem 
     except (errors.Invalid, errors.Forbidden) as error:
         return refused(error, wanted, run)
     if not run.owns(live):
-        return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
+        return name_taken(live, run)
     state.token, state.token_checked, state.token_unverified = _token(live), run.unix_seconds, False
     return None
 
