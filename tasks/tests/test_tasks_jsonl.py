@@ -139,14 +139,15 @@ def test_jsonl_drops_repeated_prompts(tmp_path):
         {"prompt": "p", "answer": "2", "id": "b"},
         {"prompt": "p", "answer": "1", "solution": "t", "id": "c"},
         {"prompt": "q", "answer": "1", "id": "a"},
+        {"prompt": "p", "answer": "2"},
     ]
     path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
     task, dataset = JsonlSource(path), open_dataset(DatasetSpec(files=["d.jsonl"]), tmp_path)
     for source in (task, dataset):
         assert [(source[i].text, source[i].answer) for i in range(len(source))] == [("p", "1"), ("q", "1")]
         assert description(source)[-2:] == [
-            "3 rows dropped as duplicates of an earlier prompt",
-            "1 row of these with another answer",
+            "4 rows dropped as duplicates of an earlier prompt",
+            "2 rows of these with another answer",
         ]
     warm, dataset = (
         JsonlSource(path, solutions=True),
@@ -154,7 +155,15 @@ def test_jsonl_drops_repeated_prompts(tmp_path):
     )
     for source in (warm, dataset):
         assert [source[i].solution for i in range(len(source))] == ["s", None, None, "t"]
-        assert description(source)[-1] == "1 row dropped as duplicates of an earlier prompt"
+        assert description(source)[-1] == "2 rows dropped as duplicates of an earlier prompt"
+
+
+def test_jsonl_has_an_id_of_its_own_for_each_solution(tmp_path):
+    rows = [{"prompt": "p", "answer": "1", "solution": each} for each in ("s", "t")]
+    path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    first, second = JsonlSource(path, solutions=True)
+    assert first.id != second.id
+    assert JsonlSource(path)[0].id not in (first.id, second.id), "which is of prompt and answer"
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])

@@ -213,6 +213,17 @@ async def test_invalid_pod_template_creates_nothing(there: Stage) -> None:
     await there.reconcile_until(phase("Preparing"))
 
 
+async def test_invalid_resources_of_the_actor_create_nothing(there: Stage) -> None:
+    run = tiny(generator={"actorResources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1Gi"}}})
+    del run["spec"]["podTemplate"]
+    await there.create(run)
+    run = await there.reconcile_until(lambda r: bool(condition(r, "Accepted")))
+    said = next(c for c in run["status"]["conditions"] if c["type"] == "Accepted")
+    assert (said["status"], said["reason"]) == ("False", "ObjectRefused")
+    assert "spec.generator.actorResources.requests" in said["message"]
+    assert await names(there, *WORKLOADS, "ConfigMap", "PersistentVolumeClaim") == set()
+
+
 async def test_exhausted_quota_is_reported_and_awaited(there: Stage) -> None:
     quota = {
         "apiVersion": "v1",

@@ -305,6 +305,7 @@ def _of_storage(spec: RunSpec) -> Iterator[SpecProblem]:
 
 
 def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
+    resources = {"spec.generator.actorResources": spec.generator.actor_resources}
     for where, template in _templates(spec).items():
         for index, entry in enumerate(template.env):
             if entry["name"] in CODE_VARIABLES:
@@ -316,9 +317,12 @@ def _of_pods(spec: RunSpec) -> Iterator[SpecProblem]:
         claims = template.resource_claims or (
             spec.pod_template is not None and spec.pod_template.resource_claims
         )
-        if spec.device_resource in template.resources.limits | template.resources.requests and not claims:
+        if not claims:
+            resources[f"{where}.resources"] = template.resources
+    for where, given in resources.items():
+        if spec.device_resource in given.limits | given.requests:
             yield SpecProblem(
-                f"{where}.resources",
+                where,
                 f"{spec.device_resource} is set by generator.devices and trainer.devices; without those a role runs on CPUs, "
                 "and this setting does not change that",
             )

@@ -70,7 +70,7 @@ def run_spec(
     try:
         outcome, interrupts = asyncio.run(_run_displayed(spec, planner(spec), claimed, settings, started))
         code = _finish(spec, claimed, outcome, interrupts, fresh=not resume)
-        if outcome.interrupted or _is_suspended(outcome):
+        if (outcome.interrupted or _is_suspended(outcome)) and claimed.paths.root.exists():
             options = ["--resume", "--dir", claimed.paths.root, *(f"--pin={pin}" for pin in pins)]
             echo(f"continue with: {command('run', claimed.paths.run_file, *options)}")
         return code

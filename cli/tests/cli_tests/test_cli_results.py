@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from scalerl_api.load import SpecError, load_run, parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.wire import Counts, EvaluationPoint, Mismatch, Phase, Status
-from scalerl_cli import labels
+from scalerl_cli import labels, run
 from scalerl_cli.main import main
 from scalerl_cli.progress import Progress
 from scalerl_cli.summary import rows, summarize, write
@@ -190,6 +191,21 @@ def test_plot_draws_a_run_that_only_an_earlier_release_accepted(
     paths.run_file.write_text("- no run\n")
     assert main(["plot", str(tmp_path)]) == 2
     assert "run.yaml" in capsys.readouterr().err
+
+
+def test_run_whose_directory_was_removed_is_not_to_be_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = SimpleNamespace(unit="prepare", reason="bad", log="", bad_input=True, role=Role.PREPARE)
+
+    async def ended(*_: object) -> tuple[Any, int]:
+        return SimpleNamespace(interrupted=True, failure=failure), 1
+
+    monkeypatch.setattr(run, "_run_displayed", ended)
+    plan: Any = lambda spec: None  # noqa: E731
+    assert run.run_spec(RUN, tmp_path / "run", plan, 0.0, resume=False) == 2
+    assert not (tmp_path / "run").exists()
+    assert "continue with" not in capsys.readouterr().out
 
 
 def test_plot_of_no_run_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from itertools import chain
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Final
 
 from aiohttp import web
@@ -208,27 +207,33 @@ class Operator:
     async def _fill_cache(self) -> None:
         """Waits for the first lists, but for those of optional kinds and of namespaces that refuse them: a broken extension or a
         deleted namespace must not stop all runs."""
-        for complete in chain((self.watches.listed,), (informer.synced for informer in self._needed())):
-            while not complete.is_set():
-                await pause(self._wait_log_seconds, until=complete)
-                if not complete.is_set():
-                    log.warning("waiting for %s", self._awaited())
+        while waiting := self._unlisted():
+            complete = next(iter(waiting.values()))
+            await pause(self._wait_log_seconds, until=complete)
+            if not complete.is_set():
+                log.warning("waiting for %s", self._awaited())
         # All modules are loaded: without them, a full garbage collection takes 40 ms less.
         gc.collect()
         gc.freeze()
         self._cache_complete = True
         log.info("the cache holds %d runs and %d objects", len(self.cache.runs()), len(self.cache))
 
-    def _needed(self) -> Iterator[Informer]:
-        for informer in self._informers:
-            if not informer.kind.optional and informer.namespace not in self.watches.refused:
-                yield informer
+    def _unlisted(self) -> dict[str, asyncio.Event]:
+        """The first lists that are not complete, but for those that are not awaited."""
+        needed = [each for each in self._informers if not each.kind.optional]
+        # A kind that is refused in every namespace is an error of the installation.
+        permitted = {each.kind.name for each in needed if not each.refused}
+        lists = {RUN: self.watches.listed} | {
+            each.what: each.synced
+            for each in needed
+            if each.namespace not in self.watches.refused
+            and not (each.refused and each.kind.name in permitted)
+        }
+        return {what: complete for what, complete in lists.items() if not complete.is_set()}
 
     def _awaited(self) -> str:
         """What this replica waits for before it can lead."""
-        lists = [] if self.watches.listed.is_set() else [RUN]
-        lists += [informer.what for informer in self._needed() if not informer.synced.is_set()]
-        if lists:
+        if lists := self._unlisted():
             return f"the first list of {', '.join(lists)}"
         return "the cache" if self.watches.started.is_set() else "kopf to start"
 

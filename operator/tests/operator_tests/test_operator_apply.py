@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 
 from operator_tests.manifests import UID, cluster_run
+from scalerl_api.status import RunStatus
 from scalerl_operator.controller.object_writer import ensure_token
+from scalerl_operator.controller.parts import Run
 from scalerl_operator.controller.run_state import RunState
 from scalerl_operator.kube.errors import AlreadyExists
 from scalerl_operator.kube.objects import _has_all, first_difference
@@ -63,3 +65,20 @@ async def test_secret_deleted_meanwhile_is_no_taken_name() -> None:
     with pytest.raises(AlreadyExists):
         await ensure_token(cast(Any, Api()), cast(Any, run), cluster_run())
     assert not state.token
+
+
+async def test_secret_of_an_earlier_run_is_said_to_be_one() -> None:
+    owner = {"kind": "ScaleRLRun", "name": "a", "uid": "earlier"}
+    live = {"kind": "Secret", "metadata": {"name": "a-token", "ownerReferences": [owner]}}
+
+    class Api:
+        async def create(self, obj: Any) -> Any:
+            raise AlreadyExists("it exists")
+
+        async def get(self, *_: Any) -> Any:
+            return live
+
+    run = Run({"metadata": {"name": "a", "namespace": "n", "uid": UID}}, {}, 0.0, RunStatus())
+    problem = await ensure_token(cast(Any, Api()), run, cluster_run())
+    assert problem is not None
+    assert problem.message == "Secret a-token is of an earlier run of this name, and still being removed"

@@ -96,6 +96,31 @@ async def test_deleted_namespace_keeps_no_operator_from_being_ready(
         assert reconciled[1:] == [("gone", "math")]
 
 
+async def test_namespace_deleted_after_the_list_of_runs_keeps_no_operator_from_being_ready() -> None:
+    """A kind that is refused in all namespaces does: its Roles lack it."""
+    settings = Settings.read(LEAST | {"SCALERL_WATCH_NAMESPACES": "here,gone"})
+    operator = Operator(settings, Configuration(), reconciler, wait_log_seconds=0.01)
+    operator.watches.listed.set()
+    needed = [each for each in operator._informers if not each.kind.optional]
+    here = next(each for each in needed if each.namespace == "here")
+    for each in needed:
+        each.api = cast(Any, NoRuns("gone", *(["here"] if each.kind is here.kind else [])))
+    tasks = [asyncio.create_task(each.run()) for each in needed]
+    filled = asyncio.create_task(operator._fill_cache())
+    try:
+        await asyncio.sleep(0.2)
+        assert not filled.done()
+        assert all(each.what in operator._awaited() for each in needed if each.kind is here.kind)
+        here.api = cast(Any, NoRuns("gone"))
+        await asyncio.wait_for(filled, 60)
+        assert not operator._namespace_known("gone")
+        assert operator._namespace_known("here")
+    finally:
+        for task in (*tasks, filled):
+            task.cancel()
+        await asyncio.gather(*tasks, filled, return_exceptions=True)
+
+
 async def test_operator_without_any_namespace_is_not_ready() -> None:
     """A missing Role is an error of the installation."""
     watches = Watches(cast(Any, NoRuns("a", "b")), Configuration(), Cache(lambda key: None), ("a", "b"))

@@ -259,6 +259,13 @@ def test_does_not_warn_without_a_size_or_with_enough() -> None:
         assert "below the estimate" not in message
 
 
+@pytest.mark.parametrize(("amount", "warned"), [("1279Mi", True), ("1280Mi", False)])
+def test_warns_of_less_than_the_actors_default(amount: str, warned: bool) -> None:
+    _, message = accepted(None, generator={"actorResources": {"limits": {"memory": amount}}})
+    text = f"spec.generator.actorResources.limits.memory: {amount} is below the 1280Mi of the container actor"
+    assert (text in message) == warned
+
+
 # --- a killed preparation --------------------------------------------------------------------------------
 
 

@@ -282,6 +282,15 @@ def test_scheduler_spread_and_claims_of_pods() -> None:
     assert not [w for w in warnings_of(run.spec) if "nvidia.com/gpu" in str(w)]
 
 
+def test_warns_of_a_device_that_resources_name() -> None:
+    given = {"limits": {"nvidia.com/gpu": 1}}
+    run = cluster_run(trainer={"podTemplate": {"resources": given}}, generator={"actorResources": given})
+    assert [w.where for w in warnings_of(run.spec) if "nvidia.com/gpu" in str(w)] == [
+        "spec.generator.actorResources",
+        "spec.trainer.podTemplate.resources",
+    ]
+
+
 def test_only_the_generators_own_account_is_in_their_pods_and_the_actor_has_no_token() -> None:
     objects = placed()
     accounts = {key: pod_spec(objects[key]).get("serviceAccountName") for key in PODS}

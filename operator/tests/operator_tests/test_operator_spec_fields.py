@@ -20,7 +20,10 @@ RUN = cluster_run(
         "resources": {"limits": {"cpu": "2"}},
         "labels": {"team": "rl"},
     },
-    generator={"podTemplate": {"env": [{"name": "C", "value": "z"}], "affinity": {"podAffinity": {}}}},
+    generator={
+        "podTemplate": {"env": [{"name": "C", "value": "z"}], "affinity": {"podAffinity": {}}},
+        "actorResources": {"limits": {"cpu": "2"}},
+    },
     trainer={"podTemplate": {"volumes": [{"name": "b", "emptyDir": {"medium": "Memory"}}], "resources": {"requests": {"cpu": "4"}}}},
 )  # fmt: skip
 OBJECTS = rendered(RUN)
@@ -78,6 +81,11 @@ def test_spec_field_finds_the_value_in_the_spec(key: str, path: str, field: str)
 )  # fmt: skip
 def test_operator_fields_keep_their_path(path: str) -> None:
     assert spec_field(path, OBJECTS["Job/prepare"], RUN.to_manifest()) == path
+
+
+def test_resources_of_the_actor_that_the_operator_sets_keep_their_path() -> None:
+    path = "spec.template.spec.containers[1].resources.requests"
+    assert spec_field(path, OBJECTS["Deployment/generator"], RUN.to_manifest()) == path
 
 
 def test_field_of_two_containers_is_named_once() -> None:

@@ -38,9 +38,10 @@ _decoder = msgspec.json.Decoder(_Row)
 
 class JsonlSource:
     """A :class:`~scalerl_tasks.PromptSource` over a file: :class:`_Row` has the fields of a line. Blank lines and those with the
-    prompt of an earlier one are skipped, and a prompt without an ``id`` gets a hash of its prompt and answer.
+    prompt of an earlier one are skipped, and a prompt without an ``id`` gets a hash of its prompt and answer, with
+    ``solutions`` also of its solution.
 
-    It uses 24 bytes of memory per line. The file stays open and must not change while in use; the next read detects a change.
+    It uses 24 bytes of memory per line, and up to 96 more while it is opened. The file stays open and must not change while in use; the next read detects a change.
     ``digest`` is the SHA-256 of the file's bytes.
 
     Raises:
@@ -56,7 +57,7 @@ class JsonlSource:
                 :attr:`problems` lists the others.
             solutions: as of :class:`.Repeats`.
         """
-        self.path = path
+        self.path, self._solutions = path, solutions
         try:
             if not path.is_file() and path.exists():
                 raise SourceError(f"{path}: is not a regular file; task.jsonl.path must name one")
@@ -98,7 +99,7 @@ class JsonlSource:
             )
         row = _parse(self.path, self._lines[index], raw)
         return Prompt(
-            id=_row_id(row),
+            id=_row_id(row, self._solutions),
             text=row.prompt,
             answer=row.answer,
             solution=row.solution,
@@ -272,10 +273,10 @@ def _json_type(value: object) -> str:
     return "number"
 
 
-def _row_id(row: _Row) -> str:
+def _row_id(row: _Row, solutions: bool) -> str:
     if row.id is not None:
         return row.id
-    content = msgspec.json.encode((row.prompt, row.answer))
+    content = msgspec.json.encode((row.prompt, row.answer, *([row.solution] if solutions else ())))
     return hashlib.sha256(content).hexdigest()[:16]
 
 

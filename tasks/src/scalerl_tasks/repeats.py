@@ -24,10 +24,12 @@ class Repeats:
     def is_repeat(
         self, prompt: str, turns: Sequence[tuple[str, str]], answer: str, solution: str | None
     ) -> bool:
-        """Counts the row if it is one, and whether it has another answer."""
+        """Counts the row if it is one, and whether it has another answer than the row that is kept."""
         key, text = text_key(prompt, turns), solution or answer if self._solutions else answer
-        is_new_pair = self._pairs.add(key + text.encode("utf-8", "surrogatepass"))
-        if self._prompts.add(key) or (self._solutions and is_new_pair):
+        is_new = self._prompts.add(key)
+        pair = key + text.encode("utf-8", "surrogatepass")
+        is_new_pair = self._pairs.add(pair, store=is_new or self._solutions)
+        if is_new or (self._solutions and is_new_pair):
             return False
         self._count += 1
         self._conflicting += is_new_pair
@@ -53,8 +55,8 @@ class _KeySet:
     def __init__(self) -> None:
         self._slots, self._count, self._mask = array("Q", bytes(8 << 12)), 0, (1 << 12) - 1
 
-    def add(self, key: bytes) -> bool:
-        """Add a key; returns whether it is new."""
+    def add(self, key: bytes, *, store: bool = True) -> bool:
+        """Add a key, unless it is not to be stored; returns whether it is new."""
         value = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) or 1
         slots, mask = self._slots, self._mask
         at = value & mask
@@ -62,6 +64,8 @@ class _KeySet:
             if slots[at] == value:
                 return False
             at = (at + 1) & mask
+        if not store:
+            return True
         slots[at] = value
         self._count += 1
         if 2 * self._count > mask:

@@ -94,8 +94,8 @@ async def preflight(
     """The first problem that keeps a run from being started; None for a run that has been started.
 
     namespaced: the operator's role does not permit reads of cluster-scoped objects.
-    render_all: renders all objects that the run will have. If the run has a podTemplate, its workloads are created as a dry run,
-    which also finds that their names are taken: a refusal of the generators would otherwise show only after the preparation.
+    render_all: renders all objects that the run will have. If the run has a podTemplate or actorResources, its workloads are created as a
+    dry run, which also finds that their names are taken: a refusal of the generators would otherwise show only after the preparation.
     """
     started = any(kind in WORKLOADS and run.owns(obj) for (kind, _), obj in run.objects.items())
     if run.before.start_time is not None or started:
@@ -171,8 +171,8 @@ async def _dry_run(api: KubeApi, run: Run, objects: Sequence[Object]) -> Problem
 
 def _has_raw_parts(spec: RunSpec) -> bool:
     parts = (spec, spec.coordinator, spec.generator, spec.trainer, spec.environment)
-    templates = [part.pod_template for part in parts if part is not None]
-    return any(t is not None and t.model_dump(exclude_defaults=True) for t in templates)
+    given = [spec.generator.actor_resources, *(part.pod_template for part in parts if part is not None)]
+    return any(one is not None and one.model_dump(exclude_defaults=True) for one in given)
 
 
 async def queue_problem(api: KubeApi, findings: Findings, phase: Phase) -> str:

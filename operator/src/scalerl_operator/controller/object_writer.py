@@ -272,7 +272,7 @@ async def ensure_token(api: KubeApi, run: Run, accepted: ScaleRLRun) -> Problem 
     except (errors.Invalid, errors.Forbidden) as error:
         return refused(error, wanted, run)
     if not run.owns(live):
-        return Problem(Reason.NAME_TAKEN, f"Secret {name} exists and is not this run's")
+        return name_taken(live, run)
     state.token, state.token_checked, state.token_unverified = _token(live), run.unix_seconds, False
     return None
 

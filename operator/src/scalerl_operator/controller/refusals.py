@@ -81,8 +81,13 @@ def spec_field(path: str, obj: Object, run: Object) -> str:
     if entry is not None and entry["list"] == "containers" and entry["rest"].startswith("."):
         containers = part["containers"]
         part, below = containers[int(entry["index"]) % len(containers)], entry["rest"][1:]
-        if part["name"] == "actor" and below.startswith("resources"):
-            return f"spec.generator.actorResources{below.removeprefix('resources')}"
+        if part["name"] == "actor" and below.startswith("resources."):
+            given = (run["spec"].get("generator") or {}).get("actorResources") or {}
+            return (
+                f"spec.generator.actorResources{below.removeprefix('resources')}"
+                if given.get(_kind(below))
+                else path
+            )
         if below == "image":
             own = member == Role.ENVIRONMENT and (run["spec"].get(member) or {}).get("image")
             return f"spec.{member}.image" if own else f"spec.images.{IMAGE[Role(role)]}"
@@ -98,13 +103,17 @@ def spec_field(path: str, obj: Object, run: Object) -> str:
             if index is not None:
                 return f"{base}.{entry['list']}[{index}]{entry['rest']}"
         elif below.startswith("resources."):
-            kind = re.split(r"[.\[]", below)[1]
-            if (template.get("resources") or {}).get(kind):
+            if (template.get("resources") or {}).get(_kind(below)):
                 return f"{base}.{below}"
         # The API server does not name the entry of some lists.
         elif template.get(re.split(r"[.\[]", below)[0]):
             return f"{base}.{below}"
     return path
+
+
+def _kind(below: str) -> str:
+    """``limits`` or ``requests``, of a path below a container."""
+    return re.split(r"[.\[]", below)[1]
 
 
 def _index(given: Sequence[Any], rendered: Sequence[Any], entry: re.Match[str]) -> int | None:

@@ -78,6 +78,7 @@ class Informer:
 
     Attributes:
         served: whether the last list of an optional kind succeeded.
+        refused: whether the role did not permit the last list or watch of another kind.
     """
 
     api: KubeApi
@@ -87,6 +88,7 @@ class Informer:
     on_event: Callable[[str], None] = lambda kind: None
     synced: asyncio.Event = field(default_factory=asyncio.Event)
     served: bool = False
+    refused: bool = False
 
     @property
     def what(self) -> str:
@@ -101,7 +103,7 @@ class Informer:
             try:
                 if version is None:
                     version = await listed(self.api, self.cache, self.kind, self.namespace)
-                    self.served = True
+                    self.served, self.refused = True, False
                     self.synced.set()
                 async for newest in self._versions(version):
                     version, pause = newest, 0.0
@@ -121,7 +123,8 @@ class Informer:
             await asyncio.sleep(pause + random.uniform(0.05, 0.2))
 
     def _failed(self, error: ApiError, pause: float) -> float:
-        most = NOT_SERVED_SECONDS if isinstance(error, Forbidden) else MAX_PAUSE_SECONDS
+        self.refused = isinstance(error, Forbidden)
+        most = NOT_SERVED_SECONDS if self.refused else MAX_PAUSE_SECONDS
         pause = max(min(most, max(1.0, pause * 2)), error.retry_after or 0.0)
         log.warning("%s; retried in %.0f s", error, pause)
         return pause

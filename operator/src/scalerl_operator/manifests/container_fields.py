@@ -3,6 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Final
@@ -217,8 +218,16 @@ def estimate(scope: Scope, container: str) -> int:
 
 
 def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:
-    """Amounts of memory in podTemplate that are below the estimate by the model's size. The preparation has the trainer's
-    podTemplate: of the two, the warning with the larger estimate."""
+    """Amounts of memory in actorResources that are below the default, and in podTemplate below the estimate by the model's size.
+    The preparation has the trainer's podTemplate: of the two, the warning with the larger estimate."""
+    (actor,) = (one for one in scope.plan.workload(Role.GENERATOR).containers if one.name == "actor")
+    default = _FLOORS["actor"][1] + (actor.resources.memory_bytes or 0)
+    if small := _too_little(scope.spec.generator.actor_resources, default):
+        yield SpecProblem(
+            f"spec.generator.actorResources.{small[0]}.memory",
+            f"{small[1]} is below the {default / _MI:.0f}Mi of the container actor: 256Mi and verifier.memory × workers",
+            "raise it, or leave it out",
+        )
     if scope.size is None:
         return
     found: dict[tuple[str, str], tuple[int, SpecProblem]] = {}
@@ -226,10 +235,8 @@ def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:
         workload, given = scope.plan.workload(role), pod_template_of(scope.spec, role)
         name = workload.containers[0].name
         needed = workload.per_node * estimate(scope, name) + shared_memory_bytes(given, workload)
-        for kind in ("limits", "requests"):
-            amount = getattr(given.resources, kind).get("memory")
-            if amount is None or _is_enough(amount, needed):
-                continue
+        if small := _too_little(given.resources, needed):
+            kind, amount = small
             own = getattr(scope.spec, SECTION[role]).pod_template
             section = (
                 "" if own is None or "memory" not in getattr(own.resources, kind) else f"{SECTION[role]}."
@@ -242,13 +249,13 @@ def memory_warnings(scope: Scope) -> Iterator[SpecProblem]:
             )
             key = (SECTION[role], problem.where)
             found[key] = max(found.get(key, (0, problem)), (needed, problem), key=lambda one: one[0])
-            break
     yield from (problem for _, problem in found.values())
 
 
-def _is_enough(amount: object, needed: int) -> bool:
-    """Whether an amount of memory is at least ``needed`` bytes. What is no quantity gets no warning: the API server reports it."""
-    try:
-        return bool(parse_quantity(str(amount)) >= needed)  # type: ignore[no-untyped-call]
-    except (ValueError, ArithmeticError):
-        return True
+def _too_little(given: PodResources, needed: int) -> tuple[str, str] | None:
+    """The limit or request of memory below ``needed`` bytes: its kind and amount. The API server reports what is no quantity."""
+    for kind, amounts in (("limits", given.limits), ("requests", given.requests)):
+        with contextlib.suppress(ValueError, ArithmeticError):
+            if "memory" in amounts and parse_quantity(amounts["memory"]) < needed:  # type: ignore[no-untyped-call]
+                return kind, amounts["memory"]
+    return None
