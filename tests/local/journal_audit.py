@@ -30,9 +30,13 @@ class JournalCopy:
         into.mkdir()
 
     def update(self) -> None:
-        for segment in self._journal.glob("segment-*"):
-            if not (self._into / segment.name).exists():
-                os.link(segment, self._into / segment.name)
+        # On a cluster each attempt of the coordinator has a folder of its own, with a copy of the segment that it continues.
+        folders = sorted(self._journal.glob("journal-*")) or [self._journal]
+        for segment in folders[-1].glob("segment-*"):
+            kept, new = self._into / segment.name, self._into.with_name("new")
+            if not (kept.exists() and kept.samefile(segment)):
+                os.link(segment, new)
+                new.replace(kept)
 
     def frames(self) -> Iterator[frames.Frame]:
         segments = sorted(self._into.iterdir())

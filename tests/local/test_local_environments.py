@@ -30,4 +30,4 @@ def test_model_learns_an_environment(tmp_path: Path, name: str, gain: float) -> 
     first, last = (float(curve[at]["reward"]) for at in (0, -1))
     assert last > first + gain, curve
     assert summary["grading_errors"] == 0
-    assert summary["masked_tokens"] > 0, "messages are masked"
+    assert summary["counts"]["masked_tokens"] > 0, "messages are masked"

@@ -128,9 +128,13 @@ def _read(text: str) -> RunSpec:
 def _differences(before: str, after: str) -> tuple[str, ...]:
     """The fields that differ between two accepted specs; cached, since they stay the same for many reconciles. Few are: a spec
     may have 256 KiB."""
-    changed = changed_fields(_read(before), _read(after))
-    # As they were written: a preset or an alternative has many values that the user did not write.
-    return changed and (differing_paths(json.loads(before), json.loads(after)) or changed)
+    changed, specs = changed_fields(_read(before), _read(after)), (json.loads(before), json.loads(after))
+    # As they were written: a preset or an alternative has many values that the user did not write. Most sections are the same empty or
+    # not written, as a revert leaves them.
+    empty = {path for spec in specs for path, value in flat(spec) if value == {}}
+    effective = {path for path in empty for field in changed if f"{field}.".startswith(f"{path}.")}
+    written = (path for path in differing_paths(*specs) if path not in empty or path in effective)
+    return changed and (tuple(written) or changed)
 
 
 def edit_between(before: RunSpec, after: RunSpec, status: RunStatus) -> SpecEdit:
