@@ -114,7 +114,7 @@ class Team:
 
     async def let_in(self, role: str, count: int, *, after: str = "") -> list[Object]:
         """The pods of a role that nothing holds back, as soon as there are so many; ``after``: not that one (a uid)."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while True:
             found = [
                 p for p in await self.there.all("Pod", role) if not p["metadata"].get("deletionTimestamp")
