@@ -22,8 +22,8 @@ pytestmark = pytest.mark.timeout(1800)
 def assert_exact(rows: list[dict[str, Any]], experts: int, unlike: int = 0) -> None:
     """Trainer and vLLM compute the same with each version that was published in flight, but for some ``unlike``."""
     probes = [row["probe_max_difference"] for row in rows if "probe_max_difference" in row]
-    assert len(probes) > unlike
-    assert sorted(probes)[-1 - unlike] <= EXACT
+    exact = sum(probe <= EXACT for probe in probes)
+    assert exact >= max(1, len(probes) - unlike), probes
     for row in rows:
         if row["applied"]:
             assert 0 < row["router_entropy"] <= math.log(experts)
