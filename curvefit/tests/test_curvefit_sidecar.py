@@ -33,7 +33,7 @@ from scalerl_curvefit.sidecar.app import Limits, Sidecar, runner
 from scalerl_curvefit.sidecar.malloc import keep_freed_memory
 from scalerl_curvefit.simulate import SCALERL, simulated
 
-PATIENT = Limits(read_seconds=120.0, compute_seconds=120.0)
+LONG_LIMITS = Limits(read_seconds=120.0, compute_seconds=120.0)
 
 
 def client(url: str, **options: float) -> forecast_client.Sidecar:
@@ -73,7 +73,7 @@ async def test_forecast_matches_library(start) -> None:
     request = wire.ForecastRequest(
         points=points(curve), at=[2 * curve.now], target=0.58, max_compute=50_000.0, value=1.0, price=1e-6
     )
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(request)
     again = await sidecar.forecast(request)
     fitted = cf.fit(curve)
@@ -92,7 +92,7 @@ async def test_forecast_matches_library(start) -> None:
 
 async def test_forecast_unreachable_target_is_null(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=50, seed=1)), target=0.95)
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(request)
     assert answer.outlook.to_target.median is None
     assert answer.outlook.to_target.probability < 0.05
@@ -100,7 +100,7 @@ async def test_forecast_unreachable_target_is_null(start) -> None:
 
 async def test_forecast_broken_run_has_no_outlook(start) -> None:
     request = wire.ForecastRequest(points=points(simulated(n=40, seed=1)), truncation=[0.3])
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(request)
     assert answer.collapse_check.broken
     assert (answer.forecasts, answer.outlook) == ([], None)
@@ -109,7 +109,7 @@ async def test_forecast_broken_run_has_no_outlook(start) -> None:
 async def test_forecast_equal_rewards_with_budget(start) -> None:
     """A model that passes nothing: no curve is fitted to it otherwise, and it would never be stopped."""
     silent = wire.Points(compute=[float(i) for i in range(1, 21)], reward=[0.0] * 20, samples=1000.0)
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(wire.ForecastRequest(points=silent, budget=30.0))
     with pytest.raises(SidecarError, match="constant_reward"):
         await sidecar.forecast(wire.ForecastRequest(points=silent))
@@ -122,7 +122,7 @@ async def test_forecast_equal_rewards_with_budget(start) -> None:
 
 async def test_forecast_includes_late_rises(start) -> None:
     curve = points(simulated(n=50, seed=1))
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0))
     games = await sidecar.forecast(wire.ForecastRequest(points=curve, horizon=4.0, late_rises="games"))
     for of, rate, largest in ((answer, 0.016, 0.151), (games, 0.062, 0.267)):
@@ -137,7 +137,7 @@ async def test_forecast_says_which_gain_is_decidable(start) -> None:
     random = np.random.default_rng(0)
     compute = np.arange(1.0, 31.0)
     rewards = random.binomial(100, 0.2 + 0.4 / (1 + (5 / compute) ** 2)) / 100
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
 
     def request(least: float, samples: float | None = 100.0) -> wire.ForecastRequest:
         seen = wire.Points(compute=compute.tolist(), reward=rewards.tolist(), samples=samples)
@@ -159,7 +159,7 @@ async def test_forecast_new_recipe_uses_axis_of_request(start) -> None:
         recipe=["a"] * 20 + ["b"] * 40,
     )
     at = before.now + 2 * after.now
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(wire.ForecastRequest(points=curve, at=[at]))
     assert answer.fit.segment_start == before.now
     assert answer.fit.points_used == 40
@@ -189,7 +189,7 @@ GOOD = json.dumps({"points": {"compute": [1, 2, 3, 4, 5], "reward": [0.1, 0.2, 0
     ],
 )
 async def test_invalid_requests_have_error_codes(start, body: str, status: int, code: str) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     for path in (wire.FIT, wire.FORECAST):
         got, answer = await post(url + path, body.encode())
         assert (got, answer["code"]) == (status, code), answer
@@ -197,7 +197,7 @@ async def test_invalid_requests_have_error_codes(start, body: str, status: int, 
 
 
 async def test_forecast_earlier_runs_have_weights_and_reasons(start) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     points = json.loads(GOOD)["points"]
     whole = simulated(n=40, reach=8)
     head = {"compute": whole.compute[:12].tolist(), "reward": whole.reward[:12].tolist()}
@@ -276,7 +276,7 @@ async def test_requests_interleave_between_steps(start, monkeypatch: pytest.Monk
         yield forecast_answers.answer_forecast(request)
 
     monkeypatch.setattr(app, "forecast_steps", steps)
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     slow = asyncio.create_task(post(url + wire.FORECAST, GOOD.encode()))
     try:
         await asyncio.wait_for(waits.wait(), 120)
@@ -291,7 +291,7 @@ async def test_requests_interleave_between_steps(start, monkeypatch: pytest.Monk
     "runs", [["same", "same"], [str(i) for i in range(wire.MAX_EARLIER_RUNS + 1)]], ids=["names", "runs"]
 )
 async def test_forecast_limits_on_earlier_runs(start, runs: list[str]) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     request = json.loads(GOOD)
     request["earlier"] = [{"name": name, "points": request["points"]} for name in runs]
     status, answer = await post(url + wire.FORECAST, json.dumps(request).encode())
@@ -299,7 +299,7 @@ async def test_forecast_limits_on_earlier_runs(start, runs: list[str]) -> None:
 
 
 async def test_forecast_points_limit_includes_earlier_runs(start) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     many = list(range(1, wire.MAX_POINTS))
     earlier = [{"name": "long", "points": {"compute": many, "reward": [0.1] * len(many)}}]
     status, answer = await post(
@@ -310,7 +310,7 @@ async def test_forecast_points_limit_includes_earlier_runs(start) -> None:
 
 
 async def test_forecast_plateau_uses_earlier_runs(start) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     compute = list(range(1, 41))
     rises = [0.1 if c <= 24 else 0.5 for c in compute]
     head = {"points": {"compute": compute[:20], "reward": [*rises[:19], 0.101]}, "budget": 40.0}
@@ -326,30 +326,30 @@ async def test_forecast_plateau_uses_earlier_runs(start) -> None:
 
 @pytest.mark.parametrize("change", [{"draws": 0}, {"horizon": 1.0}, {"at": [1.0] * 201}, {"at": [-1.0]}])
 async def test_forecast_limits(start, change: dict[str, object]) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     status, answer = await post(url + wire.FORECAST, json.dumps({**json.loads(GOOD), **change}).encode())
     assert (status, answer["code"]) == (422, "request")
 
 
 async def test_limits_on_body_points_token_and_queue(start) -> None:
-    url = await start(Sidecar(replace(PATIENT, body_bytes=1000), token="secret").application())
+    url = await start(Sidecar(replace(LONG_LIMITS, body_bytes=1000), token="secret").application())
     authorised = {"authorization": "Bearer secret"}
     assert (await post(url + wire.FIT, GOOD.encode()))[0] == 401
     assert (await post(url + wire.FIT, GOOD.encode(), authorization="Bearer wrong"))[0] == 401
     assert (await post(url + wire.FIT, GOOD.encode(), **authorised))[0] == 200
     assert (await post(url + wire.FIT, b" " * 2000 + GOOD.encode(), **authorised))[0] == 413
-    idle = await start(Sidecar(replace(PATIENT, queue=0)).application())
+    idle = await start(Sidecar(replace(LONG_LIMITS, queue=0)).application())
     status, answer = await post(idle + wire.FIT, GOOD.encode())
     assert (status, answer["code"]) == (503, "busy")
     many = list(range(1, wire.MAX_POINTS + 2))
     body = json.dumps({"points": {"compute": many, "reward": [0.1] * len(many)}}).encode()
-    roomy = await start(Sidecar(PATIENT).application())
+    roomy = await start(Sidecar(LONG_LIMITS).application())
     status, answer = await post(roomy + wire.FIT, body)
     assert (status, answer["code"]) == (422, "request")
 
 
 async def test_out_of_time_is_503_and_service_continues(start) -> None:
-    url = await start(Sidecar(replace(PATIENT, compute_seconds=0.0005)).application())
+    url = await start(Sidecar(replace(LONG_LIMITS, compute_seconds=0.0005)).application())
     curve = simulated(n=20_000, reach=4)
     body = json.dumps(
         {"points": {"compute": curve.compute.tolist(), "reward": curve.reward.tolist()}}
@@ -361,7 +361,7 @@ async def test_out_of_time_is_503_and_service_continues(start) -> None:
 
 
 async def test_slow_body_is_503(start) -> None:
-    url = await start(Sidecar(replace(PATIENT, read_seconds=0.1)).application())
+    url = await start(Sidecar(replace(LONG_LIMITS, read_seconds=0.1)).application())
     host, port = re.search(r"//(.*):(\d+)", url).groups()
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST {wire.FIT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode())
@@ -374,7 +374,7 @@ async def test_slow_body_is_503(start) -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate"])
 async def test_compressed_body_is_415(start, encoding: str) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     for body in (b"garbage", gzip.compress(b" " * 1_000_000)):
         status, answer = await post(url + wire.FIT, body, **{"content-encoding": encoding})
         assert (status, answer["code"]) == (415, "content_encoding")
@@ -397,13 +397,13 @@ async def test_runner_does_not_decompress_bodies(start) -> None:
 
 async def test_forecast_hundred_thousand_points(start) -> None:
     curve = simulated(n=100_000, reach=4)
-    sidecar = client(await start(Sidecar(PATIENT).application()))
+    sidecar = client(await start(Sidecar(LONG_LIMITS).application()))
     answer = await sidecar.forecast(wire.ForecastRequest(points=points(curve)))
     assert abs(answer.fit.A.median - 0.61) < 0.01
 
 
 async def test_metrics_and_openapi_match_wire_types(start) -> None:
-    url = await start(Sidecar(PATIENT).application())
+    url = await start(Sidecar(LONG_LIMITS).application())
     await post(url + wire.FIT, GOOD.encode())
     await post(url + wire.FIT, b"no")
     async with aiohttp.ClientSession() as session:

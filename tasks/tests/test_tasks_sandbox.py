@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMITS = Limits(cpu_seconds=1, memory_bytes=256 << 20, output_bytes=1 << 16, threads=16)
-PATIENT = replace(LIMITS, cpu_seconds=120)
+LONG_LIMITS = replace(LIMITS, cpu_seconds=120)
 """Of what has to end in its own way, however slow the machine is."""
 SECRET = "the-token-of-the-run"
 
@@ -228,7 +228,7 @@ def sandbox() -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCALERL_TOKEN", SECRET)
         with _many_descriptors():
-            one = Sandbox.start(PATIENT)
+            one = Sandbox.start(LONG_LIMITS)
         yield one
         one.close()
 
@@ -237,7 +237,7 @@ def sandbox() -> Iterator[Sandbox]:
 def without_namespaces() -> Iterator[Sandbox]:
     """As in a restricted pod, whose runtime refuses namespaces."""
     with _many_descriptors():
-        one = Sandbox.start(PATIENT, namespaces=False)
+        one = Sandbox.start(LONG_LIMITS, namespaces=False)
     assert not one.namespaces
     yield one
     one.close()
@@ -471,18 +471,18 @@ def test_program_cannot_forge_its_result(verifier: CodeVerifier, forger: str, su
 
 
 @pytest.fixture(scope="module")
-def patient() -> Iterator[CodeVerifier]:
-    with CodeVerifier(CodeConfig("All", PATIENT, seconds=120)) as one:
+def unhurried_verifier() -> Iterator[CodeVerifier]:
+    with CodeVerifier(CodeConfig("All", LONG_LIMITS, seconds=120)) as one:
         yield one
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_right_program_passes(patient: CodeVerifier, suite: str) -> None:
+def test_right_program_passes(unhurried_verifier: CodeVerifier, suite: str) -> None:
     """The tests above fail for what the programs do, not for the tests."""
     answer, metadata = SUITES[suite]
     two = 5 if suite == "check" else [1, 2]
     program = f"def f(x): return 'WANTED' if x == 1 else {two}"
-    assert patient.score(Prompt("p", "", answer, metadata=metadata), program).score == 1
+    assert unhurried_verifier.score(Prompt("p", "", answer, metadata=metadata), program).score == 1
 
 
 def test_program_cannot_forge_a_comparison() -> None:
@@ -493,7 +493,7 @@ def test_program_cannot_forge_a_comparison() -> None:
                 assert verifier.score(prompt, program).score == 0, forger
 
 
-def test_objects_of_the_program_can_be_used(patient: CodeVerifier) -> None:
+def test_objects_of_the_program_can_be_used(unhurried_verifier: CodeVerifier) -> None:
     """Arithmetic gives objects, and membership is what they iterate over."""
     program = (
         "class V:\n    def __init__(s, *x): s.x = x\n    def __mul__(s, k): return V(*(k * y for y in s.x))\n"
@@ -507,7 +507,7 @@ def test_objects_of_the_program_can_be_used(patient: CodeVerifier) -> None:
         "assert 4 in V(3, 4) and 5 not in V(3, 4)",
         *CLOSE,
     ]
-    assert patient.score(Prompt("p", "", json.dumps(tests)), program).score == 1
+    assert unhurried_verifier.score(Prompt("p", "", json.dumps(tests)), program).score == 1
 
 
 RAW = """import json, os, struct, time

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from stage import PATIENT_SECONDS, Stage, own_control_plane, serve_runs, stage
+from stage import LONG_TIMEOUT_SECONDS, Stage, own_control_plane, serve_runs, stage
 from testcluster import Cluster, Images, MissingError, start_cluster
 from testcluster.kind import start_kind, usable
 from testcluster.tools import kubectl
@@ -70,7 +70,7 @@ def served(control_plane: Cluster) -> Cluster:
 async def api(served: Cluster) -> AsyncIterator[KubeApi]:
     """The operator's client of it, without a fence."""
     configuration = await connection.load(str(served.kubeconfig))
-    async with KubeApi(configuration, timeout=PATIENT_SECONDS) as client:
+    async with KubeApi(configuration, timeout=LONG_TIMEOUT_SECONDS) as client:
         yield client
 
 

@@ -43,7 +43,7 @@ WATCHED = (
     *("ScaleRLRun", "ConfigMap", "Service", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job"),
     *("NetworkPolicy", "PodDisruptionBudget", "Pod"),
 )
-PATIENT_SECONDS = 120.0
+LONG_TIMEOUT_SECONDS = 120.0
 """Timeout of the operator's requests: tests are not about a machine that is slow."""
 _addresses = (
     # Derived from the process id, so that concurrent test runs have different addresses.
@@ -181,7 +181,7 @@ class Stage:
         self.images = Images("trainer:1", "generator:1", "coordinator:1")
         self.leads, self.namespaced = True, False
         self.lost_seconds = LOST_SECONDS
-        self.answer_seconds = PATIENT_SECONDS
+        self.answer_seconds = LONG_TIMEOUT_SECONDS
         self.writes_left: int | None = None
         """Number of writes after which the operator is interrupted at any point of a reconcile; None: no limit."""
         self.coordinator = Coordinator()
@@ -209,7 +209,7 @@ class Stage:
 
     def silence(self, silent: bool) -> None:
         """Whether the coordinator answers no request: only then does the operator give up after a second."""
-        self.coordinator.silent, self.answer_seconds = silent, 1.0 if silent else PATIENT_SECONDS
+        self.coordinator.silent, self.answer_seconds = silent, 1.0 if silent else LONG_TIMEOUT_SECONDS
         for poller in self.reconciler.coordinators._pollers.values():
             poller.client._timeout_seconds = self.answer_seconds
 
@@ -452,10 +452,10 @@ async def stage_in(cluster: Any, namespace: str) -> AsyncIterator[Stage]:
     configuration = await connection.load(str(cluster.kubeconfig))
     calls = Calls()
     async with AsyncExitStack() as stack:
-        patient = functools.partial(KubeApi, configuration, timeout=PATIENT_SECONDS)
-        fenced = patient(on_call=calls.called, fence=lambda: there.may_write())
+        make_client = functools.partial(KubeApi, configuration, timeout=LONG_TIMEOUT_SECONDS)
+        fenced = make_client(on_call=calls.called, fence=lambda: there.may_write())
         api = await stack.enter_async_context(fenced)
-        own = await stack.enter_async_context(patient())
+        own = await stack.enter_async_context(make_client())
         there = Stage(api, own, calls, namespace, cluster.kubectl)
         await stack.enter_async_context(there.coordinator.serving())
         try:
