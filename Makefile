@@ -26,7 +26,9 @@ FULL ?=
 AND_NOT_FULL = $(if $(FULL),,and not full)
 DURATIONS := --durations=20
 # What shares a worker, and what comes first: conftest.py. Three at a time on two cores: tests wait for processes, servers, leases and pods.
-BY_FILE = --dist loadfile --no-loadscope-reorder -n $(WORKERS)
+BY_FILE = --dist loadfile --no-loadscope-reorder -n $(WORKERS) $(REPEAT)
+# A test that fails is run once more, and listed: conftest.py.
+REPEAT := --reruns 1
 WORKERS := 3
 UNIT := $(MEMBERS:%=%/tests) tests/house tests/chart tests/release
 AUTOSTOP := tests/cluster/test_runs.py::test_run_is_stopped_by_its_forecast
@@ -89,7 +91,7 @@ test-tiers: setup $(if $(IMAGES_LATER),,cluster-tools) ## the three tiers below 
 
 # It measures callbacks by the wall.
 test-alone: setup
-	$(PYTEST) -m 'cluster $(AND_NOT_FULL)' $(ALONE)
+	$(PYTEST) $(REPEAT) -m 'cluster $(AND_NOT_FULL)' $(ALONE)
 
 # Exit code 3: no cluster can be made on this machine, and its tests say why they are skipped.
 cluster-tools: setup
