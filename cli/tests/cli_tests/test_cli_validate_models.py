@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,21 +175,34 @@ def test_scratch_model_unsupported_by_vllm_on_cpus() -> None:
     assert list(spec_problems(two)) == []
 
 
-def _sparse_llama(folder: Path) -> Path:
-    """Llama-3.1-70B's config, and a weights file with its header alone: the tensors are a hole."""
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
-        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
-    }  # fmt: skip
-    hidden, wide, keys = 8192, 28672, 1024
-    shapes = {"model.embed_tokens.weight": (128256, hidden), "lm_head.weight": (128256, hidden)}
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+}  # fmt: skip
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "head_dim": 128,
+    "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+
+
+def _sparse_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A config, and a weights file with its header alone: the tensors are a hole."""
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    queries = config.get("head_dim", 128) * config["num_attention_heads"]
+    keys = config.get("head_dim", 128) * config["num_key_value_heads"]
+    norms = ("self_attn.q_norm", "self_attn.k_norm") if config["model_type"] == "qwen3" else ()
+    shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
     shapes["model.norm.weight"] = (hidden,)
-    for layer in range(80):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for name, shape in (
-            ("self_attn.q_proj", (hidden, hidden)), ("self_attn.k_proj", (keys, hidden)), ("self_attn.v_proj", (keys, hidden)),
-            ("self_attn.o_proj", (hidden, hidden)), ("mlp.gate_proj", (wide, hidden)), ("mlp.up_proj", (wide, hidden)),
+            ("self_attn.q_proj", (queries, hidden)), ("self_attn.k_proj", (keys, hidden)), ("self_attn.v_proj", (keys, hidden)),
+            ("self_attn.o_proj", (hidden, queries)), ("mlp.gate_proj", (wide, hidden)), ("mlp.up_proj", (wide, hidden)),
             ("mlp.down_proj", (hidden, wide)), ("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,)),
+            *((norm, (128,)) for norm in norms),
         ):  # fmt: skip
             shapes[f"{prefix}.{name}.weight"] = shape
     header, end = {}, 0
@@ -204,12 +218,39 @@ def _sparse_llama(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("example", "config"),
+    [
+        ("qwen3-8b/run.yaml", QWEN3_8B),
+        ("llama-70b/run-lora.yaml", LLAMA_70B),
+        ("llama-70b/run-kubernetes.yaml", LLAMA_70B),
+    ],
+)
+def test_large_example_fits_by_the_memory_plan(
+    example: str, config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the lowest stage that does, in what its comment says."""
+    text = (ROOT / "examples" / example).read_text()
+    run = yaml.safe_load(text)
+    run["spec"]["model"].pop("hub")
+    run["spec"]["model"]["path"] = str(_sparse_model(tmp_path / "model", config))
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    assert main(["validate", str(file), "--memory", "--any-machine"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "no tokenizer" in printed.err
+    (chosen,) = re.findall(r"([\d.]+)  fits  \(trainer.zeroStage\)", printed.out)
+    assert f"the lowest stage that fits: {run['spec']['trainer']['zeroStage']}" in printed.out
+    assert f"a rank of the trainer needs {math.ceil(float(chosen))} GiB of its GPU" in text
+
+
 def test_memory_plan_of_70b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Printed although the run is refused; docs/models.md shows it."""
     file = tmp_path / "run.yaml"
     file.write_text(
         changed(
-            spec__model={"path": str(_sparse_llama(tmp_path / "llama")), "contextTokens": 4096},
+            spec__model={"path": str(_sparse_model(tmp_path / "llama", LLAMA_70B)), "contextTokens": 4096},
             spec__trainer={
                 "devices": 8,
                 "deviceMemory": "80Gi",
