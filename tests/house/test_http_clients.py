@@ -38,12 +38,12 @@ BOUNDED = {
 }
 """The clients of this project."""
 OTHERS = {
-    "cli/src/scalerl_cli/memory_plan.py": "the hub's cache, by its library, without a request",
     "operator/src/scalerl_operator/kube/client.py": "the API server, which the operator trusts, over TLS",
     "operator/src/scalerl_operator/kube/transport.py": "the same",
     "tasks/src/scalerl_tasks/dataset/hub.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/export_targets.py": "the hub and buckets that the run names, by their libraries",
     "trainer/src/scalerl_trainer/model_cache.py": "the hub, by its library",
+    "trainer/src/scalerl_trainer/models/hub.py": "the hub, by its library",
     "trainer/src/scalerl_trainer/prepare.py": "the hub, by its library",
 }
 """Clients of others, which are trusted as far as the run names them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Final
 
 from scalerl_api.fields import quantity_bytes
@@ -11,8 +10,8 @@ from scalerl_api.memory.limits import trainer_advice
 from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.memory.roles import checkpoint_copy, offloaded_bytes, server_memory
 from scalerl_api.memory.trainer_rank import RankMemory, stage_plan
-from scalerl_api.spec import HubModel, RunSpec
-from scalerl_cli.machine import available_bytes, folder_size, model_size
+from scalerl_api.spec import RunSpec
+from scalerl_cli.machine import available_bytes, model_size
 
 _UNITS: Final = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 _GIB = _UNITS[0][0]
@@ -32,12 +31,17 @@ _COLUMNS: Final = {
 
 def memory_lines(spec: RunSpec) -> list[str]:
     """The plan of allocations of ``spec``, or why there is none."""
-    size = model_size(spec) if spec.model.hub is None else _cached_size(spec.model.hub)
+    size = model_size(spec)
+    if spec.model.hub is not None:
+        from scalerl_trainer.errors import ModelError
+        from scalerl_trainer.models.hub import hub_model_size
+
+        try:
+            size = hub_model_size(spec.model.hub)
+        except ModelError as error:
+            return [f"  memory: the model's size is not known: {error}"]
     if size is None:
-        return [
-            "  memory: the model's size is not known: download the model first, or give model.path a folder with config.json and the "
-            "headers of its weights"
-        ]
+        return ["  memory: the model's size is not known: its config.json and headers do not give it"]
     ranks, there = spec.trainer.ranks, _rank_bytes(spec)
     plan, copy = stage_plan(size, spec), checkpoint_copy(size, spec)
     left = there if there is None or spec.trainer.devices else there - copy
@@ -95,14 +99,3 @@ def _rank_bytes(spec: RunSpec) -> int | None:
         host = available_bytes()
         return None if host is None else host // spec.trainer.ranks
     return quantity_bytes(spec.trainer.device_memory) if spec.trainer.device_memory else None
-
-
-def _cached_size(hub: HubModel) -> ModelSize | None:
-    """Size of a model in the cache of the hub's client."""
-    import huggingface_hub
-
-    try:
-        folder = huggingface_hub.snapshot_download(hub.name, revision=hub.revision, local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return folder_size(Path(folder))

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from hub_server import HubModels
+from safetensors.torch import load_file, save_file
 
 from cli_tests.good_run import GOOD, ROOT, Check, changed
 from scalerl_api.spec import RunSpec, ScratchModel
@@ -191,7 +197,7 @@ def _sparse_model(folder: Path, config: dict[str, Any]) -> Path:
     queries = config.get("head_dim", 128) * config["num_attention_heads"]
     keys = config.get("head_dim", 128) * config["num_key_value_heads"]
     norms = ("self_attn.q_norm", "self_attn.k_norm") if config["model_type"] == "qwen3" else ()
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "lm_head.weight": (config["vocab_size"], hidden),
     }
@@ -297,13 +303,68 @@ def test_memory_plan_of_a_small_run_on_this_machine(
     assert printed.endswith("run.yaml: ok\n")
 
 
-def test_memory_plan_of_a_model_that_is_not_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+def plan_by_command(file: Path, endpoint: str) -> str:
+    """What ``scalerl validate --memory`` prints in a process of its own, whose hub is at ``endpoint``."""
+    own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(file.parent / "home")}
+    argv = [sys.executable, "-m", "scalerl_cli.main", "validate", str(file), "--memory", "--any-machine"]
+    done = subprocess.run(argv, env=os.environ | own, capture_output=True, text=True, timeout=300)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_memory_plan_of_a_hubs_model_downloads_no_weights(tmp_path: Path, in_shards: bool) -> None:
+    """It is that of the same model in a folder; also beside a cache that has its config alone, as after the first time."""
+    folder = model_folder(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    padding = torch.zeros(400, 400, dtype=torch.bfloat16)  # more than what is fetched with a header
+    first = {name: tensors.pop(name) for name in list(tensors)[:2]} if in_shards else {}
+    save_file({**tensors, "model.layers.0.unused.weight": padding}, folder / "model.safetensors")
+    if in_shards:
+        weights = {
+            "model-1.safetensors": first,
+            "model-2.safetensors": load_file(folder / "model.safetensors"),
+        }
+        (folder / "model.safetensors").unlink()
+        for name, part in weights.items():
+            save_file(part, folder / name)
+        where = {tensor: name for name, part in weights.items() for tensor in part}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": where})
+        )
+    by_path, by_hub = tmp_path / "path.yaml", tmp_path / "hub.yaml"
+    sources: dict[Path, dict[str, Any]] = {
+        by_path: {"path": str(folder)},
+        by_hub: {"hub": {"name": "team/model", "revision": "main"}},
+    }
+    gpu = {"devices": 1, "deviceMemory": "80Gi"}
+    for file, source in sources.items():
+        model = {**source, "contextTokens": 64}
+        file.write_text(changed(spec__model=model, spec__trainer=gpu, spec__generator=gpu))
+    hub = HubModels("team/model", {file.name: file.read_bytes() for file in folder.iterdir()})
+    try:
+        plans = [plan_by_command(file, hub.url) for file in (by_path, by_hub, by_hub)]
+    finally:
+        hub.close()
+    (expected, *found) = ([line for line in plan.splitlines() if line[:1] == " "] for plan in plans)
+    assert "memory of a trainer rank" in expected[0]
+    assert found == [expected, expected]
+    assert not any(
+        "-" in name or name == "model.safetensors" for name in hub.downloads if "index" not in name
+    )
+
+
+@pytest.mark.slow
+def test_memory_plan_of_a_model_that_no_hub_has(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
-        changed(spec__model={"hub": {"name": "nobody/nothing", "revision": "0" * 40}, "contextTokens": 64})
+        changed(spec__model={"hub": {"name": "team/other", "revision": "main"}, "contextTokens": 64})
     )
-    main(["validate", str(file), "--memory", "--any-machine"])
-    assert "memory: the model's size is not known: download the model first" in capsys.readouterr().out
+    hub = HubModels("team/model", {"config.json": b"{}"})
+    try:
+        printed = plan_by_command(file, hub.url)
+    finally:
+        hub.close()
+    assert "memory: the model's size is not known: team/other at revision main: " in printed
+    assert "check name, revision, network and access token (HF_TOKEN)" in printed
+    assert "is not known: team/other" in plan_by_command(file, "http://127.0.0.1:9")

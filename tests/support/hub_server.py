@@ -72,7 +72,11 @@ class HubModels:
                 if body and hub.wrong[name]:
                     hub.wrong[name] -= 1
                     content = bytes(255 - b for b in content)
-                self.send_response(200)
+                part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                whole = part is None
+                if part is not None:
+                    content = content[int(part[1]) : int(part[2]) + 1]
+                self.send_response(200 if whole else 206)
                 self.send_header("X-Repo-Commit", COMMIT)
                 self.send_header("ETag", f'"{hashlib.sha256(hub.files[name]).hexdigest()}"')
                 self.send_header("Content-Length", str(len(content)))
@@ -81,7 +85,7 @@ class HubModels:
                     return
                 try:
                     for start in range(0, len(content), CHUNK):
-                        if start + CHUNK >= len(content):  # counted before the client goes on
+                        if whole and start + CHUNK >= len(content):  # counted before the client goes on
                             hub.downloads[name] += 1
                         self.wfile.write(content[start : start + CHUNK])
                         if name.endswith(".safetensors"):
