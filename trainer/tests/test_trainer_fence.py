@@ -226,9 +226,9 @@ def test_numbers_only_rise(tmp_path: Path) -> None:
     local.check()
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
+    begin(tmp_path, FIRST).check()
     with pytest.raises(AttemptSuperseded):
         local.check()
-    begin(tmp_path, FIRST).check()
 
 
 def test_of_attempts_that_begin_at_once_the_latest_has_the_right(tmp_path: Path) -> None:
@@ -365,3 +365,28 @@ def test_full_volume_does_not_keep_an_attempt_from_beginning(tmp_path: Path) -> 
     second = Fence.begin(tmp_path, SECOND, Full())
     second.check()
     assert list(second.folder.iterdir()) == []
+
+
+def test_folder_that_cannot_be_listed_is_no_later_attempt(tmp_path: Path) -> None:
+    fence = Fence.begin(tmp_path / "checkpoints", FIRST, Quick())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            "os.listdir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+        )
+        with pytest.raises(PermissionError):
+            fence.check()
+    fence.check()
+
+
+def test_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    """Unless another attempt has one, which is there at once."""
+    root = tmp_path / "checkpoints"
+    fence = Fence.begin(root, FIRST, Quick())
+    shutil.rmtree(root)
+    fence.check()
+    assert [path.name for path in root.iterdir()] == [fence.folder.name]
+    later = Fence.begin(root, SECOND, Quick())
+    with pytest.raises(AttemptSuperseded):
+        fence.check()
+    later.check()
+    assert [path.name for path in root.iterdir()] == [later.folder.name]

@@ -255,3 +255,25 @@ def test_damaged_checkpoint_is_quarantined(new_run: Any) -> None:
     assert f"registered: version {before}," in run.log("trainer-0")
     assert run.step() == 8
     assert [row["step"] for row in run.rows()] == list(range(8))
+
+
+def test_deleted_checkpoints_stop_no_training(new_run: Any, tmp_path: Path) -> None:
+    """Their folder cannot be used for a while, and is deleted later: the trainer goes on, and what it writes next is whole."""
+    run = new_run(budget__maxSteps=12)
+    run.retry_seconds = 2
+    generator = run.start(seconds_per_group=0.05, slots=20)
+    until(lambda: run.checkpoints() and run.step() >= 4, what="a checkpoint")
+    folder, aside = run.paths.checkpoints, tmp_path / "aside"
+    folder.rename(aside)
+    folder.touch()
+    run.permit(generator, 32)
+    until(lambda: "Not a directory" in run.log("trainer-0"), what="a checkpoint that fails")
+    folder.unlink()
+    aside.rename(folder)
+    until(lambda: run.checkpoints()[-1] >= 6, what="a checkpoint")
+    shutil.rmtree(folder)
+    run.permit(generator)
+    assert run.wait_trainer() == [0, 0]
+    assert run.checkpoints()[-1] == 12
+    assert run.log("trainer-0").count("registered: ") == 1
+    until(lambda: run.exported() == 12, what="an export")

@@ -96,6 +96,7 @@ class Exporter:
         self._to = spec.trainer.export.to or to
         self._write_pauses, self._copy_pauses = write_pauses, copy_pauses
         self._stopped_seconds = stopped_seconds
+        self._fenced = fence is not None
         self._staging = paths.exports if fence is None else fence.folder / "exports"
         self._closing = threading.Event()
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="export")
@@ -111,12 +112,16 @@ class Exporter:
         self._copying: frozenset[int] = frozenset()
         self._copy_queued = False
         self._target: Target | None = None
-        if fence is not None:
-            with contextlib.suppress(OSError):  # without it, each export fails and is counted
-                self._staging.mkdir(exist_ok=True)
+        self._make_staging()
         self._remove_staged()
         self._attempted = -1
         self._unmeasured = set(self._versions())
+
+    def _make_staging(self) -> None:
+        """Make the staging folder, also again after it was deleted, but not that of the attempt, which a later one takes."""
+        if self._fenced:
+            with contextlib.suppress(OSError):  # without it, each export fails and is counted
+                self._staging.mkdir(exist_ok=True)
 
     @property
     def status(self) -> Exports:
@@ -151,6 +156,7 @@ class Exporter:
         self._attempted = version
         for pause in (*self._write_pauses, None):
             tensors = weights()
+            self._make_staging()
             try:
                 staged = stage_model(
                     self._folder(version),

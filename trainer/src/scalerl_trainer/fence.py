@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,13 +92,19 @@ class Fence:
         return fence
 
     def check(self) -> None:
-        """Check that no other attempt has begun since.
+        """Check that no other attempt has begun since. A folder that was deleted is made again, with ``checkpoints``.
 
         Raises:
             AttemptSuperseded: one has; this attempt must end.
+            OSError: the volume cannot be read or written.
         """
         root, own = self.folder.parent, self.folder.name
         found = _attempts(root)
+        if not found:  # another attempt would have a folder
+            root.mkdir(parents=True, exist_ok=True)
+            self._disk.make_directory(self.folder)
+            log.warning("%s was deleted and is made again", self.folder)
+            found = _attempts(root)
         later = [
             folder.name for folder, attempt in found.items() if attempt >= found.get(self.folder, attempt)
         ]
@@ -129,6 +136,12 @@ class Fence:
 
 
 def _attempts(root: Path) -> dict[Path, Attempt]:
-    """The attempts' folders."""
-    found = ((path, Attempt.parse(path.name.removeprefix(FOLDER))) for path in root.glob(f"{FOLDER}*"))
+    """The attempts' folders. Raises ``OSError`` for a folder that cannot be listed: others may be in it."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return {}
+    found = (
+        (root / name, Attempt.parse(name.removeprefix(FOLDER))) for name in names if name.startswith(FOLDER)
+    )
     return {path: attempt for path, attempt in found if attempt is not None}

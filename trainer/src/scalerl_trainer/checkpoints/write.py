@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -246,9 +247,9 @@ class Checkpointer:
                 return
 
     def _begin(self, step: int) -> _Begun:
-        # No checkpoint is pending here: what could not be removed before must not keep the volume full.
-        self._store.remove_staged()
         try:
+            # No checkpoint is pending here: what could not be removed before must not keep the volume full.
+            self._store.remove_staged()
             return _Begun(str(self._store.stage(step).directory))
         except OSError as error:
             return _Begun(error=str(error) or type(error).__name__)
@@ -271,7 +272,8 @@ class Checkpointer:
         step = pending.staged.step
         error = next((e for _, e in results if e), None)
         if error is not None:
-            self._store.check()  # a later attempt has taken the staging folder
+            with suppress(OSError):
+                self._store.check()  # a later attempt has taken the staging folder
         else:
             try:
                 records = [record for records, _ in results for record in records]
