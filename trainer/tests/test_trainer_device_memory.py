@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,9 @@ from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.memory.trainer_rank import trainer_rank_memory
 from scalerl_api.spec import RunSpec
 from scalerl_trainer import device_memory
+from scalerl_trainer import main as trainer_main
 from scalerl_trainer.device_memory import REPORTED, check_device_memory
+from scalerl_trainer.engine import Rank
 from scalerl_trainer.errors import EngineError
 
 pytestmark = pytest.mark.slow
@@ -87,3 +91,42 @@ def test_ranks_with_room_and_ranks_without_accelerators_begin(
     with pytest.raises(EngineError, match="rank 3"):
         check(monkeypatch, tmp_path, [("H100", need)] * 3 + [("H100", int(REPORTED * need) - 1)], 3)
     check(monkeypatch, tmp_path, [None, None], 1)
+
+
+def too_large_for_torch() -> None:
+    torch.empty(1 << 60)
+
+
+def too_large_for_numpy() -> None:
+    np.empty(1 << 50)
+
+
+def too_large_for_an_accelerator() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "message"),
+    [
+        (
+            too_large_for_torch,
+            "this rank's host is out of memory: give it more memory, or use more trainer.replicas",
+        ),
+        (too_large_for_numpy, "this rank's host is out of memory"),
+        (too_large_for_an_accelerator, "the accelerator is out of memory: lower trainer.microBatchTokens"),
+    ],
+)
+def test_allocation_that_fails_is_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    allocate: Callable[[], None],
+    message: str,
+) -> None:
+    monkeypatch.setattr(trainer_main, "set_on_signals", lambda _: None)
+    monkeypatch.setattr(trainer_main.Rank, "from_environment", lambda _: Rank(0, 1, 0, "127.0.0.1", 1))
+    monkeypatch.setattr(trainer_main.ProcessEnvironment, "read", lambda: None)
+    monkeypatch.setattr(trainer_main, "run", lambda *_: allocate())
+    assert trainer_main.main(["--listen", "127.0.0.1:0"]) == 1
+    (record,) = caplog.records
+    assert record.getMessage().startswith(message)
+    assert record.exc_info is None

@@ -1,4 +1,5 @@
-"""Whether each rank's accelerator has the memory that a rank needs: ``prepare`` sees the GPUs of one machine, or what the spec declares."""
+"""Whether each rank's accelerator has the memory that a rank needs: ``prepare`` sees the GPUs of one machine, or what the spec declares.
+And what to do where it, or the host, had not."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from scalerl_api.memory.model_size import ModelSize
 from scalerl_api.memory.trainer_rank import trainer_rank_memory
 from scalerl_api.spec import RunSpec
-from scalerl_trainer.errors import EngineError
+from scalerl_trainer.errors import EngineError, first_line
 from scalerl_trainer.models.files import read_json, stored_tensors
 from scalerl_trainer.ranks import Ranks
 
@@ -50,3 +51,23 @@ def check_device_memory(ranks: Ranks, device: torch.device, folder: Path, spec: 
             f"trainer: a rank needs about {need}, and {', '.join(small)}: place all ranks on GPUs with that memory "
             "(trainer.podTemplate), set trainer.deviceMemory to that of the smallest, or reduce trainer.microBatchTokens"
         )
+
+
+def out_of_memory(error: Exception) -> str:
+    """What failed and what to do, if ``error`` is of an allocation; empty for another error."""
+    text = first_line(error)
+    if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in text:
+        place, advice = (
+            "the accelerator",
+            "lower trainer.microBatchTokens, set trainer.activationCheckpointing",
+        )
+        advice += ", raise trainer.zeroStage, or set trainer.offload"
+    elif isinstance(error, MemoryError) or "can't allocate memory" in text:
+        place, advice = "this rank's host", "give it more memory, or use more trainer.replicas"
+        advice += ", or less of trainer.offload"
+    else:
+        return ""
+    return (
+        f"{place} is out of memory: {advice}. scalerl validate --memory prints what a rank needs. All ranks restart from the last "
+        f"checkpoint ({text})"
+    )

@@ -65,7 +65,7 @@ from scalerl_trainer.checkpoints.upload import Uploader
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.checkpoints.write import TIMINGS, Checkpointer, Timings
 from scalerl_trainer.coordinator_client import Coordinator, Unresumable
-from scalerl_trainer.device_memory import check_device_memory
+from scalerl_trainer.device_memory import check_device_memory, out_of_memory
 from scalerl_trainer.engine import Engine, Rank, init_process_group
 from scalerl_trainer.engine.settings import engine_settings
 from scalerl_trainer.errors import (
@@ -369,11 +369,9 @@ def main(argv: Sequence[str] | None = None, timings: Timings = TIMINGS) -> int:
     except AttemptSuperseded as problem:
         log.error("SUPERSEDED: %s", problem)
         return SUPERSEDED_EXIT_CODE
-    except (CheckpointError, StoreError) as problem:
-        log.error("%s", problem)
-        return 1
-    except Exception:
-        log.exception("unexpected exception")
+    except Exception as problem:
+        known = str(problem) if isinstance(problem, CheckpointError | StoreError) else out_of_memory(problem)
+        log.error("%s", known or "unexpected exception", exc_info=None if known else problem)
         return 1
     return 0
 
