@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_run import model_state, until
 from transformers import AutoModelForCausalLM
 
-from scalerl_trainer.export import export_checkpoint
+from scalerl_trainer.export import ExportError, export_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,28 @@ def test_killed_rank_resumes_adapters_and_exports_them(new_run: Any) -> None:
     assert export_checkpoint(run.paths, target) == 8
     by_hand = load_file(target / "adapter_model.safetensors")
     assert all(torch.equal(by_hand[name], adapters[name]) for name in adapters)
+
+
+def test_adapters_of_other_weights_are_refused(new_run: Any) -> None:
+    """The model's file, which may be linked from model.path, is written again: until it is put back, no step is trained."""
+    run = new_run(trainer__lora=LORA, trainer__replicas=1, checkpoint__everySteps=2, budget__maxSteps=6)
+    directory = run.start(slots=12)
+    until(lambda: run.checkpoints() == [2], what="a checkpoint")
+    os.kill(run.ranks[0].pid, signal.SIGKILL)
+    run.wait_trainer()
+    run.permit(directory)
+    file = run.paths.base_model / "model.safetensors"
+    content = file.read_bytes()
+    save_file({name: 1.1 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    run.start_trainer()
+    assert run.wait_trainer() == [2]
+    assert "has adapters of other weights than the files of the model have now" in run.log("trainer-0")
+    with pytest.raises(ExportError, match="adapters of other weights"):
+        export_checkpoint(run.paths, run.paths.root / "exported")
+    file.write_bytes(content)
+    run.start_trainer()
+    assert run.wait_trainer() == [0]
+    assert [row["step"] for row in run.rows()] == list(range(6))
 
 
 def test_target_that_names_no_layer_ends_the_trainer(new_run: Any) -> None:

@@ -30,6 +30,7 @@ from scalerl_trainer.checkpoints.manifest import CheckpointError
 from scalerl_trainer.checkpoints.volume import CheckpointStore
 from scalerl_trainer.errors import EngineError, ModelError, TrainerError
 from scalerl_trainer.models.checkpoint_names import CheckpointNames, skeleton, stored_names
+from scalerl_trainer.models.files import weights_digest
 from scalerl_trainer.models.load import load_model
 from scalerl_trainer.models.lora import Lora, adapter_config, adapter_names, merged, peft_name
 from scalerl_trainer.tensor_files import TensorInfo, write_tensors
@@ -232,12 +233,13 @@ def _saved_tensors(
     weights: dict[str, torch.Tensor] = {}
     try:
         if saved.header.lora is not None:  # the checkpoint has adapters only
+            saved.check_base(weights_digest(paths.base_model))
             model = load_model(str(paths.base_model), dtype=spec.model.dtype, attention=spec.model.attention)
             weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
             parameters = {name: list(weight.shape) for name, weight in weights.items()}
         shapes = [(name, tuple(shape)) for name, shape in parameters.items()]
         names = CheckpointNames(skeleton(paths.base_model), shapes, stored_names(paths.base_model))
-    except ModelError as error:
+    except (EngineError, ModelError) as error:
         raise ExportError(str(error)) from error
 
     def whole(name: str) -> torch.Tensor:

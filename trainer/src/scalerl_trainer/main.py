@@ -196,7 +196,9 @@ def _open_engine(spec: RunSpec, paths: RunPaths, device: torch.device) -> Engine
     opened = partial(open_model, paths.base_model, dtype=spec.model.dtype, attention=spec.model.attention)
     gc.disable()  # Transformers and DeepSpeed, which are imported here, make a million objects that stay
     model, weights = opened()
-    engine = Engine(model, engine_settings(spec), device, stored_names(paths.base_model), weights)
+    engine = Engine(
+        model, engine_settings(spec, paths.base_model), device, stored_names(paths.base_model), weights
+    )
     gc.collect()
     gc.freeze()  # so later collections skip them
     gc.enable()

@@ -58,6 +58,8 @@ class EngineHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Full shapes by name."""
     lora: Lora | None = None
     """Of adapters, which are all that the checkpoint has then."""
+    base: str = ""
+    """Digest of the model that the adapters are of; empty without them, or where it is not known."""
 
 
 def write_pieces(
@@ -133,8 +135,9 @@ class SavedState:
         self.read(name, "weight", 0, flat)
         return flat.view(shape)
 
-    def check(self, parameters: dict[str, list[int]], lora: Lora | None = None) -> None:
-        """Raise ``EngineError`` unless the saved model has exactly these parameters and shapes, and such adapters."""
+    def check(self, parameters: dict[str, list[int]], lora: Lora | None = None, base: str = "") -> None:
+        """Raise ``EngineError`` unless the saved model has exactly these parameters and shapes, and such adapters of the model
+        with the digest ``base``."""
         if self.header.lora != lora:
             has, wants = (
                 f"adapters of {one}" if one else "whole weights" for one in (self.header.lora, lora)
@@ -142,6 +145,7 @@ class SavedState:
             raise EngineError(
                 f"{self._directory} has {has}, and trainer.lora asks for {wants}: restore trainer.lora, or start a new run"
             )
+        self.check_base(base)
         saved = self.header.parameters
         for name in sorted(saved.keys() | parameters.keys()):
             if saved.get(name) != parameters.get(name):
@@ -149,6 +153,14 @@ class SavedState:
                     f"{self._directory} is of another model: {name} has the shape {saved.get(name, 'nothing')}, but "
                     f"{parameters.get(name, 'nothing')} in model.*: restore model.*, or start a new run"
                 )
+
+    def check_base(self, base: str) -> None:
+        """Raise ``EngineError`` if the adapters are of another model than that with the digest ``base``."""
+        if self.header.base and base and self.header.base != base:
+            raise EngineError(
+                f"{self._directory} has adapters of other weights than the files of the model have now, which were changed after "
+                "the run was prepared (files of model.path are linked, where that is possible): restore them, or start a new run"
+            )
 
     def load(self, pieces: Iterator[Piece]) -> None:
         """Fill every view of ``pieces``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from scalerl_api.engines import ENGINES, EngineName, Offload
 from scalerl_api.memory.model_size import Dtype
@@ -10,6 +11,7 @@ from scalerl_api.spec import RunSpec
 from scalerl_trainer.algo.gradient_guard import GradientGuard
 from scalerl_trainer.algo.mismatch import RatioGuard
 from scalerl_trainer.errors import EngineError
+from scalerl_trainer.models.files import weights_digest
 from scalerl_trainer.models.lora import Lora
 
 
@@ -48,6 +50,8 @@ class EngineSettings:
 
     lora: Lora | None = None
     """Train adapters and keep the model's own weights; None to train the weights."""
+    base: str = ""
+    """With adapters, :func:`.models.files.weights_digest` of the model that they are of; empty if it is not known."""
     seed: int = 0
     """Of the adapters' first values."""
     router_replay: bool = False
@@ -86,8 +90,16 @@ class EngineSettings:
         return self.learning_rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
 
 
-def engine_settings(spec: RunSpec) -> EngineSettings:
-    """Settings of the engine. Raises ``EngineError`` for combinations that cannot be trained."""
+def engine_settings(spec: RunSpec, folder: Path | None = None) -> EngineSettings:
+    """Settings of the engine.
+
+    Args:
+        folder: of the model.
+
+    Raises:
+        EngineError: combinations that cannot be trained.
+        ModelError: the model's files cannot be read.
+    """
     recipe, optimizer, trainer = spec.recipe, spec.recipe.optimizer, spec.trainer
     return EngineSettings(
         engine=trainer.engine,
@@ -105,6 +117,7 @@ def engine_settings(spec: RunSpec) -> EngineSettings:
         activation_checkpointing=trainer.activation_checkpointing,
         fp32_head=recipe.fp32_logits in ("Both", "Trainer"),
         lora=Lora.of(spec),
+        base="" if trainer.lora is None or folder is None else weights_digest(folder),
         seed=spec.seed,
         router_replay=trainer.router_replay,
     )

@@ -20,9 +20,9 @@ from scalerl_trainer.checkpoints.engine_files import (
 from scalerl_trainer.checkpoints.host_copy import HostBuffers
 from scalerl_trainer.engine.backend import Backend
 from scalerl_trainer.engine.proximal import Proximal
+from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.engine.start_kl import StartSample
 from scalerl_trainer.errors import EngineError
-from scalerl_trainer.models.lora import Lora
 from scalerl_trainer.models.policy import PREFIX, Policy
 
 
@@ -58,13 +58,14 @@ class TrainedState:
 
     Args:
         backend: of ``policy``.
-        lora: the adapters, if only those are trained.
+        settings: have the adapters, if only those are trained.
     """
 
     def __init__(
-        self, backend: Backend, policy: Policy, lora: Lora | None, rank: int, device: torch.device
+        self, backend: Backend, policy: Policy, settings: EngineSettings, rank: int, device: torch.device
     ) -> None:
-        self._backend, self._policy, self._lora, self._rank = backend, policy, lora, rank
+        self._backend, self._policy, self._rank = backend, policy, rank
+        self._lora, self._base = settings.lora, settings.base
         self._host = HostBuffers(device)
 
     def views(self, updates: int, start: StartSample | None, proximal: Proximal | None) -> EngineState:
@@ -86,7 +87,9 @@ class TrainedState:
     def _of(self, pieces: Callable[[], list[Piece]], updates: int, start: StartSample | None) -> EngineState:
         header = None
         if self._rank == 0:
-            header = EngineHeader(updates, self._backend.optimizer_steps, self._shapes(), self._lora)
+            header = EngineHeader(
+                updates, self._backend.optimizer_steps, self._shapes(), self._lora, self._base
+            )
         return EngineState(self._rank, pieces, header, start)
 
     def restore(self, directory: Path, proximal: Proximal | None) -> int:
@@ -98,7 +101,7 @@ class TrainedState:
         if not (directory / HEADER).is_file():
             raise EngineError(f"{directory / HEADER} is not a file: there is no engine state to load")
         saved = SavedState(directory)
-        saved.check(self._shapes(), self._lora)
+        saved.check(self._shapes(), self._lora, self._base)
         with self._backend.restoring(saved.header.optimizer_steps):
             pieces = self._backend.pieces(owned=False)
             saved.load(replace(piece, name=piece.name.removeprefix(PREFIX)) for piece in pieces)

@@ -110,7 +110,7 @@ class Engine:
         self._checks = StartChecks(self._passes, policy, settings, device, self._rank)
         self.start: StartSample | None = None
         """Completions of the weights before the first update; on rank 0."""
-        self._trained = TrainedState(self._backend, policy, settings.lora, self._rank, device)
+        self._trained = TrainedState(self._backend, policy, settings, self._rank, device)
         choose_attention(policy, self._checks, dtype, device, self._rank)
         if device.type == "cuda" and settings.fp32_head and dtype == torch.bfloat16:
             failure = kernels_failure(device)

@@ -8,6 +8,7 @@ All functions raise ``ModelError``, with the file, for a folder that transformer
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -131,6 +132,22 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 )
         tensors |= found
     return tensors
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of names, dtypes and shapes of the model's tensors, and of up to 4 KiB of as many as 512 of them, which takes a moment for a
+    model of any size; another model of the same architecture has another."""
+    stored = sorted(stored_tensors(folder).items())
+    digest = hashlib.sha256(repr([(name, t.dtype, t.shape) for name, t in stored]).encode())
+    for _, tensor in stored[:: math.ceil(len(stored) / 512)]:
+        size = tensor.elements * _BITS[tensor.dtype] // 8
+        try:
+            with (folder / tensor.file).open("rb") as file:
+                file.seek(tensor.begin + max(0, size - 4096) // 2)
+                digest.update(file.read(min(size, 4096)))
+        except OSError as error:
+            raise ModelError(f"{tensor.file} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def _weight_map(index: Path) -> dict[str, str]:
