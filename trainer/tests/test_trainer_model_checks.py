@@ -348,6 +348,29 @@ def test_folder_that_cannot_be_read_is_refused(folder: Path, monkeypatch: pytest
     ]
 
 
+@pytest.mark.parametrize(
+    ("heads", "keys", "generator", "numbers"),
+    [
+        (32, 8, {"devices": 3}, "1 or 2"),
+        (32, 8, {"cpuWorkers": 3}, "1 or 2"),
+        (32, 8, {"devices": 16}, ""),
+        (24, 8, {"devices": 12}, "1 or 2 or 4 or 8"),
+        (32, None, {"devices": 8}, ""),
+    ],
+)
+def test_heads_are_divided_among_workers(
+    folder: Path, heads: int, keys: int | None, generator: dict[str, int], numbers: str
+) -> None:
+    """As vLLM's layers are, which would end each server at its start."""
+    config(num_attention_heads=heads, num_key_value_heads=keys, head_dim=32)(folder)
+    ((field, workers),) = generator.items()
+    problem = (
+        f"vLLM cannot divide the model's {heads} attention heads ({keys} for keys) among {workers} workers"
+    )
+    expected = [f"spec.generator.{field}: {problem} (choose {numbers})"] if numbers else []
+    assert found(folder, generator=generator) == expected
+
+
 def test_attention_caps_are_for_flash_attention(folder: Path) -> None:
     config(attn_logit_softcapping=50.0)(folder)
     flash = {"model": {"attention": "flash_attention_2"}}

@@ -24,6 +24,7 @@ from scalerl_api.wire import MAX_ROUTED_BYTES
 from scalerl_trainer.errors import ModelError
 from scalerl_trainer.models.config_values import (
     HEADS,
+    KEY_HEADS,
     first_of,
     layer_problem,
     routed_bytes,
@@ -110,8 +111,8 @@ def config_problems(folder: Path, spec: RunSpec) -> Iterator[SpecProblem]:
                 "use flash_attention_2 on GPUs, or choose another model",
             )
     yield from spec_problems(spec)
-    if spec.model.scratch is None and (problem := head_problem(settings, spec)) is not None:
-        yield problem
+    if spec.model.scratch is None:
+        yield from head_problems(settings, spec)
     if spec.trainer.router_replay and spec.model.scratch is None:
         yield from replay_problems(routed_bytes(settings))
     for name in _LENGTHS:
@@ -185,8 +186,7 @@ def spec_problems(spec: RunSpec) -> Iterator[SpecProblem]:
     scratch = spec.model.scratch
     if scratch is not None:
         sizes = {"hidden_size": scratch.hidden_size, "num_attention_heads": scratch.attention_heads}
-        if (problem := head_problem(sizes, spec)) is not None:
-            yield problem
+        yield from head_problems(sizes, spec)
         if spec.trainer.router_replay:
             yield from replay_problems(scratch.layers * scratch.experts.per_token if scratch.experts else 0)
 
@@ -224,6 +224,22 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
         if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
             return f"its architecture is {named(map(str, names))}, which has no output of tokens"
     return None
+
+
+def head_problems(config: Mapping[str, Any], spec: RunSpec) -> Iterator[SpecProblem]:
+    """Attention heads that vLLM cannot compute, or cannot divide among the workers of a server."""
+    if (size := head_problem(config, spec)) is not None:
+        yield size
+    heads, keys = (found[1] if (found := first_of(config, names)) else 0 for names in (HEADS, KEY_HEADS))
+    most = spec.generator.workers
+    # Workers share one head for keys where there are fewer of them.
+    numbers = [n for n in range(1, most + 1) if not heads % n and (not keys % n or not n % keys)]
+    if numbers[-1] != most:
+        yield SpecProblem(
+            f"spec.generator.{'devices' if spec.generator.devices else 'cpuWorkers'}",
+            f"vLLM cannot divide the model's {heads} attention heads ({keys or heads} for keys) among {most} workers",
+            f"choose {' or '.join(map(str, numbers))}",
+        )
 
 
 def head_problem(config: Mapping[str, Any], spec: RunSpec) -> SpecProblem | None:

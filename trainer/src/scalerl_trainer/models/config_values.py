@@ -13,13 +13,13 @@ from typing import Any, Final
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTH: Final = ("hidden_size", "n_embd", "d_model")
 HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
-_KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _SIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(_LAYERS, 10_000),
     **dict.fromkeys((*_WIDTH, "head_dim"), 2**20),
-    **dict.fromkeys((*HEADS, *_KEY_HEADS, *_EXPERTS, *_CHOSEN), 2**16),
+    **dict.fromkeys((*HEADS, *KEY_HEADS, *_EXPERTS, *_CHOSEN), 2**16),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "vocab_size"), 2**24
     ),
@@ -58,7 +58,7 @@ def value_problems(config: Mapping[str, Any]) -> Iterator[str]:
     yield from found
     if found:
         return
-    width, heads, keys = (first_of(config, names) for names in (_WIDTH, HEADS, _KEY_HEADS))
+    width, heads, keys = (first_of(config, names) for names in (_WIDTH, HEADS, KEY_HEADS))
     if width and heads and config.get("head_dim") is None and width[1] % heads[1]:
         yield f"{width[0]} is {width[1]}, no multiple of {heads[0]} ({heads[1]})"
     if heads and keys and heads[1] % keys[1]:
