@@ -116,6 +116,17 @@ def test_export_bfloat16_config(tmp_path: Path) -> None:
     assert (config["dtype"], config["head_dtype"]) == ("bfloat16", "float32"), "as the generators compute"
 
 
+def test_exported_adapters_name_the_revision_of_their_model(tmp_path: Path) -> None:
+    whole = load_run(EXAMPLE).spec.model_dump(by_alias=True, exclude_none=True)
+    whole["trainer"]["lora"] = {"export": "Adapter"}
+    whole["model"] = {"hub": {"name": "org/model", "revision": "0123abc"}}
+    of_hub = RunSpec.model_validate(whole)
+    info = TensorInfo("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", torch.float32, (1, 2))
+    write_model(tmp_path / "out", base(tmp_path / "model"), [info], [torch.ones(1, 2)], of_hub)
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "0123abc")
+
+
 def checkpoint(root: Path, network: Any, ranks: int = 3, lora: Lora | None = None) -> RunPaths:
     """As ``ranks`` ranks would have written it, each a third of every parameter."""
     paths = RunPaths(root)

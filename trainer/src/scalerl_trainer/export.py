@@ -101,10 +101,9 @@ def stage_model(
             config = json.loads((base_model / "config.json").read_text(encoding="utf-8"))
             _write_json(staged / "config.json", exported_config(config, spec))
         else:
-            base = spec.model.hub.name if spec.model.hub is not None else spec.model.path or str(base_model)
-            _write_json(
-                staged / _ADAPTER_CONFIG, adapter_config(adapter, [info.name for info in infos], base)
-            )
+            hub, names = spec.model.hub, [info.name for info in infos]
+            base = (spec.model.path or str(base_model), None) if hub is None else (hub.name, hub.revision)
+            _write_json(staged / _ADAPTER_CONFIG, adapter_config(adapter, names, *base))
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise

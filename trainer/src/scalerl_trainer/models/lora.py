@@ -144,18 +144,22 @@ def peft_name(parameter: str) -> str:
     return f"base_model.model.{parameter}.weight"
 
 
-def adapter_config(settings: Lora, parameters: Iterable[str], base_model: str) -> dict[str, Any]:
+def adapter_config(
+    settings: Lora, parameters: Iterable[str], base_model: str, revision: str | None = None
+) -> dict[str, Any]:
     """peft's ``adapter_config.json``.
 
     Args:
         parameters: the adapters' names of :func:`peft_name`.
         base_model: where loaders find the model that the adapters are of.
+        revision: of it, on a hub.
     """
     layers = {name.split(".")[-3] for name in parameters}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
+        "revision": revision,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "target_modules": list(settings.targets) or sorted(layers),
