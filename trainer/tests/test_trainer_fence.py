@@ -390,3 +390,12 @@ def test_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
         fence.check()
     later.check()
     assert [path.name for path in root.iterdir()] == [later.folder.name]
+
+
+def test_folder_is_not_made_again_in_one_that_was_removed(tmp_path: Path) -> None:
+    """As a later attempt removes that of mid-training, at its end."""
+    fence = Fence.begin(tmp_path / "mid-training/checkpoints", FIRST, Quick())
+    shutil.rmtree(tmp_path / "mid-training")
+    with pytest.raises(AttemptSuperseded):
+        fence.check()
+    assert not any(tmp_path.iterdir())

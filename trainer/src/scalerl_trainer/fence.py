@@ -92,7 +92,7 @@ class Fence:
         return fence
 
     def check(self) -> None:
-        """Check that no other attempt has begun since. A folder that was deleted is made again, with ``checkpoints``.
+        """Check that no other attempt has begun since. If ``checkpoints`` was deleted, with all in it, it is made again.
 
         Raises:
             AttemptSuperseded: one has; this attempt must end.
@@ -100,8 +100,9 @@ class Fence:
         """
         root, own = self.folder.parent, self.folder.name
         found = _attempts(root)
-        if not found:  # another attempt would have a folder
-            root.mkdir(parents=True, exist_ok=True)
+        # Another attempt would have a folder, or has ended mid-training, whose checkpoints it removes with the folder around them.
+        if not found and root.parent.is_dir():
+            root.mkdir(exist_ok=True)
             self._disk.make_directory(self.folder)
             log.warning("%s was deleted and is made again", self.folder)
             found = _attempts(root)
