@@ -21,6 +21,7 @@ from scalerl_api.load import parse_run
 from scalerl_api.paths import RunPaths
 from scalerl_api.spec import RunSpec, RunTaskSpec, WarmStartSpec
 from scalerl_tasks import TokenizerError
+from scalerl_trainer import checks
 from scalerl_trainer.models import load_model
 from scalerl_trainer.prepare import PrepareError, main, prepare
 
@@ -226,6 +227,15 @@ def test_prepare_model_larger_than_memory_raises(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match=r"model.scratch: 120,\d+ M parameters: .* GiB"):
         prepare(paths, spec, one_machine=True)
     assert not paths.base_model.exists()
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_memory_is_at_most_the_limit_of_the_container(tmp_path: Path, name: str) -> None:
+    machine = checks.memory_bytes(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    for content, expected in (("4096", 4096), ("max", machine), ("9223372036854771712", machine)):
+        (tmp_path / name).write_text(f"{content}\n")
+        assert checks.memory_bytes(tmp_path) == expected
 
 
 def test_check_memory_of_all_roles_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,14 +59,24 @@ def _limits(root: Path) -> Iterator[int]:
     except (OSError, StopIteration):
         pass  # no readable /proc/meminfo: no run is refused for memory
     group = root / "sys/fs/cgroup"
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (group / "memory.stat").read_text().splitlines()
-        # memory.current includes cached file pages, which the kernel reclaims under memory pressure.
-        cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        yield limit - used + cached
-    except (OSError, ValueError, StopIteration):
-        pass  # no such group, or no limit ("max")
+    for most, current, stat, inactive in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file "),
+        # Of version 1, where no limit is a large number.
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file ",
+        ),
+    ):
+        try:
+            limit, used = (int((group / name).read_text()) for name in (most, current))
+            lines = (group / stat).read_text().splitlines()
+            # The present use includes cached file pages, which the kernel reclaims under memory pressure.
+            cached = next(int(line.split()[1]) for line in lines if line.startswith(inactive))
+            yield limit - used + cached
+        except (OSError, ValueError, StopIteration):
+            pass  # no such group, or no limit ("max")
 
 
 def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem | None:

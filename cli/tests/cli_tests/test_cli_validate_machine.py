@@ -131,3 +131,11 @@ def test_available_memory_is_the_smaller_of_machine_and_cgroup(tmp_path: Path) -
     assert machine.available_bytes(tmp_path) == 5000
     (group / "memory.max").write_text("max\n")
     assert machine.available_bytes(tmp_path) == 8192
+    (group / "memory").mkdir()
+    for name, value in (
+        ("limit_in_bytes", 9000),
+        ("usage_in_bytes", 7000),
+        ("stat", "inactive_file 1\ntotal_inactive_file 2000"),
+    ):
+        (group / "memory" / f"memory.{name}").write_text(f"{value}\n")
+    assert machine.available_bytes(tmp_path) == 4000, "by a control group of version 1"

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -312,18 +313,12 @@ def check_memory(field: str, size: ModelSize, spec: RunSpec, one_machine: bool) 
         raise PrepareError(f"{model}: {problem.problem}: {problem.advice}")
 
 
-def memory_bytes() -> int:
-    """The machine's memory, bytes, or the container's limit if that is lower."""
-    readers: list[Callable[[], int]] = [
-        lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        lambda: int(Path("/sys/fs/cgroup/memory.max").read_text()),
-    ]
-    limits = []
-    for read in readers:
-        try:
-            limits.append(read())
-        except (OSError, ValueError):  # no such control group, or its value is "max"
-            continue
+def memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The machine's memory, bytes, or the container's limit if that is lower; ``cgroups`` as for :func:`.launch.usable_cores`."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of versions 2 and 1
+        with suppress(OSError, ValueError):  # no such control group, or its value is "max"
+            limits.append(int((cgroups / name).read_text()))
     return min(limits)
 
 
