@@ -105,6 +105,10 @@ def too_large_for_an_accelerator() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
 
 
+def too_large_for_nccl() -> None:
+    raise RuntimeError("NCCL error in: x.cpp:7, unhandled cuda error\nCuda failure 2 'out of memory'")
+
+
 @pytest.mark.parametrize(
     ("allocate", "message"),
     [
@@ -113,6 +117,7 @@ def too_large_for_an_accelerator() -> None:
             "this rank's host is out of memory: give it more memory, or use more trainer.replicas",
         ),
         (too_large_for_numpy, "this rank's host is out of memory"),
+        (too_large_for_nccl, "the accelerator is out of memory"),
         (too_large_for_an_accelerator, "the accelerator is out of memory: lower trainer.microBatchTokens"),
     ],
 )

@@ -56,7 +56,9 @@ def check_device_memory(ranks: Ranks, device: torch.device, folder: Path, spec: 
 def out_of_memory(error: Exception) -> str:
     """What failed and what to do, if ``error`` is of an allocation; empty for another error."""
     text = first_line(error)
-    if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in text:
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(
+        error
+    ):  # NCCL has it in a later line
         place, advice = (
             "the accelerator",
             "lower trainer.microBatchTokens, set trainer.activationCheckpointing",
