@@ -134,16 +134,22 @@ def test_prepare_path(tmp_path: Path) -> None:
     prepare(paths, spec, one_machine=True)
 
 
-def test_prepare_crash_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_crash_leaves_no_model(tmp_path: Path) -> None:
     paths, spec = make(tmp_path)
 
     def crash(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("scalerl_trainer.prepare._check", crash)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(paths, spec, one_machine=True)
-    assert not paths.base_model.exists()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("scalerl_trainer.prepare._check", crash)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(paths, spec, one_machine=True)
+        assert not paths.base_model.exists()
+    killed = paths.base_model.with_name(".model-1")
+    killed.mkdir()
+    (killed / "model.safetensors").touch()
+    prepare(paths, spec, one_machine=True)
+    assert [path.name for path in paths.root.glob("*model*")] == ["model"]
 
 
 def broken(tmp_path: Path, change: Any) -> dict[str, Any]:

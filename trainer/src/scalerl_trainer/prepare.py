@@ -158,7 +158,10 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         log.info("%s is ready", target)
         return
     staged = target.with_name(f".{target.name}-{os.getpid()}")
-    shutil.rmtree(staged, ignore_errors=True)
+    for left in target.parent.glob(
+        f".{target.name}-*"
+    ):  # by a preparation that was killed, maybe with a copy of the model
+        shutil.rmtree(left, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
         _write_model(staged, paths.root, spec, tasks)
