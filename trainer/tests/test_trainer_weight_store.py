@@ -196,6 +196,27 @@ def test_a_later_attempt_removes_the_objects_of_earlier_ones(s3: S3Server, to: s
     assert stored(s3, to).keys() == foreign
 
 
+def test_two_trainers_of_equal_runs_do_not_delete_each_other_s_files(
+    s3: S3Server, to: str, tmp_path: Path
+) -> None:
+    """Each in a directory of its own: the later one publishes, and the earlier one goes on once that has ended."""
+    training = Training()
+    first, second = claiming_writer(to, tmp_path / "first"), claiming_writer(to, tmp_path / "second")
+    training.write(first, 0)
+    training.write(second, 0)
+    weights = WeightSource(training.manifest, training.stream)
+    outcome = publisher_of(first).publish(1, weights, [MEMBER])
+    assert outcome.failed == []
+    assert (
+        f"another trainer publishes there ({second.folder.name}), and has deleted this one's files"
+        in outcome.error
+    )
+    training.write(second, 1)
+    assert {path.split("/")[0] for path in stored(s3, to)} == {second.folder.name}
+    second.remove()
+    training.read(WeightReader(ELSEWHERE), 1, training.write(first, 1))
+
+
 def test_a_slow_reader_keeps_its_files_until_the_base_after_the_next(
     s3: S3Server, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,14 +228,19 @@ def begin_attempt(
 ) -> Callable[[], None]:
     """What :class:`~.weight_writer.WeightWriter` calls first: deletes the folders of earlier attempts beside ``folder``.
 
-    They are listed before the check, so none is of a later attempt: that one had begun before it made its folder.
+    They are listed before the check, so none is of a later attempt: that one had begun before it made its folder. In a store, a trainer of
+    an equal run in another directory passes the claim and the check. The one that began first finds its folder deleted and the other's, and
+    writes nothing while that is there.
 
     Args:
         claim: called before; raises if the prefix is another run's. That it raises ``StoreError`` is as a write that fails.
         attempt: the trainer's own, if each attempt has another number: in a directory of its own, the fence does not find later ones.
     """
 
+    found: set[str] | None = None
+
     def begin() -> None:
+        nonlocal found
         with _os_errors():
             claim()
         others = folder.others()
@@ -247,6 +252,14 @@ def begin_attempt(
                     f"attempt {later} publishes to {other}, and this one is {attempt}. Once no process of attempt {later} can write "
                     "any more, remove that folder if this one is to continue"
                 )
+        names = {other.name for other in others}
+        found = names if found is None else found
+        if folder.to and attempt is None and (foreign := names - found):
+            raise OSError(
+                errno.EBUSY,
+                f"another trainer publishes there ({min(foreign)}), and has deleted this one's files: give each run a weightSync.to of "
+                "its own, or stop the other",
+            )
         for other in others:
             log.info("removing the weights that an earlier attempt published: %s", other)
             with contextlib.suppress(OSError):
