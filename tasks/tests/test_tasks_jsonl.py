@@ -158,12 +158,17 @@ def test_jsonl_drops_repeated_prompts(tmp_path):
         assert description(source)[-1] == "2 rows dropped as duplicates of an earlier prompt"
 
 
-def test_jsonl_has_an_id_of_its_own_for_each_solution(tmp_path):
+def test_each_solution_of_a_prompt_has_an_id_of_its_own(tmp_path):
     rows = [{"prompt": "p", "answer": "1", "solution": each} for each in ("s", "t")]
     path = write(tmp_path / "d.jsonl", "\n".join(map(json.dumps, rows)).encode())
-    first, second = JsonlSource(path, solutions=True)
-    assert first.id != second.id
-    assert JsonlSource(path)[0].id not in (first.id, second.id), "which is of prompt and answer"
+    dataset = DatasetSpec(files=["d.jsonl"])
+    for warm, task in (
+        (JsonlSource(path, solutions=True), JsonlSource(path)),
+        (open_dataset(dataset, tmp_path, solutions=True), open_dataset(dataset, tmp_path)),
+    ):
+        first, second = warm[0].id, warm[1].id
+        assert first != second
+        assert task[0].id not in (first, second), "which is of prompt and answer"
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])

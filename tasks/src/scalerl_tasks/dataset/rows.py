@@ -67,12 +67,15 @@ class Mapper:
     Args:
         first: the first row, or the first value of each column.
         layout: the layout that it was recognized as.
+        solutions: as of :class:`.Repeats`.
 
     Raises:
         SourceError: an expression or the pattern cannot be parsed, or it is unknown where prompt and answer are.
     """
 
-    def __init__(self, spec: DatasetSpec, first: Mapping[str, Any], layout: Layout | None) -> None:
+    def __init__(
+        self, spec: DatasetSpec, first: Mapping[str, Any], layout: Layout | None, solutions: bool = False
+    ) -> None:
         given = {
             name: text for name in (*REQUIRED, *OPTIONAL) if (text := getattr(spec.columns, name)) is not None
         }
@@ -84,7 +87,7 @@ class Mapper:
             if layout is None
             else {k: v for k, v in layout.columns.items() if k in REQUIRED or _reads(v, first)}
         )
-        self._first, self._given = first, frozenset(given)
+        self._first, self._given, self._solutions = first, frozenset(given), solutions
         texts = known | given
         if "prompt" not in texts:  # without answers, the verifier is code of the user
             raise unknown_layout(first, [name for name in REQUIRED if name not in texts])
@@ -160,7 +163,7 @@ class Mapper:
         return TableRow(
             file=file,
             row=number,
-            id=values.get("id") or content_id(values),
+            id=values.get("id") or _content_id(values, self._solutions),
             prompt=values["prompt"],
             answer=values.get("answer", ""),
             solution=values.get("solution"),
@@ -340,9 +343,10 @@ class Mapper:
         return name not in self._left_out and not (name == self._as_answer and isinstance(value, str))
 
 
-def content_id(values: Mapping[str, Any]) -> str:
-    """The id of a row without one: of its prompt, the turns before, and the answer."""
-    parts = (values.get("system"), values.get("turns", []), values["prompt"], values.get("answer", ""))
+def _content_id(values: Mapping[str, Any], solutions: bool) -> str:
+    """The id of a row without one: of its prompt, the turns before, the answer, and with ``solutions`` the solution."""
+    parts = [values.get("system"), values.get("turns", []), values["prompt"], values.get("answer", "")]
+    parts += [values.get("solution")] * solutions
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 

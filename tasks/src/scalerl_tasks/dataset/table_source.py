@@ -33,8 +33,8 @@ log = logging.getLogger("scalerl_tasks.dataset")
 FOLDER = "data"
 """Folder of the tables in a run's directory."""
 _VERSION = 1
-_CACHE_VERSION = 2
-"""Of tables in the user's cache: raised by a check that refuses rows or expressions of earlier tables."""
+_CACHE_VERSION = 3
+"""Of tables in the user's cache: raised by a check that refuses rows or expressions of earlier tables, and by other ids."""
 _PROGRESS_SECONDS = 10.0
 _HEAD = 100
 """Rows by whose values the layout is recognized."""
@@ -227,7 +227,7 @@ class _RowSelection:
     """Maps rows, and adds those to a table that pass the filter and are no duplicates."""
 
     def __init__(self, spec: DatasetSpec, table: TableWriter, solutions: bool) -> None:
-        self._spec, self._table = spec, table
+        self._spec, self._table, self._solutions = spec, table, solutions
         self._mapper: Mapper | None = None
         self._columns: list[str] = []
         self._problems = RowProblems(f"task.dataset.{'hub' if spec.hub else 'files'}")
@@ -238,7 +238,8 @@ class _RowSelection:
     def mapper_of(self, values: dict[str, Any]) -> Mapper:
         """The mapper of all rows, which is made for ``values`` of the columns if there is none yet."""
         if self._mapper is None:
-            self._mapper, self._columns = Mapper(self._spec, values, recognize(values)), list(values)
+            self._mapper = Mapper(self._spec, values, recognize(values), self._solutions)
+            self._columns = list(values)
         return self._mapper
 
     def add(self, at: int, path: Path, number: int, given: dict[str, Any] | JsonlError) -> None:
