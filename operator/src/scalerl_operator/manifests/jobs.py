@@ -40,6 +40,7 @@ RETRIES: Final = 4
 HUB_CACHE: Final = f"{RUN_DIR}/hub"
 """On the run's volume: a node's disk may be too small for a model, an interrupted download resumes, and files are linked rather
 than copied. ``HF_HOME`` in ``podTemplate.env`` sets another cache, such as a shared one."""
+_DISRUPTED: Final = [{"type": "DisruptionTarget", "status": "True"}]
 TERMINATION_LOG: Final = "/dev/termination-log"
 """The container's termination message, by Kubernetes' default. It has the model's size, which the operator cannot read from the
 volume."""
@@ -61,39 +62,18 @@ def prepare_job(scope: Scope) -> Object:
         extra={"prepare": extra},
         pod={"restartPolicy": "Never"},
     )
-    metadata = scope.workload_metadata(scope.names.prepare, Role.PREPARE)
-    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.PREPARE)
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "backoffLimit": RETRIES,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {
-                            "containerName": "prepare",
-                            "operator": "In",
-                            "values": [BAD_INPUT_EXIT_CODE],
-                        },
-                    },
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "completions": 1,
-            "parallelism": 1,
-            "template": pod_template(scope, settings),
-        },
-    }
+    bad_input = {"containerName": "prepare", "operator": "In", "values": [BAD_INPUT_EXIT_CODE]}
+    rules: list[Object] = [
+        {"action": "FailJob", "onExitCodes": bad_input},
+        {"action": "Ignore", "onPodConditions": _DISRUPTED},
+    ]
+    return _job(scope, scope.names.prepare, settings, rules, {"backoffLimit": RETRIES}, pods=1)
 
 
 def trainer_job(scope: Scope, attempt: int) -> Object:
     """The Job of one attempt, without ``suspend``, which Kueue owns."""
     workload = scope.plan.workload(Role.TRAINER)
     nodes = workload.replicas // workload.per_node
-    label = {names.ATTEMPT: str(attempt)}
     settings = PodSettings(
         role=Role.TRAINER,
         grace_seconds=TRAINER_GRACE_SECONDS,
@@ -106,34 +86,24 @@ def trainer_job(scope: Scope, attempt: int) -> Object:
             variable("MASTER_PORT", str(MASTER_PORT_NUMBER)),
         ],
         metrics_port="http",
-        labels=label,
+        labels={names.ATTEMPT: str(attempt)},
         annotations=NEVER_EVICT,
         pod={"restartPolicy": "Never", "subdomain": scope.names.trainer},
     )
-    metadata = scope.workload_metadata(scope.names.trainer_job(attempt), Role.TRAINER)
-    metadata["labels"] |= label
-    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, Role.TRAINER)
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            "backoffLimit": 0,
-            "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    }
-                ]
-            },
-            "template": pod_template(scope, settings),
-        },
-    }
+    rules: list[Object] = [{"action": "FailJob", "onPodConditions": _DISRUPTED}]
+    spec = {"completionMode": "Indexed", "backoffLimit": 0, "podReplacementPolicy": "Failed"}
+    return _job(scope, scope.names.trainer_job(attempt), settings, rules, spec, pods=nodes)
+
+
+def _job(
+    scope: Scope, name: str, settings: PodSettings, rules: list[Object], spec: Object, *, pods: int
+) -> Object:
+    metadata = scope.workload_metadata(name, settings.role)
+    metadata["labels"] |= settings.labels
+    metadata["annotations"][names.SPEC_HASH] = spec_hash(scope.run, settings.role)
+    counts = {"completions": pods, "parallelism": pods, "podFailurePolicy": {"rules": rules}}
+    template = {"template": pod_template(scope, settings)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec | counts | template}
 
 
 def _position(workload: Workload) -> list[Object]:
