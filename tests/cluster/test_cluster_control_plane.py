@@ -114,6 +114,17 @@ def test_two_control_planes_are_isolated_and_removed(control_plane: Cluster, tmp
     assert not _running(pids.values())
 
 
+def test_kubectl_that_gets_no_connection_is_called_again(tmp_path: Path) -> None:
+    """On a busy machine a handshake takes longer than the ten seconds that kubectl waits."""
+    program = tmp_path / "kubectl"
+    program.write_text(
+        "#!/bin/sh\necho >> $0.calls; [ $(wc -l < $0.calls) = 3 ] && exec cat\n"
+        "echo 'Unable to connect to the server: net/http: TLS handshake timeout' >&2; exit 1\n"
+    )
+    program.chmod(0o755)
+    assert Cluster(tmp_path / "kubeconfig", program).kubectl("apply", "-f", "-", stdin="run") == "run"
+
+
 def test_ends_also_when_its_supervisor_was_killed(tmp_path: Path) -> None:
     root = tmp_path / "killed"
     cluster = start_control_plane(root)

@@ -25,6 +25,7 @@ _NOT_SERVED = (
     "couldn't find resource for",
     "not found in OpenAPI schema",
 )
+_NOT_CONNECTED = "net/http: TLS handshake timeout"
 
 
 class KubectlError(RuntimeError):
@@ -55,19 +56,31 @@ class Cluster:
         return {**os.environ, "GOGC": "400", "KUBECONFIG": str(self.kubeconfig)}
 
     def kubectl(self, *words: str | Path, stdin: str | None = None, seconds: float = 600.0) -> str:
-        """What kubectl printed. Raises KubectlError with what it said instead."""
+        """What kubectl printed; it is called again while it gives up before it has a connection, after ten seconds whatever its options.
+
+        Raises KubectlError with what it said instead."""
         argv = [str(self.kubectl_program), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
-        try:
-            done = subprocess.run(
-                argv, input=stdin, capture_output=True, text=True, timeout=seconds, env=self.env
-            )
-        except subprocess.TimeoutExpired as error:
-            raise KubectlError(f"`kubectl {' '.join(argv[2:])}` took more than {seconds:.0f} s") from error
-        if done.returncode != 0:
-            raise KubectlError(
-                f"`kubectl {' '.join(argv[2:])}`: {done.stderr.strip() or done.stdout.strip()}"
-            )
-        return done.stdout
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                done = subprocess.run(
+                    argv,
+                    input=stdin,
+                    capture_output=True,
+                    text=True,
+                    timeout=max(0.0, end - time.monotonic()),
+                    env=self.env,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise KubectlError(
+                    f"`kubectl {' '.join(argv[2:])}` took more than {seconds:.0f} s"
+                ) from error
+            if done.returncode == 0:
+                return done.stdout
+            if _NOT_CONNECTED not in done.stderr:
+                raise KubectlError(
+                    f"`kubectl {' '.join(argv[2:])}`: {done.stderr.strip() or done.stdout.strip()}"
+                )
 
     def once_served(self, *words: str | Path, stdin: str | None = None) -> str:
         """:meth:`kubectl`, repeated while the kind that it asks for is not served.
