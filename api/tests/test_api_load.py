@@ -410,6 +410,7 @@ def test_all_problems_are_reported_together() -> None:
         ("a: !!bool abc", "line 1, column 4: 'abc' is no bool"),
         ("a: !!timestamp abc", "line 1, column 4: 'abc' is no timestamp"),
         ("a: " + "[" * 5000, "nested too deeply"),
+        ('a: "b\\0c"', "line 1, column 4: 'b\\x00c' has the character NUL"),
     ],
 )
 def test_file_must_hold_one_yaml_object(text: str, says: str) -> None:

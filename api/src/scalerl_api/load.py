@@ -44,7 +44,8 @@ class SpecError(Exception):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML loader that rejects duplicate keys (YAML would silently keep the last one) and names every invalid value."""
+    """Safe YAML loader that rejects duplicate keys (YAML would silently keep the last one) and names every invalid value. It refuses
+    the character NUL, which no path, environment variable or argument of a process can have."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -55,6 +56,14 @@ class _StrictLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, f"{node.value!r} is no {kind}; put text in quotes", node.start_mark
             ) from error
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        text = super().construct_scalar(node)
+        if "\0" in text:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{text!r:.200} has the character NUL; leave it out", node.start_mark
+            )
+        return text
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -329,7 +338,7 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
             message = item["msg"].removeprefix("Value error, ")
             given = item.get("input")
             hint = (
-                f"got {given!r}"
+                f"got {given!r:.200}"
                 if isinstance(given, str | int | float | bool) and repr(given) not in message
                 else _meant_environment(message, given)
             )

@@ -96,7 +96,7 @@ def _with_paths(base: Path, value: Any) -> Any:
 
 
 def _absolute(base: Path, path: str) -> str:
-    return str((base / Path(path).expanduser()).resolve())
+    return os.path.realpath(base / os.path.expanduser(path))
 
 
 def problems(
