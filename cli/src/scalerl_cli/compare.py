@@ -128,7 +128,6 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
         where = f"the namespace {session.namespace}"
         echo(f"{path}: no such file; asking for the run of that name in {where}", error=True)
         table, _ = curve(session, find(session, name))
-        target.parent.mkdir(parents=True, exist_ok=True)
         replace_text(target, table)
     except (errors.ApiError, ClusterProblem, OSError) as error:
         why = error if isinstance(error, OSError) else explained(error)
@@ -206,7 +205,6 @@ def _report(members: Sequence[Member], directories: dict[str, Path], arguments: 
     recipes = tuple(_recipe(member, directories, arguments) for member in members)
     compared = Comparison(recipes, RewardScale(*arguments.scale))
     parent: Path = arguments.dir
-    parent.mkdir(parents=True, exist_ok=True)
     written = [parent / f"comparison.{suffix}" for suffix in ("md", "csv", "png")]
     table = compared.table()
     findings, notes = ([*map(exits.options_named, part)] for part in (compared.findings(), compared.notes()))

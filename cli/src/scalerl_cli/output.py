@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from scalerl_analysis.problem import AnalysisProblem
+
 
 def echo(text: str = "", *, error: bool = False) -> None:
     """Print a line to standard output or standard error. After a write error (closed pipe, lost terminal), output is discarded."""
@@ -27,14 +29,18 @@ def mute(stream: TextIO) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: until the end of the write, readers see the previous content.
+    """Write a file, in a folder that is made, atomically: until the end of the write, readers see the previous content.
 
     Raises:
-        OSError: it cannot be written.
+        AnalysisProblem: it cannot be written.
     """
     staging = path.with_name(f"{path.name}.new")
-    staging.write_text(text, encoding="utf-8")
-    os.replace(staging, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging.write_text(text, encoding="utf-8")
+        os.replace(staging, path)
+    except OSError as error:
+        raise AnalysisProblem(f"{path}: {error.strerror}") from error
 
 
 def shown(text: str) -> str:

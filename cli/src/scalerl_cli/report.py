@@ -10,7 +10,7 @@ from scalerl_analysis.history_table import epoch_table
 from scalerl_analysis.label_results import label_table
 from scalerl_analysis.task_tables import task_table, turn_table
 from scalerl_api.paths import RunPaths
-from scalerl_cli.exits import DONE, Refused
+from scalerl_cli.exits import DONE
 from scalerl_cli.output import echo, replace_text
 from scalerl_cli.results import read_metrics
 
@@ -33,12 +33,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.to or (runs[0][1] if len(runs) == 1 else Path("report"))
     texts = {"report.md": "\n".join("\n".join(table.markdown()) + "\n" for table in parts.values())}
     texts |= {f"{name}.csv": table.csv() for name, table in parts.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            replace_text(folder / name, text)
-    except OSError as error:
-        raise Refused(f"{folder}: {error.strerror}") from error
+    for name, text in texts.items():
+        replace_text(folder / name, text)
     written = [folder / name for name in texts]
     if "report" in parts:
         written.append(folder / "report.png")

@@ -29,7 +29,7 @@ from scalerl_lifecycle.lifecycle_types import OutcomeKind
 from scalerl_lifecycle.workloads import Plan, Role
 from scalerl_local.commands import LocalSettings
 from scalerl_local.local_runtime import LocalRuntime
-from scalerl_local.run_directory import RunDirectory, latest_directory, next_directory
+from scalerl_local.run_directory import DirectoryLost, RunDirectory, latest_directory, next_directory
 from scalerl_local.run_view import Event, Failure, RunResult
 
 RUNS = Path("runs")
@@ -62,7 +62,10 @@ def run_spec(
     """Same as :func:`run`, for a spec from :func:`read_spec`."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = LocalSettings(pin=parse_pins(pins, os.sched_getaffinity(0)))
-    claimed = _claim(spec, directory, resume)
+    claim, choose = (
+        (RunDirectory.resume, latest_directory) if resume else (RunDirectory.create, next_directory)
+    )
+    claimed = claim(directory or choose(RUNS, spec.metadata.name), spec)
     echo(f"{spec.metadata.name} in {_shown(claimed.paths.root)}")
     echo(f"its page: {command('view', claimed.paths.root)}")
     for edit in claimed.edits:
@@ -78,6 +81,8 @@ def run_spec(
         raise Refused(f"the record of decisions cannot be used: {problem}", code=FAILED) from problem
     except CoordinatorRefused as refused:
         raise Refused(f"the coordinator refuses this command: {refused}", code=FAILED) from refused
+    except DirectoryLost as lost:
+        raise Refused(str(lost), code=FAILED) from lost
     finally:
         claimed.release()
 
@@ -115,13 +120,6 @@ def read_spec(file: Path, changes: Mapping[str, Any] | None = None) -> ScaleRLRu
     if found := problems(spec, thorough=False):
         raise Refused(*(f"{file}: {problem}" for problem in found))
     return spec
-
-
-def _claim(spec: ScaleRLRun, directory: Path | None, resume: bool) -> RunDirectory:
-    name = spec.metadata.name
-    if resume:
-        return RunDirectory.resume(directory or latest_directory(RUNS, name), spec)
-    return RunDirectory.create(directory or next_directory(RUNS, name), spec)
 
 
 async def _run_displayed(
@@ -194,8 +192,11 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
             echo(f"nothing was generated or trained; see {_shown(paths.logs)}")
         return
     summary = summarize(spec, outcome)
-    write(paths.summary, summary)
     echo(table(summary))
+    try:
+        write(paths.summary, summary)
+    except AnalysisProblem as problem:
+        echo(str(problem), error=True)
     try:
         draw_run(paths, spec)
         echo(f"curve: {_shown(paths.curve_picture)}")

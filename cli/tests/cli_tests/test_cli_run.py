@@ -386,6 +386,33 @@ def test_used_or_nonempty_directory_is_refused(tmp_path: Path) -> None:
         assert "not empty; add --resume" in third.text()
 
 
+def test_run_whose_directory_is_moved_ends_and_continues_where_it_is(tmp_path: Path) -> None:
+    """Its processes know the directory by its path, where another run may begin."""
+    with shell(tmp_path, spec={"budget": {"maxSteps": 100_000}}) as run:
+        run.until(lambda: run.step() > 5)
+        run.directory.rename(tmp_path / "moved")
+        assert run.finish() == 1
+        assert "run: moved, replaced or removed while the run used it" in run.text()
+        assert "Traceback" not in run.text()
+        assert not run.left()
+    assert not run.directory.exists()
+    step = int((tmp_path / "moved/step").read_text())
+    with shell(
+        tmp_path, "--resume", "--dir", str(tmp_path / "moved"), spec={"budget": {"maxSteps": step + 5}}
+    ) as again:
+        assert again.finish() == 0, again.text()
+
+
+def test_summary_that_cannot_be_written_is_printed(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 30}}) as run:
+        run.until(lambda: run.step() > 1)
+        (run.directory / "summary.json").mkdir()
+        assert run.finish() == 0, run.text()
+    assert "run/summary.json: Is a directory" in run.text()
+    assert "ended by                   maxSteps" in run.text()
+    assert "Traceback" not in run.text()
+
+
 def test_default_directories_are_numbered_and_resume_takes_the_newest(tmp_path: Path) -> None:
     for n in (1, 2):
         with shell(tmp_path, "--pin", "trainer=0", spec={"budget": {"maxSteps": 5}}) as run:

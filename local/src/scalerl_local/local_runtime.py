@@ -59,6 +59,7 @@ class LocalRuntime:
 
     Raises:
         RecordError: the record of decisions cannot be read.
+        DirectoryLost: by :meth:`run`.
         DirectoryProblem: the status cannot be read.
     """
 
@@ -112,6 +113,7 @@ class LocalRuntime:
         """Polls without an answer since the last one with one."""
         self._meter = RateMeter()
         self._rates = Rates()
+        self._directory = directory
         self._reports = Reports(directory.paths, on_event)
         self._startup = StartupMeter(self._started)
         self._is_resuming = directory.resumed
@@ -173,6 +175,7 @@ class LocalRuntime:
     async def _steps(self) -> None:
         while not self._is_over:
             self._wake.clear()
+            self._directory.check()
             before = self.persisted
             decision = await step(self, self._run.spec, before)
             self.persisted = decision.persisted

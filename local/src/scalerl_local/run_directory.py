@@ -7,6 +7,7 @@ import fcntl
 import functools
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ class DirectoryProblem(Exception):
     """The directory cannot be used. Nothing in it was changed."""
 
 
+class DirectoryLost(Exception):
+    """The directory of a run that is going on was moved, replaced or removed."""
+
+
 class RunDirectory:
     """A locked directory. The lock ends with :meth:`release`, or with this process and all its subreapers, which share the lock.
 
@@ -48,6 +53,7 @@ class RunDirectory:
         self.lock_fd = lock_fd
         self.resumed = resumed
         self.edits = edits
+        self._made = root.stat()
 
     @classmethod
     def create(cls, root: Path, run: ScaleRLRun) -> Self:
@@ -63,7 +69,12 @@ class RunDirectory:
                     f"{root}: not empty; add --resume to resume the run in it, or give another --dir"
                 )
             directory = cls(root.resolve(), _lock(root, wait_seconds=0.0))
-            directory._write(run)
+            try:
+                directory._write(run)
+            except OSError:
+                shutil.rmtree(directory.paths.root, ignore_errors=True)  # what was written: it was empty
+                directory.release()
+                raise
         except OSError as error:
             raise DirectoryProblem(f"{root}: {error.strerror}; give a --dir that can be written") from error
         return directory
@@ -100,6 +111,25 @@ class RunDirectory:
         except (OSError, TimeoutError) as error:
             raise DirectoryProblem(f"{root}: {error}") from error
         return directory
+
+    def check(self) -> None:
+        """Checks that the directory is where it was. Elsewhere, its processes would write to that of another run, or to none.
+
+        Raises:
+            DirectoryLost: it is not.
+        """
+        root = self.paths.root
+        try:
+            there = os.path.samestat(root.stat(), self._made)
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError:  # of a network's file system, which may come back
+            return
+        if not there:
+            raise DirectoryLost(
+                f"{root}: moved, replaced or removed while the run used it; its processes are ended. It continues from its last "
+                "checkpoint with --resume and the --dir where the directory is now"
+            )
 
     def release(self) -> None:
         """Unlocks the directory."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -41,6 +42,18 @@ def test_create_refuses_a_directory_with_files(tmp_path: Path) -> None:
     with pytest.raises(DirectoryProblem, match=r"not empty; add --resume .* or give another --dir"):
         RunDirectory.create(tmp_path, run_spec())
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_create_on_a_full_volume_leaves_nothing(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limit[1]))
+    try:
+        with pytest.raises(DirectoryProblem, match="give a --dir that can be written"):
+            RunDirectory.create(tmp_path / "run", run_spec())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (tmp_path / "run").exists()
+    RunDirectory.create(tmp_path / "run", run_spec()).release()
 
 
 def test_create_names_a_file_of_that_name(tmp_path: Path) -> None:

@@ -64,10 +64,7 @@ def _export(runs: list[Run], arguments: argparse.Namespace) -> int:
     content = runs[0].perfetto()
     if not any(event["ph"] == "X" for event in content["traceEvents"]):
         raise Refused(f"{runs[0].directory} has no trained steps yet")
-    try:
-        replace_text(arguments.perfetto, json.dumps(content, separators=(",", ":")))
-    except OSError as error:
-        raise Refused(f"{arguments.perfetto}: {error.strerror}") from error
+    replace_text(arguments.perfetto, json.dumps(content, separators=(",", ":")))
     echo(f"{arguments.perfetto}: open it in Perfetto (ui.perfetto.dev) or chrome://tracing")
     return DONE
 
