@@ -21,10 +21,16 @@ from dataclasses import dataclass
 from pydantic import BaseModel, Field
 class Checked(BaseModel, extra="forbid"):
     size: int = Field(ge=1)
+    def assign(self, inputs): ...
 @dataclass
 class Plain:
     first: object
     size: int = 3
+    def assign(self, inputs): ...
+def exits():
+    raise SystemExit(0)
+def another():
+    return None
 def fails(size=1):
     raise RuntimeError("no device")
 no_function = 3
@@ -39,10 +45,13 @@ VALUES = st.recursive(
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package with schedules and losses, as pip leaves it."""
     (tmp_path / "own_kinds.py").write_text(CODE)
+    (tmp_path / "own_end.py").write_text("raise SystemExit('no licence')")
     names = {
         "checked": "Checked",
         "plain": "Plain",
         "fails": "fails",
+        "exits": "exits",
+        "another": "another",
         "constant": "no_function",
         "gone": "Gone",
     }
@@ -50,7 +59,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(
         tmp_path,
         "own",
-        ["[scalerl.schedules]", *points, "builtin = builtins:dict", "missing = no_package_at_all:A"],
+        [
+            "[scalerl.schedules]",
+            *points,
+            "builtin = builtins:dict",
+            "missing = no_package_at_all:A",
+            "ends = own_end:A",
+        ],
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
@@ -89,6 +104,9 @@ def test_what_a_name_makes(package: Path) -> None:
         ("checked", {"sizes": 2}, "parameters: .*'size.*it takes size"),
         ("plain", {"sizes": 2}, r"\(own_kinds:Plain\): parameters: .*'first'; it takes first, size"),
         ("fails", {}, r"\(own_kinds:fails\): RuntimeError: no device"),
+        ("exits", {}, r"\(own_kinds:exits\): SystemExit: 0"),
+        ("another", {}, r"\(own_kinds:another\): NoneType has no method assign; docs/plugins.md"),
+        ("ends", {}, r"\(own_end:A\): SystemExit: no licence"),
         ("constant", {}, "its parameters are unknown: 3 is not a callable"),
         ("builtin", {}, r"\(builtins:dict\): its parameters are unknown: no signature found"),
         ("gone", {}, "has no attribute 'Gone'"),

@@ -243,11 +243,14 @@ def test_command_that_is_broken_leaves_the_others(tmp_path: Path, monkeypatch: p
     info = tmp_path / "broken-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[scalerl.commands]\nbad = no_package_at_all:add\n")
+    (info / "entry_points.txt").write_text(
+        "[scalerl.commands]\nbad = no_package_at_all:add\nends = sys:exit\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = scalerl("simulate", "--help", folder=tmp_path)
     assert done.returncode == 0
     assert "the command bad (no_package_at_all:add): ModuleNotFoundError" in done.stderr
+    assert "the command ends (sys:exit): SystemExit" in done.stderr
 
 
 def test_names_that_are_wrong_have_one_message_with_what_is_installed(tmp_path: Path) -> None:

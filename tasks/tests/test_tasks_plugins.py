@@ -118,6 +118,12 @@ def test_plugin_whose_class_fails(countdown):
             "sources",
             "its item 0 is int",
         ),
+        (
+            "class Own(dict):\n    digest = ''\n    def __init__(self): self['a'] = 1\n",
+            "sources",
+            "its item 0: KeyError: 0",
+        ),
+        ("import sys\nsys.exit()\n", "sources", "SystemExit"),
         ("class Own:\n    pass\n", "verifiers", "Own has no method score"),
         ("import nopackage_at_all\n", "verifiers", "No module named 'nopackage_at_all'"),
     ],

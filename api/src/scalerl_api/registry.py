@@ -38,6 +38,16 @@ class Kind(StrEnum):
 _BUILT_IN: Final = {Kind.VERIFIER: BUILT_IN_VERIFIERS, Kind.ENVIRONMENT: BUILT_IN_ENVIRONMENTS}
 
 
+_METHODS: Final = {
+    Kind.LOSS: ("__call__",),
+    Kind.DRAFTER: ("remember", "begin", "propose", "end", "take_tally"),
+    Kind.SCHEDULE: ("assign",),
+    Kind.TRACKER: ("open", "write", "close"),
+    Kind.RUNTIME: ("observe", "record", "apply"),
+}
+"""Of the object that a name makes; sources, verifiers and environments are checked by tasks."""
+
+
 class PluginError(ValueError):
     """A name that is not installed, or parameters that it does not take; the message has the remedy."""
 
@@ -75,15 +85,20 @@ def make(kind: Kind, name: str, parameters: Mapping[str, Any], *arguments: Any) 
     """The object of a name: what the entry point names, called with ``arguments`` and the parameters.
 
     Raises:
-        PluginError: see :func:`entry_point`; it cannot be imported, or refuses the parameters.
+        PluginError: see :func:`entry_point`; it cannot be imported, refuses the parameters, or makes an object of another kind.
     """
     entry = entry_point(kind, name)
     try:
-        return bound(entry, parameters, *arguments)(*arguments, **parameters)
+        made = bound(entry, parameters, *arguments)(*arguments, **parameters)
     except PluginError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"plugin {name!r} ({entry.value}): {_said(error)}") from error
+    if lacking := [one for one in _METHODS.get(kind, ()) if not callable(getattr(made, one, None))]:
+        raise PluginError(
+            f"plugin {name!r} ({entry.value}): {type(made).__name__} has no method {lacking[0]}; docs/plugins.md has the interface"
+        )
+    return made
 
 
 def bound(entry: EntryPoint, parameters: Mapping[str, Any], *arguments: Any) -> Any:
@@ -94,7 +109,7 @@ def bound(entry: EntryPoint, parameters: Mapping[str, Any], *arguments: Any) -> 
     """
     try:
         loaded = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {entry.name!r} ({entry.value}): {type(error).__name__}: {error}"
         ) from error
@@ -114,7 +129,7 @@ def bound(entry: EntryPoint, parameters: Mapping[str, Any], *arguments: Any) -> 
     return loaded
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """An error of a plugin; one of pydantic, which this module does not import, by parameter."""
     pydantic = sys.modules.get("pydantic")
     if pydantic is None or not isinstance(error, pydantic.ValidationError):

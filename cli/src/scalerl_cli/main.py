@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     for entry in entry_points(group=Kind.COMMAND):
         try:
             entry.load()(commands)
-        except Exception as error:  # the other commands work
+        except (Exception, SystemExit) as error:  # the other commands work
             echo(f"the command {entry.name} ({entry.value}): {type(error).__name__}: {error}", error=True)
     return top
 

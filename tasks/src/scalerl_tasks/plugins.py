@@ -125,9 +125,13 @@ def open_plugin_source(plugin: Plugin) -> PromptSource:
             raise SourceError(
                 f"plugin {plugin.name!r}: {type(source).__name__} has no {name}; see PromptSource in docs/tasks.md"
             )
-    if len(source) and not isinstance(source[0], Prompt):
+    try:
+        first = source[0] if len(source) else None
+    except (Exception, SystemExit) as error:
+        raise SourceError(f"plugin {plugin.name!r}: its item 0: {type(error).__name__}: {error}") from error
+    if not isinstance(first, Prompt | None):
         raise SourceError(
-            f"plugin {plugin.name!r}: its item 0 is {type(source[0]).__name__}, not scalerl_tasks.Prompt"
+            f"plugin {plugin.name!r}: its item 0 is {type(first).__name__}, not scalerl_tasks.Prompt"
         )
     made: PromptSource = source if hasattr(source, "difficulty") else _WithoutDifficulty(source)
     return made
