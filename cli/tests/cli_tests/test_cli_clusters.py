@@ -288,6 +288,14 @@ def test_kubeconfigs_contexts_and_namespaces_as_in_kubectl(tmp_path: Path) -> No
         assert open_session(arguments(context="one", kubeconfig=str(other))).namespace == "team-a"
         with pytest.raises(ClusterProblem, match="the kubeconfig cannot be used"):
             open_session(arguments(kubeconfig=str(other)))
+    for broken in (
+        "- a",
+        "{contexts: {a: b}, clusters: 3, users: []}",
+        one.read_text().replace("http://127.0.0.1:1", "3"),
+    ):
+        other.write_text(broken)
+        with pytest.raises(ClusterProblem, match="the kubeconfig cannot be used"):
+            open_session(arguments(context="one", kubeconfig=str(other)))
     with pytest.raises(ClusterProblem, match="three") as refused:
         open_session(arguments(context="three"), both)
     assert refused.value.code == 2

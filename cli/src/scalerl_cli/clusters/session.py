@@ -276,7 +276,7 @@ def open_session(
             merged = KubeConfigMerger(files).config  # type: ignore[no-untyped-call]
             used = merged["contexts"].get_with_name(context)["context"]
             namespace = str(used.safe_get("namespace") or "")
-    except (config.ConfigException, yaml.YAMLError, OSError, ValueError) as error:
+    except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, AttributeError) as error:
         raise ClusterProblem(f"the kubeconfig cannot be used: {error}", BAD_INPUT) from error
     return Session(configuration, arguments.namespace or namespace or "default", seconds)
 
