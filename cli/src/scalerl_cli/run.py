@@ -180,7 +180,6 @@ def _explain(failure: Failure) -> None:
 
 
 def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:
-    from scalerl_analysis.pictures import draw_run
     from scalerl_analysis.problem import AnalysisProblem
     from scalerl_cli.summary import summarize, table, write
 
@@ -197,6 +196,8 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         write(paths.summary, summary)
     except AnalysisProblem as problem:
         echo(str(problem), error=True)
+    from scalerl_analysis.pictures import draw_run  # after the summary, which needs less memory
+
     try:
         draw_run(paths, spec)
         echo(f"curve: {_shown(paths.curve_picture)}")

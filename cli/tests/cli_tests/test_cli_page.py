@@ -602,8 +602,9 @@ def test_perfetto_file_is_written_whole_or_not_at_all(
 ) -> None:
     to = tmp_path / "out" / "timeline.json"
     run = str(traced_run(tmp_path))
+    to.parent.write_text("a file")
     assert main(["view", run, "--perfetto", str(to)]) == 2
-    to.parent.mkdir()
+    to.parent.unlink()
     assert main(["view", run, "--perfetto", str(to)]) == 0
     assert f"{to}: open it in Perfetto" in capsys.readouterr().out
     assert sum(event["ph"] == "X" for event in json.loads(to.read_text())["traceEvents"]) == 7

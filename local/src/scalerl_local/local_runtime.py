@@ -75,7 +75,7 @@ class LocalRuntime:
         started: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._run = run
+        self._run, self._directory = run, directory
         self._clock = clock
         self._on_event = on_event
         self._on_snapshot = on_snapshot
@@ -113,7 +113,6 @@ class LocalRuntime:
         """Polls without an answer since the last one with one."""
         self._meter = RateMeter()
         self._rates = Rates()
-        self._directory = directory
         self._reports = Reports(directory.paths, on_event)
         self._startup = StartupMeter(self._started)
         self._is_resuming = directory.resumed
