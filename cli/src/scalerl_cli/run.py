@@ -188,7 +188,7 @@ def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResul
         if end is not None and end.kind is OutcomeKind.COMPLETED:
             echo(f"the run is complete ({end.message}); it continues with a higher limit in its file")
         else:
-            echo(f"nothing was generated or trained; see {_shown(paths.logs)}")
+            echo(f"this command generated and trained nothing; see {_shown(paths.logs)}")
         return
     summary = summarize(spec, outcome)
     echo(table(summary))

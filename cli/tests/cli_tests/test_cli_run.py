@@ -285,6 +285,16 @@ def test_bad_input_found_by_prepare_exits_2_and_leaves_nothing(tmp_path: Path) -
     assert not run.directory.exists()
 
 
+def test_edit_with_which_the_run_does_not_start_is_named(tmp_path: Path) -> None:
+    with shell(tmp_path, spec={"budget": {"maxSteps": 5}}) as run:
+        assert run.finish() == 0, run.text()
+    resumed = ("--resume", "--dir", str(run.directory))
+    with shell(tmp_path, *resumed, spec={"budget": {"maxSteps": 9}}, SMALL_PREPARE="bad-input") as edited:
+        assert edited.finish() == 2
+    assert "no such model; check the name; revert or fix the edit of spec.budget.maxSteps\n" in edited.text()
+    assert (run.directory / "checkpoints/last").exists()
+
+
 def test_failed_role_exits_1_with_its_last_lines(tmp_path: Path) -> None:
     policy = "scalerl_lifecycle.restarts"
     quick = f"import {policy} as f; f.RestartPolicy.__init__.__defaults__ = (.01, .02, 600., 2, 20, .02)"

@@ -277,7 +277,7 @@ class LocalRuntime:
         failure = self._supervisor.failure(Role.TRAINER if by_trainer else None)
         if failure is None:
             failure = Failure("run", Role.COORDINATOR, f"{problem.reason}: {problem.message}")
-        elif by_trainer:
+        elif by_trainer or problem.reason is Reason.EDIT_FAILED:  # whose message has what to revert
             why = problem.message.removeprefix("trainer: ")
             failure = replace(failure, reason=f"{failure.reason}; {why}")
         if by_trainer:
