@@ -48,9 +48,11 @@ class StatusFile:
             self.status = RunStatus.read(
                 json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             )
-        except (OSError, ValueError) as error:
-            raise DirectoryProblem(f"{path}: {error}") from error
-        self.persisted = persisted_state(self.status)
+            self.persisted = persisted_state(self.status)
+        except (OSError, ValueError, RecursionError) as error:
+            raise DirectoryProblem(
+                f"{path}: {error}; remove it, and the run continues from its last checkpoint"
+            ) from error
         self.edit, self.unproven = edits_since(self.status, run.spec, self._spec, self._text)
 
     def write(

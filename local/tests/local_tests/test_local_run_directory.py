@@ -22,6 +22,7 @@ from scalerl_local.run_directory import (
     latest_directory,
     next_directory,
 )
+from scalerl_local.status_file import StatusFile
 from scalerl_processes.process_table import kill_marked, marked
 
 
@@ -112,6 +113,15 @@ def test_resume_ignores_fields_that_are_no_more(tmp_path: Path) -> None:
 def test_resume_refuses_a_directory_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(DirectoryProblem, match="no run to resume there"):
         RunDirectory.resume(tmp_path / "run", run_spec())
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '{"phase": "Running", "trainer": {"attempt": 3, "nextAttemptTime": "soon"}}']
+)
+def test_status_that_cannot_be_read_says_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(DirectoryProblem, match=r"status\.json: .*remove it, and the run continues"):
+        StatusFile(tmp_path / "status.json", run_spec())
 
 
 def test_next_and_latest_directory_number_the_runs(tmp_path: Path) -> None:
