@@ -128,7 +128,7 @@ class RunDirectory:
         if not there:
             raise DirectoryLost(
                 f"{root}: moved, replaced or removed while the run used it; its processes are ended. It continues from its last "
-                "checkpoint with --resume and the --dir where the directory is now"
+                "checkpoint with --resume and the --dir where the directory is now; what they wrote here since can be removed"
             )
 
     def release(self) -> None:
