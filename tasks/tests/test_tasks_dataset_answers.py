@@ -43,6 +43,34 @@ def test_dataset_rewards_out_of_range_are_one_reason(tmp_path):
     assert "by reward.py:f: 29 gave …, which is not in [0, 1];" in summary
 
 
+def test_dataset_rows_that_cannot_be_used_are_listed_as_those_of_jsonl(tmp_path):
+    """Of the task, and of a warm start that has its own."""
+    write_lines(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": "1" if i % 2 else ""} for i in range(8)])
+    good = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    write_lines(tmp_path / "good.jsonl", good)
+    bad, number = {"files": ["d.jsonl"]}, {"verifier": {"name": "number"}, "heldOut": {"size": 1}}
+    for field, given in (
+        ("task.dataset", {"task": {"dataset": bad} | number}),
+        (
+            "warmStart.dataset",
+            {
+                "task": {"dataset": {"files": ["good.jsonl"]}} | number,
+                "warmStart": {"steps": 1, "dataset": bad},
+            },
+        ),
+    ):
+        model = {"scratch": {}, "contextTokens": 64}
+        run = RunSpec.model_validate(
+            {"model": model, "recipe": {"maxCompletionTokens": 8}, "budget": {"maxSteps": 1}} | given
+        )
+        *listed, summary = task_problems(run, tmp_path, answers=False)
+        assert [one.text.partition("d.jsonl, ")[2].split(",")[0] for one in listed] == [
+            f"line {line}" for line in (1, 3, 5, 7)
+        ]
+        assert {one.field for one in (*listed, summary)} == {field}
+        assert "4 of 8 rows cannot be used (4 empty answer)" in summary.text
+
+
 def section(file, verifier, columns):
     return TaskSpec.model_validate(
         {"dataset": {"files": [file], "columns": columns}, "verifier": verifier, "heldOut": {"size": 1}}

@@ -52,16 +52,17 @@ def _of_files(arguments: argparse.Namespace) -> tuple[ProblemSpec, PromptSpec]:
     from scalerl_tasks.tokenizer_config import TokenizerConfig
 
     columns: dict[str, object] = {}
+    labels: dict[str, object] = {}
     for text in arguments.column:
         field, found, expression = text.partition("=")
         if not found:
             raise Refused(
                 f"--column {text}: write FIELD=EXPRESSION, such as answer=reward_model.ground_truth"
             )
-        columns[field] = expression
+        (labels if field.startswith("labels.") else columns)[field.removeprefix("labels.")] = expression
     given = {
         "files": [str(file.expanduser().absolute()) for file in arguments.files],
-        "columns": columns,
+        "columns": {"labels": labels} | columns,
         "filter": {"where": arguments.where},
         **({"answerPattern": arguments.answer_pattern} if arguments.answer_pattern else {}),
     }

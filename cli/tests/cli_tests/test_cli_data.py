@@ -152,6 +152,12 @@ def test_data_without_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "answers: not checked, since a reward service" in capsys.readouterr().out
 
 
+def test_data_maps_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write(tmp_path / "d.parquet", [{"prompt": "a", "answer": "1", "b": "x"}]))
+    assert main(["data", file, "--column", "labels.topic=b", "--column", "answer=number(answer)"]) == 0
+    assert "  labels: topic = b\n" in capsys.readouterr().out
+
+
 def test_data_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", str(tmp_path / "d.parquet")]) == 2
     assert "d.parquet: no such file" in capsys.readouterr().err

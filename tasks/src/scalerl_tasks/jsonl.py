@@ -69,7 +69,7 @@ class JsonlSource:
                 self._descriptor = os.dup(file.fileno())
         except OSError as error:
             raise SourceError(
-                f"{path}: cannot be read: {error.strerror or error}; check task.jsonl.path"
+                f"{path}: cannot be read: {error.strerror or error}; check its path in the run file"
             ) from error
         self.problems = scan.problems
         self._offsets = scan.offsets

@@ -20,6 +20,7 @@ from scalerl_tasks.dataset.table_source import description
 from scalerl_tasks.errors import (
     AnswersError,
     EvaluationSetError,
+    JsonlRowsError,
     MixedTaskError,
     ParameterError,
     SourceError,
@@ -150,6 +151,8 @@ class _SectionChecks:
                 self._check_answers(open_source(section, self._directory), section)
         except AnswersError as error:
             yield from (TaskProblem(f"{field}{_verifier_field(section)}", text) for text in error.texts)
+        except JsonlRowsError as error:
+            yield from (TaskProblem(f"{field}.{section.source_field}", text) for text in error.texts)
         except (SourceError, TemplateError, VerifierError) as error:
             yield _source_problem(field, section, error)
 
@@ -231,6 +234,8 @@ def _warm_start_file_problems(
                     source.line(index) if isinstance(source, JsonlSource) else index, text, "without solution"
                 )
         yield from (TaskProblem(field, text) for text in missing.texts)
+    except JsonlRowsError as error:
+        yield from (TaskProblem(field, text) for text in error.texts)
     except SourceError as error:
         yield TaskProblem(field, str(error))
     finally:
