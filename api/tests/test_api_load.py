@@ -68,6 +68,14 @@ def test_defaults_survive_a_round_trip() -> None:
         ("spec.model.scratch.layer", 3, "spec.model.scratch.layer", "did you mean layers?"),
         ("spec.recipe.promptsPerSteps", 3, "spec.recipe.promptsPerSteps", "did you mean promptsPerStep?"),
         ("spec.zzz", 3, "spec.zzz", "known here: autoscaling"),
+        *(
+            (path, 3, path, f"did you mean {' or '.join(meant)}?")
+            for path, meant in {
+                "spec.recipe.learningRate": ["spec.recipe.optimizer.learningRate"],
+                "spec.learningRate": ["spec.recipe.optimizer.learningRate", "spec.warmStart.learningRate"],
+                "spec.trainer.dtype": ["spec.model.dtype"],
+            }.items()
+        ),
         ("spec.model.dtype", "fp16", "spec.model.dtype", "'bfloat16' or 'float32'"),
         ("spec.recipe.temperature", 0.5, "spec.recipe.temperature", 'write it as a string: "0.5"'),
         ("spec.recipe.temperature", "-1", "spec.recipe.temperature", "greater than 0"),

@@ -174,6 +174,8 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 _METADATA = ("name", "namespace", "labels", "annotations")
+_MAX_PLACES = 3
+"""Fields of one name that the message about an unknown one lists."""
 
 
 def run_from_object(obj: Mapping[str, Any]) -> ScaleRLRun:
@@ -329,8 +331,11 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
         elif item["type"] == "extra_forbidden":
             names = _field_names(ScaleRLRun, location[:-1])
             close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+            places = list(_places(location[-1], ScaleRLRun))
+            within = [place for place in places if place.startswith(".".join(location[:-1]) + ".")]
+            meant = (within or places) if len(within or places) <= _MAX_PLACES else []
             others = f"known here: {', '.join(sorted(names))}" if names else "leave it out"
-            hint = f"did you mean {close[0]}?" if close else others
+            hint = f"did you mean {' or '.join(meant or close)}?" if meant or close else others
             yield SpecProblem(where, "unknown field", hint)
         elif item["type"] == "missing":
             yield SpecProblem(where, "required, but not given")
@@ -364,6 +369,16 @@ def _field_names(model: type[BaseModel], location: list[str]) -> list[str]:
             return []
         model = nested
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _places(name: str, model: type[BaseModel], at: str = "") -> Iterator[str]:
+    """Paths of all fields that YAML calls ``name``."""
+    for python_name, field in model.model_fields.items():
+        alias = field.alias or python_name
+        if alias == name:
+            yield at + alias
+        if (nested := _model_in(field.annotation)) is not None:
+            yield from _places(name, nested, f"{at}{alias}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
