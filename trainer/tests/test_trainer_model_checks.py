@@ -445,6 +445,24 @@ def test_structure(
             load()
 
 
+def test_scratch_model_has_no_chat_template(tmp_path: Path) -> None:
+    chat = {"prompt": {"format": "Chat"}}
+    own = {
+        "reasoningGym": {"name": "chain_sum", "seed": 7},
+        "size": 2,
+        "verifier": {"name": "reasoning-gym"},
+        **chat,
+    }
+    sets = {"evaluation": {"sets": [{"name": "held-out"}, {"name": "own", "task": own}]}}
+    scratch = {"model": {"path": None, "scratch": {}}}
+    says = "prompt.format: a scratch model has no chat template (use Raw, or give "
+    assert [str(one) for one in spec_problems(spec_of(tmp_path, **scratch, task=chat, **sets))] == [
+        f"spec.{field}.{says}{field}.prompt.chatTemplate)" for field in ("task", "evaluation.sets.1.task")
+    ]
+    chat["prompt"]["chatTemplate"] = own["prompt"]["chatTemplate"] = "{{ messages[0].content }}"
+    assert list(spec_problems(spec_of(tmp_path, **scratch, task=chat, **sets))) == []
+
+
 def test_router_replay(family: Callable[[str], Path], tmp_path: Path) -> None:
     replay = {"trainer": {"routerReplay": True}, "generator": {"devices": 1}}
     dense = "spec.trainer.routerReplay: the model is dense: no router chooses experts (leave it out)"

@@ -189,6 +189,19 @@ def spec_problems(spec: RunSpec) -> Iterator[SpecProblem]:
         yield from head_problems(sizes, spec)
         if spec.trainer.router_replay:
             yield from replay_problems(scratch.layers * scratch.experts.per_token if scratch.experts else 0)
+        prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
+        prompts += [
+            (f"evaluation.sets.{at}.task", one.task.prompt)
+            for at, one in enumerate(spec.evaluation.sets or ())
+            if one.task is not None and one.task.prompt is not None
+        ]
+        for field, prompt in prompts:
+            if prompt.format == "Chat" and prompt.chat_template is None:
+                yield SpecProblem(
+                    f"spec.{field}.prompt.format",
+                    "a scratch model has no chat template",
+                    f"use Raw, or give {field}.prompt.chatTemplate",
+                )
 
 
 def replay_problems(of_token: int) -> Iterator[SpecProblem]:

@@ -49,7 +49,7 @@ from scalerl_trainer.checks import (
 from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.fork import ForkError, take_over
 from scalerl_trainer.model_cache import CacheError, ModelCache, NotCached
-from scalerl_trainer.model_checks import config_problems, model_problems
+from scalerl_trainer.model_checks import config_problems, model_problems, spec_problems
 from scalerl_trainer.models.files import read_json, stored_tensors, weight_files
 from scalerl_trainer.object_store_folders import fetch, of_run, upload
 
@@ -141,13 +141,7 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
     check_tasks(spec, paths.root, answers=not _answers_are_checked(target, spec))
     tasks = open_tasks(spec, paths.root)
     if spec.model.scratch is not None:
-        prompts = [(one.field, one.section.prompt) for one in spec.task.tasks]
-        prompts += [(f"{one.field}.task", one.prompt) for one in tasks.sets]
-        for field, prompt in prompts:
-            if prompt.format == "Chat" and prompt.chat_template is None:
-                raise PrepareError(
-                    f"{field}.prompt.format: a scratch model has no chat template; use Raw, or give {field}.prompt.chatTemplate"
-                )
+        refuse(spec_problems(spec))
         # Checked before the weights are written, which already needs this memory.
         check_memory("model.scratch", ModelSize.of_scratch(spec.model.scratch), spec, one_machine)
     identity = _identity(spec, tasks)
