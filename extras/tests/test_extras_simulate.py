@@ -214,6 +214,11 @@ def test_negative_times_of_a_group_are_refused(
     assert "seconds and leased must not be negative" in capsys.readouterr().err
 
 
+def test_run_without_a_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(tmp_path)]) == BAD_INPUT
+    assert "trace.jsonl: no such file; a run writes it with spec.trace: true" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["many", "5", "0.5:2", "4:3", "inf:inf", "nan:2"])
 def test_drafts_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

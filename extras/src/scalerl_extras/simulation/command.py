@@ -35,6 +35,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     path = arguments.trace / "trace.jsonl" if arguments.trace.is_dir() else arguments.trace
     try:
         run = read_trace(path)
+    except FileNotFoundError as problem:
+        raise Refused(f"{path}: no such file; a run writes it with spec.trace: true") from problem
     except (OSError, TraceProblem) as problem:
         raise Refused(f"{path}: {problem}") from problem
     cluster = _cluster(run, arguments)
