@@ -154,8 +154,9 @@ def _finish(
         return INTERRUPTED
     failure = outcome.failure
     if failure is not None:
-        _explain(failure)
-        if failure.bad_input and failure.role is Role.PREPARE and fresh:
+        removed = failure.bad_input and failure.role is Role.PREPARE and fresh
+        _explain(failure, whole=removed)
+        if removed:
             # No role started with this input. Removing the directory, which was empty before, lets the user
             # correct the input and use the same --dir again.
             shutil.rmtree(directory.paths.root, ignore_errors=True)
@@ -166,7 +167,8 @@ def _finish(
     return INTERRUPTED if outcome.interrupted else DONE
 
 
-def _explain(failure: Failure) -> None:
+def _explain(failure: Failure, *, whole: bool) -> None:
+    """Print why a process failed, with the end of its log, or all of it; then its file is not named."""
     echo(f"\n{failure.unit} failed: {failure.reason}", error=True)
     if not failure.log:
         return
@@ -174,9 +176,10 @@ def _explain(failure: Failure) -> None:
         lines = Path(failure.log).read_text(errors="replace").splitlines()
     except OSError as error:
         lines = [f"(no log: {error.strerror})"]
-    for line in lines[-_LOG_LINES:]:
+    for line in lines if whole else lines[-_LOG_LINES:]:
         echo(f"  | {line}", error=True)
-    echo(f"  whole log: {_shown(Path(failure.log))}", error=True)
+    if not whole:
+        echo(f"  whole log: {_shown(Path(failure.log))}", error=True)
 
 
 def _report_results(spec: ScaleRLRun, directory: RunDirectory, outcome: RunResult) -> None:

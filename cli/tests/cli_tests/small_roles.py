@@ -65,7 +65,7 @@ def behaviour(role: str) -> str:
 
 def prepare(root: Path) -> None:
     if behaviour("prepare") == "bad-input":
-        print("spec.model.hub.name: no such model; check the name", file=sys.stderr)
+        print("first line\n" * 30 + "spec.model.hub.name: no such model; check the name", file=sys.stderr)
         sys.exit(2)
     if behaviour("prepare") == "crash":
         print("\n".join(f"line {i}" for i in range(50)), file=sys.stderr)

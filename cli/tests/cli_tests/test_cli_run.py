@@ -283,6 +283,8 @@ def test_bad_input_found_by_prepare_exits_2_and_leaves_nothing(tmp_path: Path) -
         assert run.finish() == 2
     assert "spec.model.hub.name: no such model; check the name" in run.text()
     assert not run.directory.exists()
+    assert run.text().count("| first line") == 30  # all of a log that is removed
+    assert "whole log" not in run.text()
 
 
 def test_edit_with_which_the_run_does_not_start_is_named(tmp_path: Path) -> None:
