@@ -79,6 +79,8 @@ class Four:
 class StandIn:
     """Answers like a :class:`~scalerl_generator.vllm_client.VllmClient`: digits, and an end token."""
 
+    routed_experts = False
+
     def __init__(self, end: int) -> None:
         self._ids = np.full(REPLY_TOKENS, 10, np.int32)
         self._ids[-1] = end

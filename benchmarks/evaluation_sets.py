@@ -50,7 +50,9 @@ def main() -> None:
     for sets, rows in runs.items():
         figures[f"{sets} sets"] = {
             "busy_seconds": statistics.median(row["busy_seconds"] for row in rows),
-            "publish_seconds": statistics.median(row["publish_seconds"] for row in rows),
+            "publish_seconds": statistics.median(
+                row["publish_seconds"] for row in rows if "publish_seconds" in row
+            ),
             "wait_seconds": statistics.mean(row["wait_seconds"] for row in rows),
         }
         print(f"{sets} sets: " + ", ".join(f"{k} {v:.3f}" for k, v in figures[f"{sets} sets"].items()))

@@ -55,6 +55,7 @@ def rank(folder: Path, stage: int, fsdp: bool) -> None:
         fsdp_backend,
         init_process_group,
     )
+    from scalerl_trainer.engine.deepspeed_config import deepspeed_config
     from scalerl_trainer.models import Policy, open_model
 
     torch.set_num_threads(1)
@@ -70,7 +71,7 @@ def rank(folder: Path, stage: int, fsdp: bool) -> None:
             )
             return placed
         count = sum(p.numel() for p in policy.parameters())
-        config = deepspeed_backend._config(settings, 2, count)
+        config = deepspeed_config(settings, 2, count, device)
         return deepspeed_backend.place(policy, config, device, weights)
 
     kept = [load(folder.with_name("tiny"))]  # the libraries' own memory

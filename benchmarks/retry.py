@@ -45,8 +45,9 @@ def example(seed: int, quick: bool) -> dict[str, Any]:
     run: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
     spec = run["spec"]
     spec["seed"] = seed
-    for section in (spec["task"], spec["warmStart"]):
-        section["jsonl"]["path"] = str(EXAMPLE.with_name(section["jsonl"]["path"]))
+    task, warm = spec["task"]["jsonl"], spec["warmStart"]["dataset"]
+    task["path"] = str(EXAMPLE.with_name(task["path"]))
+    warm["files"] = [str(EXAMPLE.with_name(name)) for name in warm["files"]]
     if quick:
         spec["budget"]["maxSteps"], spec["warmStart"]["steps"] = 10, 50
     return run

@@ -59,24 +59,17 @@ def _limits(root: Path) -> Iterator[int]:
     except (OSError, StopIteration):
         pass  # no readable /proc/meminfo: no run is refused for memory
     group = root / "sys/fs/cgroup"
-    for most, current, stat, inactive in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file "),
-        # Of version 1, where no limit is a large number.
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file ",
-        ),
-    ):
+    first = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"
+    second = "memory.max", "memory.current", "memory.stat", ""
+    for most, current, stat, prefix in (second, first):  # versions of control groups
         try:
             limit, used = (int((group / name).read_text()) for name in (most, current))
             lines = (group / stat).read_text().splitlines()
             # The present use includes cached file pages, which the kernel reclaims under memory pressure.
-            cached = next(int(line.split()[1]) for line in lines if line.startswith(inactive))
+            cached = next(int(n) for key, n in map(str.split, lines) if key == f"{prefix}inactive_file")
             yield limit - used + cached
         except (OSError, ValueError, StopIteration):
-            pass  # no such group, or no limit ("max")
+            pass  # no such group, or no limit ("max"; of version 1 a large number)
 
 
 def memory_problem(spec: RunSpec, available: int | None = None) -> SpecProblem | None:
