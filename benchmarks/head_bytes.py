@@ -105,6 +105,7 @@ def moved(module: ModuleType, vocabulary: int, hidden: int, *, entropy: bool, ke
             "fp32": True,
             "chunk": chunk,
             "entropy": entropy,
+            "derivative": None,
             "kernels": kernels,
         }
         forward(saved, **{name: value for name, value in given.items() if name in takes})

@@ -75,7 +75,10 @@ def whole(vocabulary: int, bias: bool, transform: LogitTransform, temperature: f
     result = {}
     for path, problem in (("kernels", None), ("eager", "not in this test")):
         with patch.object(head, "kernels_failure", lambda _, problem=problem: problem):
-            found = gradients(linear, hidden, lambda x: own(x, target, temperature, True), direction)
+            found, at_once = (
+                gradients(linear, hidden, lambda x, d=d: own(x, target, temperature, True, d), direction)
+                for d in (None, lambda _: direction)
+            )
         values, by = found[:2], [found[2], *found[3:]]
         result[path] = {
             "logprob": max_error(values[0], expected[0]),
@@ -85,6 +88,7 @@ def whole(vocabulary: int, bias: bool, transform: LogitTransform, temperature: f
                 for name, mine, other in zip(("hidden", "weight", "bias"), by, expected[2:], strict=False)
             },
             "weightless": float(found[2][1].abs().max()),
+            "at once": all(map(torch.equal, found, at_once)),
         }
     return result
 

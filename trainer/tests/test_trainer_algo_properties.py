@@ -9,8 +9,22 @@ from hypothesis import strategies as st
 
 from scalerl_trainer.algo.advantages import Normalization, advantages
 from scalerl_trainer.algo.aggregation import Aggregation, per_token, sequence_weights
-from scalerl_trainer.algo.corrections import Corrected
-from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce, TokenBatch
+from scalerl_trainer.algo.corrections import Corrected, OffPolicyMasked
+from scalerl_trainer.algo.distillation import Distilled
+from scalerl_trainer.algo.kl import WithKl
+from scalerl_trainer.algo.losses import (
+    Cispo,
+    Dppo,
+    Gspo,
+    Loss,
+    PpoClip,
+    Reinforce,
+    Supervised,
+    TokenBatch,
+    is_token_local,
+)
+from scalerl_trainer.algo.losses.base import check_token_local
+from scalerl_trainer.errors import EngineError
 
 AGGREGATIONS: list[Aggregation] = ["PromptAverage", "SampleAverage", "TokenAverage", "Constant"]
 NORMALIZATIONS: list[Normalization] = ["Batch", "Group", "None"]
@@ -298,3 +312,30 @@ def test_each_token_is_compared_with_the_weights_that_sampled_it(seed: int) -> N
     Cispo(1e6)(tokens).loss.backward()
     assert trained_n.grad is not None
     torch.testing.assert_close(-8 * trained_n.grad, behind_n.exp())
+
+
+@pytest.mark.parametrize(
+    ("loss", "local"),
+    [
+        *((loss, not isinstance(loss, Gspo)) for loss in LOSSES),
+        (Supervised(), True),
+        (PpoClip(dual_clip=3.0), True),
+        *((WithKl(Cispo(), estimator, 0.1), True) for estimator in ("k1", "k2", "k3")),
+        (Distilled(WithKl(Cispo(), "k3", 0.1)), True),
+        (WithKl(Gspo(0.2, 0.2), "k3", 0.1), False),
+        (Distilled(Gspo(0.2, 0.2)), False),
+        (Corrected(Gspo(0.2, 0.2)), False),
+        (Corrected(Cispo(), level="Sequence"), False),
+        (Corrected(Cispo(), level="Geometric"), False),
+        (OffPolicyMasked(Cispo(), 0.5), False),
+    ],
+    ids=str,
+)
+def test_losses_say_whether_other_tokens_change_derivatives(loss: Loss, local: bool) -> None:
+    """The gradients of the others would be wrong if the forward pass computed them."""
+    assert is_token_local(loss) == local
+    if local:
+        check_token_local(loss)
+    else:
+        with pytest.raises(EngineError, match="leave token_local out"):
+            check_token_local(loss)

@@ -39,7 +39,10 @@ def test_kernels_compute_what_the_head_without_them_does(found: dict[str, Any], 
     assert kernels["logprob"] < 5e-6
     assert kernels["entropy"] < 5e-6
     assert kernels["weightless"] == 0.0
-    for name in kernels.keys() - {"logprob", "entropy", "weightless"}:
+    assert (kernels["at once"], eager["at once"]) == (True, True), (
+        "gradients of the forward pass are the same"
+    )
+    for name in kernels.keys() - {"logprob", "entropy", "weightless", "at once"}:
         # Half a unit in the last place of bfloat16 is 2e-3 on average; a bias has few summands.
         assert kernels[name] < 3e-3
         assert kernels[name] == pytest.approx(eager[name], rel=1e-3)

@@ -98,6 +98,51 @@ def test_rounded_operands_give_gradients_of_float64(
         assert float((mine.double() - other).norm() / other.norm()) < 2.2e-3
 
 
+@pytest.mark.parametrize("trained", ["all", "states"])
+@pytest.mark.parametrize("transform", [PLAIN, LogitTransform(-4.0, 6.0)])
+@pytest.mark.parametrize(("dtype", "fp32"), [(torch.float32, True), (BF16, True), (BF16, False)])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_gradients_of_the_forward_pass_are_those_of_the_backward_pass(
+    accelerator: bool, dtype: torch.dtype, fp32: bool, transform: LogitTransform, trained: str, request: Any
+) -> None:
+    """Bit for bit, as values and entropies, from three products a chunk; the derivative is asked for when a chunk's values are there."""
+    calls = request.getfixturevalue("products") if accelerator else []
+    torch.manual_seed(5)
+    linear = torch.nn.Linear(64, 96).to(dtype).requires_grad_(trained == "all")
+    hidden = torch.randn(57, 64).to(dtype).requires_grad_()
+    target, weight = torch.randint(96, (57,)), torch.randn(57)
+    head = LogprobHead(linear, fp32=fp32, chunk_bytes=4 * 96 * 8, transform=transform)
+    leaves = [hidden, *(p for p in linear.parameters() if p.requires_grad)]
+    asked: list[int] = []
+
+    def derivative(logprobs: torch.Tensor) -> torch.Tensor:
+        asked.append(int(logprobs.count_nonzero()))
+        return weight * logprobs.exp()
+
+    found, products = [], []
+    for given in (None, derivative):
+        calls.clear()
+        logprobs, entropies = head(hidden, target, 0.6, True, given)
+        gradients = torch.autograd.grad((logprobs * derivative(logprobs.detach())).sum(), leaves)
+        found.append([logprobs.detach(), entropies, *gradients])
+        products.append(calls.count("mm"))
+    assert asked == [57, *range(8, 57, 8), 57, 57]
+    assert all(map(torch.equal, *found))
+    assert products[0] - products[1] == (8 if calls else 0)
+
+
+def test_another_derivative_than_in_the_forward_pass_is_refused() -> None:
+    """Its gradients are those of one derivative; but one that is no number is equal to itself."""
+    head = LogprobHead(torch.nn.Linear(8, 9), fp32=True)
+    hidden, target = torch.randn(4, 8, requires_grad=True), torch.arange(4)
+    given = torch.tensor([0.5, torch.nan, torch.inf, 0.0])
+    head(hidden, target, 1.0, False, lambda _: given)[0].backward(given)
+    for at, other in ((0, 0.50001), (1, 0.0), (2, torch.nan)):
+        changed = given.index_fill(0, torch.tensor(at), other)
+        with pytest.raises(RuntimeError, match="another derivative than in the forward pass"):
+            head(hidden, target, 1.0, False, lambda _: given)[0].backward(changed)
+
+
 def test_errors_and_bytes_are_those_of_the_page(products: list[str]) -> None:
     """At most 1.2 times the errors of the head that casts to float32, and an eighth of the bytes of the first one."""
     benchmark: dict[str, Any] = runpy.run_path(str(BENCHMARK))

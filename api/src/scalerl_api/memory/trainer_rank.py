@@ -225,7 +225,7 @@ def peak(moments: Mapping[str, RankMemory]) -> RankMemory:
 def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, accelerator: bool) -> int:
     """Bytes of the weight's gradient, float32 until all chunks are in it, and of chunks of logits, of which the next is computed while those
     of the last are there: in the forward pass logits and log-probabilities, in the backward pass logits and their derivative in the
-    model's dtype. On a CPU also the weight's float32 copy: there products of bfloat16 are not accumulated in float32. Without
+    model's dtype; all three where the forward pass computes gradients, a float32 derivative in place of the logits. On a CPU also the weight's float32 copy: there products of bfloat16 are not accumulated in float32. Without
     ``fp32``, logits are in the model's dtype first.
     """
     output, low = size.vocabulary_size * size.hidden_size, each != 4
@@ -234,7 +234,8 @@ def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, 
     following = min(chunk, every - chunk) + (chunk // 2 if low and not fp32 else 0)
     last = 3 * chunk // 2 if low else chunk
     kernels = 3 * min(KERNEL_CHUNK_BYTES, every) // 2 if accelerator and fp32 and low else 0
-    forward, backward, end = 2 * chunk + following, max(last + following, kernels), last
+    computed = kernels or 2 * chunk + (chunk // 2 if low else 0)
+    forward, backward, end = 2 * chunk + following, max(last + following, computed), last
     if trains:
         backward, end = backward + 4 * output, end + (4 + each * low) * output
     return max(forward, backward, end) + (4 * output if fp32 and low and not accelerator else 0)

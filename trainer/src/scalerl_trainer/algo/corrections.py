@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, sequence_sums
+from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, is_token_local, sequence_sums
 from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 
 Level = Literal["Token", "Sequence", "Geometric"]
@@ -53,6 +53,10 @@ class Corrected:
             raise ValueError(f"the floor of importance weights must be in [0, {self.cap}), not {self.floor}")
         if self.floor and self.above == "truncate":
             raise ValueError("a floor masks importance weights: it needs above='mask'")
+
+    @property
+    def token_local(self) -> bool:
+        return self.level == "Token" and is_token_local(self.loss)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, its sums, and the number of tokens with a ratio above the cap or below the floor (``corrected``).

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch
+from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, is_token_local
 from scalerl_trainer.errors import BadBatchError
 
 TEACHER_KL = "teacher_kl"
@@ -49,6 +49,10 @@ class Distilled:
             raise ValueError(
                 f"the coefficient of the distillation must be at least 0 and finite, not {self.coefficient}"
             )
+
+    @property
+    def token_local(self) -> bool:
+        return is_token_local(self.loss)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, its sums, and the sum of the estimates of KL(π_gen ‖ π_teacher), nats (``teacher_kl``).

@@ -32,7 +32,7 @@ from typing import get_args
 import torch
 
 from scalerl_api.recipe import KlEstimator
-from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, weighted
+from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, is_token_local, weighted
 from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 from scalerl_trainer.errors import BadBatchError
 
@@ -77,6 +77,10 @@ class WithKl:
                 f"the coefficient of the KL penalty must be positive and finite, not {self.coefficient}:"
                 " for no penalty, leave it out"
             )
+
+    @property
+    def token_local(self) -> bool:
+        return is_token_local(self.loss)
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss with the penalty, the loss's sums, and the sum of the KL estimates, nats (``reference_kl``).

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from scalerl_api.mismatch import POSITIONS
 from scalerl_trainer.algo.gradient_guard import smallest_masked, squared_gradients
-from scalerl_trainer.algo.losses import Loss, TokenBatch
+from scalerl_trainer.algo.losses import Loss, LossOutput, TokenBatch, is_token_local
 from scalerl_trainer.algo.mismatch import (
     FIELDS,
     RatioStatistics,
@@ -32,6 +32,7 @@ from scalerl_trainer.engine.distributed import gather_vectors
 from scalerl_trainer.engine.settings import EngineSettings
 from scalerl_trainer.errors import EngineError
 from scalerl_trainer.models import varlen
+from scalerl_trainer.models.head import Derivative
 from scalerl_trainer.models.lora import Adapters
 from scalerl_trainer.models.policy import Policy
 from scalerl_trainer.models.router_replay import RouterReplay
@@ -61,6 +62,34 @@ class Accumulated:
     """Squared gradient of the tokens that are no outliers (``algo.gradient_guard``), scalar; None without a guard."""
     outliers_n: torch.Tensor | None = None
     """Squared gradient of each outlier, 0 of another token, in flat order; None without a guard."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """The loss of a micro-batch as a function of its log-probabilities."""
+
+    loss: Loss
+    tokens: TokenBatch
+    """All but the log-probabilities."""
+    on_policy: bool
+    """Whether the trained weights sampled the tokens, so that the generator's log-probabilities are theirs."""
+    world: int
+
+    def at(self, logprobs_m: torch.Tensor) -> tuple[TokenBatch, LossOutput, torch.Tensor]:
+        """The tokens with log-probabilities that are a leaf, their loss, and its derivative by them, apart from that through the model."""
+        own_m = logprobs_m.detach()
+        generator_m = own_m if self.on_policy else self.tokens.generator_logprobs_n
+        tokens = replace(
+            self.tokens, logprobs_n=own_m.clone().requires_grad_(), generator_logprobs_n=generator_m
+        )
+        with torch.enable_grad():
+            output = self.loss(tokens)
+        (gradient_m,) = torch.autograd.grad(output.loss, tokens.logprobs_n)
+        return tokens, output, gradient_m
+
+    def derivative(self, logprobs_m: torch.Tensor) -> torch.Tensor:
+        """That derivative times the number of ranks, over which the backend averages."""
+        return self.at(logprobs_m)[2] * self.world
 
 
 class Passes:
@@ -99,11 +128,20 @@ class Passes:
             yield MicroBatch(zero[None], zero[None], zero, zero, zero, zero), False
 
     def forward(
-        self, micro: MicroBatch, temperature: float | None = None, *, entropy: bool = False
+        self,
+        micro: MicroBatch,
+        temperature: float | None = None,
+        *,
+        entropy: bool = False,
+        derivative: Derivative | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies ``[M]``, see :meth:`.LogprobHead.forward`."""
         result: tuple[torch.Tensor, torch.Tensor] = self._backend(
-            *self.inputs(micro), temperature or self._settings.temperature, entropy, *self.layout(micro)
+            *self.inputs(micro),
+            temperature or self._settings.temperature,
+            entropy,
+            derivative,
+            *self.layout(micro),
         )
         return result
 
@@ -131,7 +169,9 @@ class Passes:
         if frozen is None:
             return None
         logprobs_m: torch.Tensor
-        logprobs_m, _ = frozen(*self.inputs(micro), self._settings.temperature, False, *self.layout(micro))
+        logprobs_m, _ = frozen(
+            *self.inputs(micro), self._settings.temperature, False, None, *self.layout(micro)
+        )
         return logprobs_m
 
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:
@@ -166,24 +206,22 @@ class Passes:
         ordinary = torch.zeros((), dtype=torch.float64, device=self._device)
         outliers_n = torch.zeros(packed.trainable, dtype=torch.float64, device=self._device)
         differences_n = torch.zeros(packed.trainable, device=self._device)
+        local = is_token_local(loss)
         for micro, real in self.micro_batches(packed, count):
             reference_m = self._reference_logprobs(micro)
             with self._replayed(micro):
                 proximal_m = self._frozen_logprobs(proximal, micro)
+                objective = self._objective(micro, real, batch, loss, reference_m, proximal_m, masked_n)
                 with self.routing.counted(self._move(micro.predict_at_m) if real else None):
-                    logprobs_m, entropies_m = self.forward(micro, entropy=True)
-                tokens = self._token_batch(micro, real, batch, logprobs_m, reference_m, proximal_m)
-                if masked_n is not None and real:
-                    masked_m = self._move(masked_n[micro.flat_m])
-                    tokens = replace(tokens, weights_n=tokens.weights_n.masked_fill(masked_m, 0.0))
-                output = loss(tokens)
-                # The derivative by log-probabilities, computed apart from that through the model.
-                (gradient_m,) = torch.autograd.grad(output.loss, tokens.logprobs_n)
+                    logprobs_m, entropies_m = self.forward(
+                        micro, entropy=True, derivative=objective.derivative if local else None
+                    )
+                tokens, output, gradient_m = objective.at(logprobs_m)
                 if real and self._settings.gradient_guard is not None:
                     found = squared_gradients(tokens, gradient_m)
                     ordinary += found.ordinary
                     outliers_n[self._move(micro.flat_m)] = found.outliers_n
-                self._backend.backward((logprobs_m * gradient_m).sum() * self._world)
+                self._backend.backward((logprobs_m * (gradient_m * self._world)).sum())
             names = sorted(output.sums)
             parts = [
                 torch.stack([output.loss.detach().double(), entropies_m.double().sum()]),
@@ -240,22 +278,23 @@ class Passes:
             return None, 0
         return own_n >= smallest, sum(square >= smallest for square in every)
 
-    def _token_batch(
+    def _objective(
         self,
         micro: MicroBatch,
         real: bool,
         batch: TrainBatch,
-        logprobs_m: torch.Tensor,
+        loss: Loss,
         reference_m: torch.Tensor | None,
         proximal_m: torch.Tensor | None,
-    ) -> TokenBatch:
-        """The tokens, with log-probabilities that are a leaf of the loss's graph."""
-        own_m = logprobs_m.detach()
-        leaf_m = own_m.clone().requires_grad_()
+        masked_n: torch.Tensor | None,
+    ) -> _Objective:
+        zeros_m = torch.zeros(len(micro.target_m), device=self._device)
         if not real:
-            zeros_m = torch.zeros_like(own_m)
             sequence_m = self._move(micro.sequence_m)
-            return TokenBatch(leaf_m, own_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m, proximal_m)
+            tokens = TokenBatch(
+                zeros_m, zeros_m, zeros_m, zeros_m, sequence_m, reference_m, zeros_m, proximal_m
+            )
+            return _Objective(loss, tokens, True, self._world)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return self._move(tensor, torch.float32)
@@ -263,16 +302,20 @@ class Passes:
         generator, teacher = batch.generator_logprobs_n, batch.teacher_logprobs_n
         by_token = batch.advantages_n
         _, sequence_m = torch.unique(micro.sequence_m, return_inverse=True)
-        return TokenBatch(
-            leaf_m,
-            own_m if generator is None else move(generator[micro.flat_m]),
+        weights_m = move(batch.weights_s[micro.sequence_m])
+        if masked_n is not None:
+            weights_m = weights_m.masked_fill(self._move(masked_n[micro.flat_m]), 0.0)
+        tokens = TokenBatch(
+            zeros_m,
+            zeros_m if generator is None else move(generator[micro.flat_m]),
             move(batch.advantages_s[micro.sequence_m] if by_token is None else by_token[micro.flat_m]),
-            move(batch.weights_s[micro.sequence_m]),
+            weights_m,
             self._move(sequence_m),
             reference_m,
             None if teacher is None else move(teacher[micro.flat_m]),
             proximal_m,
         )
+        return _Objective(loss, tokens, generator is None, self._world)
 
     def _tables(
         self,

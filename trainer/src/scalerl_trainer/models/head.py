@@ -3,7 +3,12 @@
 With a vocabulary of V and M trainable tokens, logits and softmax would be several tensors of M × V floats, each 10 GB for
 16,384 tokens and a vocabulary of 150,000. Here the positions are processed in chunks: the forward pass keeps only the
 log-normaliser of each token, and the backward pass recomputes a chunk's logits. This costs one more matrix product and
-bounds a chunk's logits to ``chunk_bytes``.
+bounds a chunk's logits to ``chunk_bytes``. Where a token's part of the loss depends on no other token's log-probability, the forward
+pass knows its derivative g as soon as it has the chunk's log-probabilities, and computes the gradients from the same logits::
+
+    Δ = g · (onehot(target) - softmax) [c, v]      d hidden = Δ · weight [c, d]      d weight += Δᵀ · hidden [v, d]
+
+It keeps them instead of the hidden states, and needs three products instead of four.
 
 ``fp32`` computes logits in float32. ScaleRL (arXiv 2510.13786) reports an asymptote of .61 with float32 logits in trainer and
 generator, and of .52 without [P]. Without ``fp32`` the product has the model's dtype and its result is cast to float32, as in
@@ -29,7 +34,7 @@ Shapes: ``m`` trainable tokens, ``d`` hidden size, ``v`` vocabulary, ``c`` a chu
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,9 +43,13 @@ from torch import nn
 from torch.nn import functional
 
 from scalerl_trainer.errors import first_line
+from scalerl_trainer.models.head_gradients import Delta, Gradients, product
 from scalerl_trainer.models.logits import PLAIN, LogitTransform
 
 log = logging.getLogger(__name__)
+
+Derivative = Callable[[torch.Tensor], torch.Tensor]
+"""The derivative of a loss by each log-probability ``[M]``, from these; those of later chunks are 0 when a chunk's are asked for."""
 
 ENTROPY_STRIDE = 8
 """On an accelerator without the kernels, entropies are of every eighth token of a chunk."""
@@ -82,9 +91,17 @@ class LogprobHead(nn.Module):
         self.chunk_bytes = chunk_bytes
 
     def forward(
-        self, hidden_md: torch.Tensor, target_m: torch.Tensor, temperature: float, entropy: bool
+        self,
+        hidden_md: torch.Tensor,
+        target_m: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        derivative: Derivative | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies, nats, float32 ``[M]``.
+
+        With ``derivative``, which no other token's log-probability may change, the forward pass computes the gradients. The backward
+        pass returns them, for that derivative alone.
 
         The entropies have no gradient; the tensor is empty without ``entropy``. On an accelerator without the kernels they are the
         means of chunks, those of 64 tokens or more estimated from every eighth token.
@@ -96,7 +113,17 @@ class LogprobHead(nn.Module):
             by_device = KERNEL_CHUNK_BYTES
         chunk = max(1, (self.chunk_bytes or by_device) // (4 * weight.shape[0]))
         result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
-            hidden_md, weight, self.bias, target_m, temperature, self.transform, fp32, chunk, entropy, kernels
+            hidden_md,
+            weight,
+            self.bias,
+            target_m,
+            temperature,
+            self.transform,
+            fp32,
+            chunk,
+            entropy,
+            derivative,
+            kernels,
         )
         return result
 
@@ -142,7 +169,7 @@ def _trial(device: torch.device, vocabulary: int, transform: LogitTransform) -> 
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """d log p(target) / d logits = (onehot(target) - softmax) / temperature, recomputed chunk by chunk.
+    """d log p(target) / d logits = (onehot(target) - softmax) / temperature, chunk by chunk.
 
     Below the cap, d cap·tanh(z / cap) / dz = 1 - (logit / cap)².
     """
@@ -159,132 +186,91 @@ class _ChunkedLogprob(torch.autograd.Function):
         fp32: bool,
         chunk: int,
         entropy: bool,
+        derivative: Derivative | None,
         kernels: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden_md.shape[0]
-        logprob_m = torch.empty(count, dtype=torch.float32, device=hidden_md.device)
-        normalizer_m, entropy_m = torch.empty_like(logprob_m), torch.empty_like(logprob_m)
+        logprob_m = torch.zeros(count, dtype=torch.float32, device=hidden_md.device)
+        normalizer_m, entropy_m, top_logprob_m = (torch.empty_like(logprob_m) for _ in range(3))
+        top_m, derivative_m = torch.empty_like(target_m), torch.empty_like(logprob_m)
         matrix_vd = _operand(weight_vd, fp32)
         rounded = _is_rounded(matrix_vd, fp32)
-        top_m = torch.empty_like(target_m) if rounded else None
-        top_logprob_m = torch.empty_like(logprob_m) if rounded else None
+        kernels = kernels and rounded
+        ways = bias_v, transform, temperature, fp32, kernels
+        gradients = None
+        if derivative is not None:
+            gradients = Gradients(ctx.needs_input_grad, hidden_md, weight_vd, bias_v)
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            if kernels and top_m is not None and top_logprob_m is not None:
+            states_cd = hidden_md[part]
+            own = [x[part] for x in (target_m, normalizer_m, logprob_m, top_m, top_logprob_m)]
+            target_c, normalizer_c, logprob_c, top_c, top_logprob_c = own
+            logits_cv, slope_cv = _chunk(states_cd, matrix_vd, *ways, sloped=gradients is not None)
+            logprobs_cv = None
+            if kernels:
                 from scalerl_trainer.models import head_kernels
 
-                outs = [x[part] for x in (logprob_m, normalizer_m, entropy_m, top_m, top_logprob_m)]
-                product_cv = _product(hidden_md[part].to(matrix_vd.dtype), matrix_vd.t(), fp32)
-                head_kernels.statistics(product_cv, bias_v, transform, temperature, target_m[part], *outs)
-                del product_cv  # before the next chunk's is computed
-                continue
-            logits_cv = _logits(hidden_md[part], matrix_vd, bias_v, transform, fp32)
-            if temperature != 1.0:
-                logits_cv.div_(temperature)
-            target_c1 = target_m[part, None]
-            logits_c1 = logits_cv.gather(1, target_c1)
-            logprobs_cv = functional.log_softmax(logits_cv, -1)
-            logprobs_c1 = logprobs_cv.gather(1, target_c1)
-            logprob_m[part] = logprobs_c1.squeeze(1)
-            normalizer_m[part] = (logits_c1 - logprobs_c1).squeeze(1)
-            if entropy:
+                outs = logprob_c, normalizer_c, entropy_m[part], top_c, top_logprob_c
+                head_kernels.statistics(logits_cv, bias_v, transform, temperature, target_c, *outs)
+            else:
+                logprobs_cv = functional.log_softmax(logits_cv, -1)
+                torch.gather(logprobs_cv, 1, target_c[:, None], out=logprob_c[:, None])
+                torch.sub(logits_cv.gather(1, target_c[:, None])[:, 0], logprob_c, out=normalizer_c)
+                if rounded:
+                    torch.max(logprobs_cv, -1, out=(top_logprob_c, top_c))
+            if derivative is not None and gradients is not None:
+                derivative_m[part] = derivative(logprob_m)[part]
+                scale_c = derivative_m[part] * (transform.scale / temperature)
+                delta = _delta(logits_cv, slope_cv, matrix_vd, *ways, scale_c, *own)
+                gradients.add(part, delta, states_cd, matrix_vd, fp32)
+                del delta
+            if entropy and logprobs_cv is not None:
                 entropy_m[part] = _entropies(logprobs_cv, logits_cv)
-            if top_m is not None and top_logprob_m is not None:
-                torch.max(logprobs_cv, -1, out=(top_logprob_m[part], top_m[part]))
-        # Saves the parameters and not their float32 copies, because ZeRO-3 gathers and frees the parameters' storage.
-        ctx.save_for_backward(
-            hidden_md, weight_vd, bias_v, target_m, normalizer_m, logprob_m, top_m, top_logprob_m
-        )
-        ctx.temperature, ctx.transform, ctx.fp32, ctx.chunk = temperature, transform, fp32, chunk
-        ctx.kernels = kernels and rounded
+            del logits_cv, slope_cv, logprobs_cv  # before the next chunk's are computed
+        if gradients is not None:
+            ctx.save_for_backward(derivative_m, *gradients.finished())
+        else:
+            # Saves the parameters and not their float32 copies, because ZeRO-3 gathers and frees the parameters' storage.
+            ctx.save_for_backward(
+                hidden_md, weight_vd, bias_v, target_m, normalizer_m, logprob_m, top_m, top_logprob_m
+            )
+        ctx.ways, ctx.chunk, ctx.computed = ways, chunk, gradients is not None
         entropy_m = entropy_m if entropy else logprob_m.new_empty(0)
         ctx.mark_non_differentiable(entropy_m)
         return logprob_m, entropy_m
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_md, weight_vd, bias_v, target_m, normalizer_m, *apart = ctx.saved_tensors
-        transform: LogitTransform = ctx.transform
-        scale_m = gradients[0] * (transform.scale / ctx.temperature)
-        matrix_vd = _operand(weight_vd, ctx.fp32)
-        rounded = _is_rounded(matrix_vd, ctx.fp32)
-        grad_hidden_md = torch.empty_like(hidden_md)
-        # Float32 for every model dtype, because the gradient is a sum over chunks. None of frozen parameters (LoRA).
-        _, trains_weight, trains_bias, *_ = ctx.needs_input_grad
-        grad_weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if trains_weight else None
-        grad_bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if trains_bias else None
+        if ctx.computed:
+            derivative_m, *found = ctx.saved_tensors
+            same_m = torch.isclose(gradients[0], derivative_m, rtol=0.0, atol=0.0, equal_nan=True)
+            # Does not wait for the device.
+            torch._assert_async(same_m.all(), "the loss has another derivative than in the forward pass")
+            return *found, *[None] * 8
+        hidden_md, weight_vd, bias_v, *saved = ctx.saved_tensors
+        _, transform, temperature, fp32, _ = ctx.ways
+        scale_m = gradients[0] * (transform.scale / temperature)
+        matrix_vd = _operand(weight_vd, fp32)
+        total = Gradients(ctx.needs_input_grad, hidden_md, weight_vd, bias_v)
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            states_cd, target_c, scale_c = hidden_md[part], target_m[part], scale_m[part]
-            if rounded:
-                own = [x[part] for x in (target_m, normalizer_m, *apart)]
-                delta = _rounded_delta(
-                    states_cd, matrix_vd, bias_v, transform, ctx.temperature, ctx.kernels, scale_c, *own
-                )
-            else:
-                logits_cv, slope_cv = _sloped(
-                    states_cd, matrix_vd, bias_v, transform, ctx.temperature, ctx.fp32
-                )
-                logits_cv.sub_(normalizer_m[part, None]).exp_().mul_(-scale_c[:, None])
-                logits_cv.scatter_add_(1, target_c[:, None], scale_c[:, None])
-                if slope_cv is not None:
-                    logits_cv.mul_(slope_cv)
-                delta = _Delta(logits_cv.to(matrix_vd.dtype))
-            grad_hidden_md[part] = delta.by_states(matrix_vd, ctx.fp32).to(hidden_md.dtype)
-            if grad_bias_v is not None:
-                delta.add_to_bias(grad_bias_v)
-            if grad_weight_vd is not None:
-                delta.add_to_weight(grad_weight_vd, states_cd, ctx.fp32)
+            states_cd, own = hidden_md[part], [x[part] for x in saved]
+            logits_cv, slope_cv = _chunk(states_cd, matrix_vd, *ctx.ways, sloped=True)
+            delta = _delta(logits_cv, slope_cv, matrix_vd, *ctx.ways, scale_m[part], *own)
+            del logits_cv, slope_cv
+            total.add(part, delta, states_cd, matrix_vd, fp32)
             del delta
-        grad_weight = None if grad_weight_vd is None else grad_weight_vd.to(weight_vd.dtype)
-        grad_bias = None if grad_bias_v is None else grad_bias_v.to(bias_v.dtype)
-        return grad_hidden_md, grad_weight, grad_bias, *[None] * 7
+        return *total.finished(), *[None] * 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """The derivative by a chunk's raw logits: ``sign · values``, and elements apart."""
-
-    values_cv: torch.Tensor
-    """In the dtype of the operands."""
-    sign_c: torch.Tensor | None = None
-    """1 or -1; None for 1."""
-    apart: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Indices and float32 values ``[C, K]`` of the elements that ``values_cv`` has not."""
-
-    def by_states(self, matrix_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
-        grad_cd = _product(self.values_cv, matrix_vd, fp32)
-        if self.sign_c is not None and self.apart is not None:
-            grad_cd.mul_(self.sign_c[:, None])
-            for index_c, value_c in zip(*(x.unbind(1) for x in self.apart), strict=True):
-                grad_cd.addcmul_(matrix_vd[index_c].float(), value_c[:, None])
-        return grad_cd
-
-    def add_to_weight(self, grad_vd: torch.Tensor, states_cd: torch.Tensor, fp32: bool) -> None:
-        operand_cd = states_cd.to(self.values_cv.dtype)
-        if self.sign_c is None or self.apart is None:
-            _add_product(grad_vd, self.values_cv.t(), operand_cd, fp32)
-            return
-        signed_cd = operand_cd * self.sign_c[:, None].to(operand_cd.dtype)
-        _add_product(grad_vd, self.values_cv.t(), signed_cd, fp32)
-        for index_c, value_c in zip(*(x.unbind(1) for x in self.apart), strict=True):
-            grad_vd.index_add_(0, index_c, states_cd.float().mul_(value_c[:, None]))
-
-    def add_to_bias(self, grad_v: torch.Tensor) -> None:
-        if self.sign_c is None or self.apart is None:
-            grad_v += self.values_cv.float().sum(0)
-            return
-        signs_c1 = self.sign_c[:, None].to(self.values_cv.dtype)
-        grad_v += _product(self.values_cv.t(), signs_c1, True).squeeze(1)
-        grad_v.index_add_(0, self.apart[0].flatten(), self.apart[1].flatten())
-
-
-def _rounded_delta(
-    states_cd: torch.Tensor,
+def _delta(
+    logits_cv: torch.Tensor,
+    slope_cv: torch.Tensor | None,
     matrix_vd: torch.Tensor,
     bias_v: torch.Tensor | None,
     transform: LogitTransform,
     temperature: float,
+    fp32: bool,
     kernels: bool,
     scale_c: torch.Tensor,
     target_c: torch.Tensor,
@@ -292,11 +278,17 @@ def _rounded_delta(
     logprob_c: torch.Tensor,
     top_c: torch.Tensor,
     top_logprob_c: torch.Tensor,
-) -> _Delta:
-    """The derivative in bfloat16.
+) -> Delta:
+    """The derivative by raw logits, in the dtype of the operands, from what :func:`_chunk` returned, which it overwrites.
 
-    The factor of each token is part of the exponent, which saves a pass over the logits.
+    In bfloat16, the factor of each token is part of the exponent, which saves a pass over the logits.
     """
+    if not _is_rounded(matrix_vd, fp32):
+        logits_cv.sub_(normalizer_c[:, None]).exp_().mul_(-scale_c[:, None])
+        logits_cv.scatter_add_(1, target_c[:, None], scale_c[:, None])
+        if slope_cv is not None:
+            logits_cv.mul_(slope_cv)
+        return Delta(logits_cv.to(matrix_vd.dtype))
     index_ck = torch.stack([target_c, top_c], 1)
     other_c = top_logprob_c.exp().masked_fill(top_c == target_c, 0.0)
     value_ck = torch.stack([-torch.expm1(logprob_c), -other_c], 1) * scale_c[:, None]
@@ -307,10 +299,8 @@ def _rounded_delta(
     if kernels:
         from scalerl_trainer.models import head_kernels
 
-        product_cv = _product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), True)
-        values_cv = head_kernels.derivative(product_cv, bias_v, transform, temperature, shift_c, index_ck)
+        values_cv = head_kernels.derivative(logits_cv, bias_v, transform, temperature, shift_c, index_ck)
     else:
-        logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, transform, temperature, True)
         logits_cv.sub_(shift_c[:, None])
         values_cv = torch.empty_like(logits_cv, dtype=torch.bfloat16)
         if slope_cv is None:
@@ -318,7 +308,24 @@ def _rounded_delta(
         else:
             values_cv.copy_(logits_cv.exp_().mul_(slope_cv))
         values_cv.scatter_(1, index_ck, 0.0)
-    return _Delta(values_cv, torch.where(scale_c < 0, 1.0, -1.0), (index_ck, value_ck))
+    return Delta(values_cv, torch.where(scale_c < 0, 1.0, -1.0), (index_ck, value_ck))
+
+
+def _chunk(
+    states_cd: torch.Tensor,
+    matrix_vd: torch.Tensor,
+    bias_v: torch.Tensor | None,
+    transform: LogitTransform,
+    temperature: float,
+    fp32: bool,
+    kernels: bool,
+    *,
+    sloped: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """With ``kernels`` the product of states and weight, else what :func:`_sloped` returns; the slope only if ``sloped``."""
+    if kernels:
+        return product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), True), None
+    return _sloped(states_cd, matrix_vd, bias_v, transform, temperature, fp32, sloped=sloped)
 
 
 def _entropies(logprobs_cv: torch.Tensor, spare_cv: torch.Tensor) -> torch.Tensor:
@@ -347,23 +354,6 @@ def _operand(weight_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
     return weight_vd.float() if fp32 and not accumulates else weight_vd
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, fp32: bool) -> torch.Tensor:
-    """The matrix product of two tensors of one dtype, float32 with ``fp32``."""
-    if fp32 and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, fp32: bool) -> None:
-    """Add the product to the float32 ``total``, in place."""
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif fp32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:  # a product that is rounded to bfloat16 cannot be added to float32 by the same call
-        total += left @ right
-
-
 def _logits(
     states_cd: torch.Tensor,
     matrix_vd: torch.Tensor,
@@ -371,7 +361,7 @@ def _logits(
     transform: LogitTransform,
     fp32: bool,
 ) -> torch.Tensor:
-    logits_cv = _product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), fp32).float()
+    logits_cv = product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), fp32).float()
     if bias_v is not None:
         logits_cv += bias_v
     if transform.scale != 1.0:
@@ -388,10 +378,11 @@ def _sloped(
     transform: LogitTransform,
     temperature: float,
     fp32: bool,
+    sloped: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits over the temperature, and with a cap its derivative by the capped logits."""
     logits_cv, slope_cv = _logits(states_cd, matrix_vd, bias_v, transform, fp32), None
-    if transform.cap is not None:
+    if sloped and transform.cap is not None:
         slope_cv = (logits_cv / transform.cap).square_().neg_().add_(1.0)
     if temperature != 1.0:
         logits_cv.div_(temperature)

@@ -10,7 +10,7 @@ from torch import nn
 
 from scalerl_trainer.errors import ModelError, first_line
 from scalerl_trainer.models import varlen
-from scalerl_trainer.models.head import LogprobHead
+from scalerl_trainer.models.head import Derivative, LogprobHead
 from scalerl_trainer.models.logits import LogitTransform, logit_transform
 
 PREFIX = "causal_lm."
@@ -74,6 +74,7 @@ class Policy(nn.Module):
         target_m: torch.Tensor,
         temperature: float = 1.0,
         entropy: bool = False,
+        derivative: Derivative | None = None,
         prompts_gp: torch.Tensor | None = None,
         prompt_b: torch.Tensor | None = None,
         boundaries: dict[str, Any] | None = None,
@@ -81,7 +82,7 @@ class Policy(nn.Module):
         """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 
         The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
-        of a row. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
+        of a row. ``derivative`` is that of :meth:`.LogprobHead.forward`. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
         ``boundaries`` are those of :mod:`.varlen`; without them its kernel has to wait for the device.
         """
         positions: dict[str, Any] = {"position_ids": position_ids_bt} if self.takes_positions else {}
@@ -93,7 +94,9 @@ class Policy(nn.Module):
             input_ids=input_ids_bt, use_cache=prompts_gp is not None, **positions
         ).last_hidden_state
         hidden_md = hidden_btd.flatten(0, 1).index_select(0, predict_at_m)
-        result: tuple[torch.Tensor, torch.Tensor] = self.head(hidden_md, target_m, temperature, entropy)
+        result: tuple[torch.Tensor, torch.Tensor] = self.head(
+            hidden_md, target_m, temperature, entropy, derivative
+        )
         return result
 
     def _keys_of(self, prompts_gp: torch.Tensor, prompt_b: torch.Tensor) -> Any:

@@ -10,7 +10,7 @@ A loss maximises an objective per token; ``Loss.__call__`` returns the negative 
 
 from __future__ import annotations
 
-from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch
+from scalerl_trainer.algo.losses.base import Loss, LossOutput, TokenBatch, is_token_local
 from scalerl_trainer.algo.losses.cispo import Cispo
 from scalerl_trainer.algo.losses.dppo import Dppo
 from scalerl_trainer.algo.losses.gspo import Gspo
@@ -28,4 +28,5 @@ __all__ = [
     "Reinforce",
     "Supervised",
     "TokenBatch",
+    "is_token_local",
 ]

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from scalerl_trainer.errors import EngineError
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
@@ -48,6 +50,35 @@ class Loss(Protocol):
     """A differentiable function of the trainer's log-probabilities; without tokens, loss and gradient are 0."""
 
     def __call__(self, tokens: TokenBatch) -> LossOutput: ...
+
+
+def is_token_local(loss: Loss) -> bool:
+    """Whether a loss has ``token_local = True``: no other token's log-probability changes its derivative by a token's.
+
+    The gradients of such a loss are computed in the forward pass (:mod:`scalerl_trainer.models.head`), which is faster.
+    """
+    return bool(getattr(loss, "token_local", False))
+
+
+def check_token_local(loss: Loss) -> None:
+    """Raise ``EngineError`` if other log-probabilities change derivatives of a loss that says :func:`is_token_local`, of made-up tokens."""
+    generator = torch.Generator().manual_seed(0)
+    advantages_n, *logprobs = torch.randn(6, 64, generator=generator).mul(2).unbind()
+    ones_n, sequence_n = torch.ones(64), torch.arange(64) // 4
+    own_n, generator_n, reference_n, teacher_n, proximal_n = logprobs
+
+    def derivative(known: int, proximal_n: torch.Tensor | None) -> torch.Tensor:
+        leaf_n = torch.where(torch.arange(64) < known, own_n, 0.0).requires_grad_()
+        others = generator_n, advantages_n, ones_n, sequence_n, reference_n, teacher_n, proximal_n
+        return torch.autograd.grad(loss(TokenBatch(leaf_n, *others)).loss, leaf_n)[0][:known]
+
+    for proximal in (None, proximal_n):
+        for known in range(1, 64):
+            if not torch.equal(derivative(known, proximal), derivative(64, proximal)[:known]):
+                raise EngineError(
+                    f"{type(loss).__name__} has token_local = True, but other tokens' log-probabilities change a token's derivative: "
+                    "leave token_local out"
+                )
 
 
 def check_clip(loss: str, low: float, high: float) -> None:

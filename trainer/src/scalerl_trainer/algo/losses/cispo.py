@@ -22,6 +22,8 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 class Cispo:
     """``ratio_cap``: ε, the largest importance ratio of a token."""
 
+    token_local = True
+
     ratio_cap: float = 5.0
 
     def __post_init__(self) -> None:

@@ -27,6 +27,8 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 class Dppo:
     """The trust region of the module."""
 
+    token_local = True
+
     threshold: float = 0.2
     """δ, the largest difference of a token's two probabilities that a gradient may still increase."""
     ratio_cap: float = 20.0

@@ -7,7 +7,8 @@ from scalerl_api.registry import Kind, make
 from scalerl_trainer.algo.corrections import Corrected, OffPolicyMasked
 from scalerl_trainer.algo.distillation import Distilled
 from scalerl_trainer.algo.kl import WithKl
-from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce
+from scalerl_trainer.algo.losses import Cispo, Dppo, Gspo, Loss, PpoClip, Reinforce, is_token_local
+from scalerl_trainer.algo.losses.base import check_token_local
 
 
 def make_loss(recipe: RecipeSpec) -> Loss:
@@ -50,6 +51,8 @@ def _loss(spec: LossSpec) -> Loss:
         return Dppo(float(spec.dppo.threshold), float(spec.dppo.ratio_cap))
     if spec.plugin is not None:
         made: Loss = make(Kind.LOSS, spec.plugin.name, spec.plugin.parameters)
+        if is_token_local(made):
+            check_token_local(made)
         return made
     raise AssertionError("a parsed recipe has a loss")
 

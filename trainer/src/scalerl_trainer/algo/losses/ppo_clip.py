@@ -44,6 +44,8 @@ from scalerl_trainer.algo.mismatch import LOG_RATIO_LIMIT
 class PpoClip:
     """The clip range of the ratio is [1 - clip_low, 1 + clip_high]."""
 
+    token_local = True
+
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None

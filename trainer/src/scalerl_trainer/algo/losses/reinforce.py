@@ -17,6 +17,8 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 class Reinforce:
     """The loss; it has no settings."""
 
+    token_local = True
+
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, without sums.
 

@@ -13,6 +13,8 @@ from scalerl_trainer.algo.losses.base import LossOutput, TokenBatch, weighted
 class Supervised:
     """−Σ w · log π_train."""
 
+    token_local = True
+
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         """The loss, and the sum over sequences of the probability of sampling exactly that completion (``solved``).
 
