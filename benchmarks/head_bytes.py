@@ -69,8 +69,16 @@ def _size(tensor: torch.Tensor) -> int:
     return count * tensor.element_size()
 
 
-def moved(module: ModuleType, vocabulary: int, hidden: int, *, entropy: bool, kernels: bool = False) -> float:
-    """Bytes a token of forward and backward."""
+def moved(
+    module: ModuleType,
+    vocabulary: int,
+    hidden: int,
+    *,
+    entropy: bool,
+    kernels: bool = False,
+    at_once: bool = False,
+) -> float:
+    """Bytes a token of forward and backward; ``at_once`` with the gradients of the forward pass, where the module has them."""
     forward, backward = module._ChunkedLogprob.forward, module._ChunkedLogprob.backward
     takes = inspect.signature(forward).parameters
     with FakeTensorMode(), Bytes() as counter, ExitStack() as stack:
@@ -105,7 +113,7 @@ def moved(module: ModuleType, vocabulary: int, hidden: int, *, entropy: bool, ke
             "fp32": True,
             "chunk": chunk,
             "entropy": entropy,
-            "derivative": None,
+            "derivative": torch.zeros_like if at_once else None,
             "kernels": kernels,
         }
         forward(saved, **{name: value for name, value in given.items() if name in takes})
@@ -189,8 +197,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         for entropy in (True, False):
-            was, now = (moved(module, *shape, entropy=entropy) for module in (earlier, present))
-            least = moved(present, *shape, entropy=entropy, kernels=True)
+            was, now = (moved(module, *shape, entropy=entropy, at_once=True) for module in (earlier, present))
+            least = moved(present, *shape, entropy=entropy, kernels=True, at_once=True)
             row = f"{name}, {'with' if entropy else 'without'} entropies"
             print(
                 f"{row}: {was / 1e6:.1f} MB a token at {commit}; now {now / 1e6:.2f} MB without the kernels, 1/{was / now:.1f}, "

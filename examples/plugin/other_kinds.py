@@ -16,6 +16,8 @@ class Windowed:
     """A loss, ``recipe.loss.plugin: {name: windowed, parameters: {gap: "1"}}``: REINFORCE of the tokens whose log-probabilities differ
     by at most ``gap`` nats."""
 
+    token_local = True
+
     def __init__(self, gap: str = "1") -> None:
         self.gap = float(gap)
 

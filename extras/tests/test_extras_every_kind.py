@@ -36,7 +36,7 @@ from scalerl_lifecycle.runtime import Runtime
 from scalerl_lifecycle.workloads import Role, expand
 from scalerl_tasks import Prompt, open_grading_pool, open_source, task_problems
 from scalerl_tasks.open_graders import grading_digest, open_episodes
-from scalerl_trainer.algo.losses import TokenBatch
+from scalerl_trainer.algo.losses import TokenBatch, is_token_local
 from scalerl_trainer.algo.losses.make_loss import make_loss
 from scalerl_trainer.checks import PrepareError, check_plugins
 
@@ -147,6 +147,7 @@ def test_wrong_environment_is_refused(tmp_path: Path, changes: dict[str, Any], s
 
 def test_loss_of_the_example() -> None:
     loss = make_loss(spec().recipe)
+    assert is_token_local(loss)
     logprobs_n = torch.tensor([-1.0, -1.0], requires_grad=True)
     one_n = torch.ones(2)
     tokens = TokenBatch(logprobs_n, torch.tensor([-1.2, -1.9]), 3 * one_n, one_n, torch.zeros(2).long())

@@ -140,8 +140,8 @@ class Passes:
             *self.inputs(micro),
             temperature or self._settings.temperature,
             entropy,
-            derivative,
             *self.layout(micro),
+            derivative,
         )
         return result
 
@@ -151,12 +151,12 @@ class Passes:
         return tuple(self._move(tensor) for tensor in inputs)
 
     def layout(self, micro: MicroBatch) -> tuple[Any, ...]:
-        """Its last ones: prompts where rows have none, or boundaries of the sequences that share a row."""
+        """Its last ones but the derivative: prompts where rows have none, or boundaries of the sequences that share a row."""
         if micro.prompts_gp is not None and micro.prompt_b is not None:
-            return self._move(micro.prompts_gp), self._move(micro.prompt_b)
+            return self._move(micro.prompts_gp), self._move(micro.prompt_b), None
         if self._policy.variable_length:
             return None, None, varlen.boundaries(micro.position_ids_bt, self._device)
-        return ()
+        return None, None, None
 
     def _move(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return to_device(tensor, self._device, dtype)
@@ -169,9 +169,7 @@ class Passes:
         if frozen is None:
             return None
         logprobs_m: torch.Tensor
-        logprobs_m, _ = frozen(
-            *self.inputs(micro), self._settings.temperature, False, None, *self.layout(micro)
-        )
+        logprobs_m, _ = frozen(*self.inputs(micro), self._settings.temperature, False, *self.layout(micro))
         return logprobs_m
 
     def _reference_logprobs(self, micro: MicroBatch) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 - ``load``: loads a whole model;
 - ``weight_stream``: loads one without holding it;
 - ``scratch``: writes small, randomly initialised models;
-- ``head``: computes log-probabilities from hidden states;
+- ``head``: computes log-probabilities from hidden states; ``head_gradients``: sums of its gradients;
 - ``policy``: the module that the engine trains;
 - ``lora``: adapters of linear layers;
 - ``routing``: entropy of routers and loads of experts; ``router_replay``: experts that are given;

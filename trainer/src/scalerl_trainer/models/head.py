@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -156,7 +157,7 @@ def _trial(device: torch.device, vocabulary: int, transform: LogitTransform) -> 
         torch.linspace(-4.0, 4.0, 8 * n, device=device).view(n, 8).sin_() for n in (3, vocabulary)
     )
     bias_v = None if transform.cap is None else matrix_vd[:, 0].bfloat16()
-    logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, transform, 1.0, True)
+    logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, _Way(transform, 1.0, True, False, False))
     expected_cv = logits_cv.log_softmax(-1)
     target_c = torch.tensor([7, vocabulary - 1, 0], device=states_cd.device)
     outs = [expected_cv.new_empty(3, dtype=torch.long if at == 3 else None) for at in range(5)]
@@ -166,6 +167,18 @@ def _trial(device: torch.device, vocabulary: int, transform: LogitTransform) -> 
     right = torch.allclose(outs[0], expected_cv.gather(1, target_c[:, None])[:, 0], atol=1e-4)
     slope = 1.0 if slope_cv is None else slope_cv
     return right and torch.allclose(values_cv.float(), expected_cv.exp() * slope, rtol=0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How logits and derivatives of a chunk are computed."""
+
+    transform: LogitTransform
+    temperature: float
+    fp32: bool
+    rounded: bool
+    """Whether products of float32 logits have bfloat16 operands."""
+    kernels: bool
 
 
 class _ChunkedLogprob(torch.autograd.Function):
@@ -194,9 +207,8 @@ class _ChunkedLogprob(torch.autograd.Function):
         normalizer_m, entropy_m, top_logprob_m = (torch.empty_like(logprob_m) for _ in range(3))
         top_m, derivative_m = torch.empty_like(target_m), torch.empty_like(logprob_m)
         matrix_vd = _operand(weight_vd, fp32)
-        rounded = _is_rounded(matrix_vd, fp32)
-        kernels = kernels and rounded
-        ways = bias_v, transform, temperature, fp32, kernels
+        rounded = fp32 and matrix_vd.dtype != torch.float32
+        way = _Way(transform, temperature, fp32, rounded, kernels and rounded)
         gradients = None
         if derivative is not None:
             gradients = Gradients(ctx.needs_input_grad, hidden_md, weight_vd, bias_v)
@@ -204,24 +216,12 @@ class _ChunkedLogprob(torch.autograd.Function):
             part = slice(start, start + chunk)
             states_cd = hidden_md[part]
             own = [x[part] for x in (target_m, normalizer_m, logprob_m, top_m, top_logprob_m)]
-            target_c, normalizer_c, logprob_c, top_c, top_logprob_c = own
-            logits_cv, slope_cv = _chunk(states_cd, matrix_vd, *ways, sloped=gradients is not None)
-            logprobs_cv = None
-            if kernels:
-                from scalerl_trainer.models import head_kernels
-
-                outs = logprob_c, normalizer_c, entropy_m[part], top_c, top_logprob_c
-                head_kernels.statistics(logits_cv, bias_v, transform, temperature, target_c, *outs)
-            else:
-                logprobs_cv = functional.log_softmax(logits_cv, -1)
-                torch.gather(logprobs_cv, 1, target_c[:, None], out=logprob_c[:, None])
-                torch.sub(logits_cv.gather(1, target_c[:, None])[:, 0], logprob_c, out=normalizer_c)
-                if rounded:
-                    torch.max(logprobs_cv, -1, out=(top_logprob_c, top_c))
+            logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, way, derivative is not None)
+            logprobs_cv = _statistics(logits_cv, bias_v, way, entropy_m[part], *own)
             if derivative is not None and gradients is not None:
                 derivative_m[part] = derivative(logprob_m)[part]
                 scale_c = derivative_m[part] * (transform.scale / temperature)
-                delta = _delta(logits_cv, slope_cv, matrix_vd, *ways, scale_c, *own)
+                delta = _delta(logits_cv, slope_cv, matrix_vd.dtype, bias_v, way, scale_c, *own)
                 gradients.add(part, delta, states_cd, matrix_vd, fp32)
                 del delta
             if entropy and logprobs_cv is not None:
@@ -234,7 +234,7 @@ class _ChunkedLogprob(torch.autograd.Function):
             ctx.save_for_backward(
                 hidden_md, weight_vd, bias_v, target_m, normalizer_m, logprob_m, top_m, top_logprob_m
             )
-        ctx.ways, ctx.chunk, ctx.computed = ways, chunk, gradients is not None
+        ctx.way, ctx.chunk, ctx.computed = way, chunk, gradients is not None
         entropy_m = entropy_m if entropy else logprob_m.new_empty(0)
         ctx.mark_non_differentiable(entropy_m)
         return logprob_m, entropy_m
@@ -248,30 +248,53 @@ class _ChunkedLogprob(torch.autograd.Function):
             torch._assert_async(same_m.all(), "the loss has another derivative than in the forward pass")
             return *found, *[None] * 8
         hidden_md, weight_vd, bias_v, *saved = ctx.saved_tensors
-        _, transform, temperature, fp32, _ = ctx.ways
-        scale_m = gradients[0] * (transform.scale / temperature)
-        matrix_vd = _operand(weight_vd, fp32)
+        way: _Way = ctx.way
+        scale_m = gradients[0] * (way.transform.scale / way.temperature)
+        matrix_vd = _operand(weight_vd, way.fp32)
         total = Gradients(ctx.needs_input_grad, hidden_md, weight_vd, bias_v)
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             states_cd, own = hidden_md[part], [x[part] for x in saved]
-            logits_cv, slope_cv = _chunk(states_cd, matrix_vd, *ctx.ways, sloped=True)
-            delta = _delta(logits_cv, slope_cv, matrix_vd, *ctx.ways, scale_m[part], *own)
+            logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, way)
+            delta = _delta(logits_cv, slope_cv, matrix_vd.dtype, bias_v, way, scale_m[part], *own)
             del logits_cv, slope_cv
-            total.add(part, delta, states_cd, matrix_vd, fp32)
+            total.add(part, delta, states_cd, matrix_vd, way.fp32)
             del delta
         return *total.finished(), *[None] * 8
+
+
+def _statistics(
+    logits_cv: torch.Tensor,
+    bias_v: torch.Tensor | None,
+    way: _Way,
+    entropy_c: torch.Tensor,
+    target_c: torch.Tensor,
+    normalizer_c: torch.Tensor,
+    logprob_c: torch.Tensor,
+    top_c: torch.Tensor,
+    top_logprob_c: torch.Tensor,
+) -> torch.Tensor | None:
+    """Write the vectors but ``target_c``, and return all log-probabilities; None with kernels, which alone write the entropies."""
+    if way.kernels:
+        from scalerl_trainer.models import head_kernels
+
+        outs = logprob_c, normalizer_c, entropy_c, top_c, top_logprob_c
+        head_kernels.statistics(logits_cv, bias_v, way.transform, way.temperature, target_c, *outs)
+        return None
+    logprobs_cv = functional.log_softmax(logits_cv, -1)
+    torch.gather(logprobs_cv, 1, target_c[:, None], out=logprob_c[:, None])
+    torch.sub(logits_cv.gather(1, target_c[:, None])[:, 0], logprob_c, out=normalizer_c)
+    if way.rounded:
+        torch.max(logprobs_cv, -1, out=(top_logprob_c, top_c))
+    return logprobs_cv
 
 
 def _delta(
     logits_cv: torch.Tensor,
     slope_cv: torch.Tensor | None,
-    matrix_vd: torch.Tensor,
+    dtype: torch.dtype,
     bias_v: torch.Tensor | None,
-    transform: LogitTransform,
-    temperature: float,
-    fp32: bool,
-    kernels: bool,
+    way: _Way,
     scale_c: torch.Tensor,
     target_c: torch.Tensor,
     normalizer_c: torch.Tensor,
@@ -279,27 +302,29 @@ def _delta(
     top_c: torch.Tensor,
     top_logprob_c: torch.Tensor,
 ) -> Delta:
-    """The derivative by raw logits, in the dtype of the operands, from what :func:`_chunk` returned, which it overwrites.
+    """The derivative by raw logits, in ``dtype``, from what :func:`_sloped` returned, which it overwrites.
 
     In bfloat16, the factor of each token is part of the exponent, which saves a pass over the logits.
     """
-    if not _is_rounded(matrix_vd, fp32):
+    if not way.rounded:
         logits_cv.sub_(normalizer_c[:, None]).exp_().mul_(-scale_c[:, None])
         logits_cv.scatter_add_(1, target_c[:, None], scale_c[:, None])
         if slope_cv is not None:
             logits_cv.mul_(slope_cv)
-        return Delta(logits_cv.to(matrix_vd.dtype))
+        return Delta(logits_cv.to(dtype))
     index_ck = torch.stack([target_c, top_c], 1)
     other_c = top_logprob_c.exp().masked_fill(top_c == target_c, 0.0)
     value_ck = torch.stack([-torch.expm1(logprob_c), -other_c], 1) * scale_c[:, None]
-    if transform.cap is not None:
+    if way.transform.cap is not None:
         logit_ck = torch.stack([logprob_c, top_logprob_c], 1) + normalizer_c[:, None]
-        value_ck *= 1.0 - (logit_ck * (temperature / transform.cap)).square()
+        value_ck *= 1.0 - (logit_ck * (way.temperature / way.transform.cap)).square()
     shift_c = normalizer_c - scale_c.abs().log()
-    if kernels:
+    if way.kernels:
         from scalerl_trainer.models import head_kernels
 
-        values_cv = head_kernels.derivative(logits_cv, bias_v, transform, temperature, shift_c, index_ck)
+        values_cv = head_kernels.derivative(
+            logits_cv, bias_v, way.transform, way.temperature, shift_c, index_ck
+        )
     else:
         logits_cv.sub_(shift_c[:, None])
         values_cv = torch.empty_like(logits_cv, dtype=torch.bfloat16)
@@ -309,23 +334,6 @@ def _delta(
             values_cv.copy_(logits_cv.exp_().mul_(slope_cv))
         values_cv.scatter_(1, index_ck, 0.0)
     return Delta(values_cv, torch.where(scale_c < 0, 1.0, -1.0), (index_ck, value_ck))
-
-
-def _chunk(
-    states_cd: torch.Tensor,
-    matrix_vd: torch.Tensor,
-    bias_v: torch.Tensor | None,
-    transform: LogitTransform,
-    temperature: float,
-    fp32: bool,
-    kernels: bool,
-    *,
-    sloped: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """With ``kernels`` the product of states and weight, else what :func:`_sloped` returns; the slope only if ``sloped``."""
-    if kernels:
-        return product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), True), None
-    return _sloped(states_cd, matrix_vd, bias_v, transform, temperature, fp32, sloped=sloped)
 
 
 def _entropies(logprobs_cv: torch.Tensor, spare_cv: torch.Tensor) -> torch.Tensor:
@@ -343,11 +351,6 @@ def _stride(logprobs_cv: torch.Tensor) -> int:
     return 1 if every else ENTROPY_STRIDE
 
 
-def _is_rounded(matrix_vd: torch.Tensor, fp32: bool) -> bool:
-    """Whether products of float32 logits have bfloat16 operands."""
-    return fp32 and matrix_vd.dtype != torch.float32
-
-
 def _operand(weight_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
     """The weight as products take it."""
     accumulates = weight_vd.dtype == torch.bfloat16 and weight_vd.device.type != "cpu"
@@ -355,19 +358,15 @@ def _operand(weight_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
 
 
 def _logits(
-    states_cd: torch.Tensor,
-    matrix_vd: torch.Tensor,
-    bias_v: torch.Tensor | None,
-    transform: LogitTransform,
-    fp32: bool,
+    states_cd: torch.Tensor, matrix_vd: torch.Tensor, bias_v: torch.Tensor | None, way: _Way
 ) -> torch.Tensor:
-    logits_cv = product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), fp32).float()
+    logits_cv = product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), way.fp32).float()
     if bias_v is not None:
         logits_cv += bias_v
-    if transform.scale != 1.0:
-        logits_cv.mul_(transform.scale)
-    if transform.cap is not None:
-        logits_cv.div_(transform.cap).tanh_().mul_(transform.cap)
+    if way.transform.scale != 1.0:
+        logits_cv.mul_(way.transform.scale)
+    if way.transform.cap is not None:
+        logits_cv.div_(way.transform.cap).tanh_().mul_(way.transform.cap)
     return logits_cv
 
 
@@ -375,15 +374,15 @@ def _sloped(
     states_cd: torch.Tensor,
     matrix_vd: torch.Tensor,
     bias_v: torch.Tensor | None,
-    transform: LogitTransform,
-    temperature: float,
-    fp32: bool,
-    sloped: bool = True,
+    way: _Way,
+    slope: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits over the temperature, and with a cap its derivative by the capped logits."""
-    logits_cv, slope_cv = _logits(states_cd, matrix_vd, bias_v, transform, fp32), None
-    if sloped and transform.cap is not None:
-        slope_cv = (logits_cv / transform.cap).square_().neg_().add_(1.0)
-    if temperature != 1.0:
-        logits_cv.div_(temperature)
+    """Logits over the temperature, and with a cap and ``slope`` its derivative by the capped logits; for kernels only the product."""
+    if way.kernels:
+        return product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), True), None
+    logits_cv, slope_cv = _logits(states_cd, matrix_vd, bias_v, way), None
+    if slope and way.transform.cap is not None:
+        slope_cv = (logits_cv / way.transform.cap).square_().neg_().add_(1.0)
+    if way.temperature != 1.0:
+        logits_cv.div_(way.temperature)
     return logits_cv, slope_cv

@@ -27,7 +27,9 @@ class Gradients:
         self._hidden_md = torch.empty_like(hidden_md)
         self._dtype = weight_vd.dtype
         self._weight_vd = torch.zeros_like(weight_vd, dtype=torch.float32) if needed[1] else None
-        self._bias_v = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] else None
+        self._bias_v = None
+        if bias_v is not None and needed[2]:
+            self._bias_v = torch.zeros_like(bias_v, dtype=torch.float32)
 
     def add(
         self, part: slice, delta: Delta, states_cd: torch.Tensor, matrix_vd: torch.Tensor, fp32: bool

@@ -74,10 +74,10 @@ class Policy(nn.Module):
         target_m: torch.Tensor,
         temperature: float = 1.0,
         entropy: bool = False,
-        derivative: Derivative | None = None,
         prompts_gp: torch.Tensor | None = None,
         prompt_b: torch.Tensor | None = None,
         boundaries: dict[str, Any] | None = None,
+        derivative: Derivative | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 

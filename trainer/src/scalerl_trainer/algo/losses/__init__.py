@@ -4,6 +4,7 @@ A loss maximises an objective per token; ``Loss.__call__`` returns the negative 
 
 - a frozen dataclass with its settings and a ``__call__`` in this package;
 - a model of ``recipe.loss`` in ``scalerl_api.recipe.loss``, and a field of ``LossSpec``;
+- in that class ``token_local = True`` if no other token's log-probability changes its derivative by a token's;
 - a case in ``make_loss.make_loss``, and its name below;
 - values computed by hand in ``test_trainer_algo_golden.py``, and a recipe in the tests' ``trajectories.py``.
 """
