@@ -9,6 +9,7 @@ from support.gpu_device import TOLERANCE, Options, open_device, peak_bytes, seco
 
 GRADIENT_TOLERANCE = 0.01
 """Error of a gradient of the float32 head, of its norm: rounding to bfloat16 gives .002."""
+AT_ONCE = "float32, gradients of the forward pass"
 
 
 def check_head(options: Options) -> dict[str, Any]:
@@ -65,6 +66,7 @@ def _compare_heads(
     for name, fp32 in (
         ("bfloat16", False),
         ("float32", True),
+        (AT_ONCE, True),
         ("float32 without kernels", True),
         ("cast to float32", True),
     ):
@@ -75,10 +77,13 @@ def _compare_heads(
         by_rows = 101 * 4 * linear.out_features
         head = LogprobHead(linear, fp32=fp32, chunk_bytes=by_rows, transform=transform)
 
-        def work(head: LogprobHead = head, rows: slice = slice(None)) -> torch.Tensor:
+        def work(
+            head: LogprobHead = head, rows: slice = slice(None), at_once: bool = name == AT_ONCE
+        ) -> torch.Tensor:
             for leaf in leaves:
                 leaf.grad = None
-            logprobs, _ = head(hidden[rows], target[rows], temperature, True)
+            derivative = (lambda _: weights[rows]) if at_once else None
+            logprobs, _ = head(hidden[rows], target[rows], temperature, True, derivative)
             (logprobs * weights[rows]).sum().backward()
             return logprobs
 
@@ -100,7 +105,7 @@ def _compare_heads(
 
 def _judge_heads(result: dict[str, dict[str, float]], kind: str) -> None:
     cast_to = result["cast to float32"]
-    for name in ("float32", "float32 without kernels"):
+    for name in ("float32", AT_ONCE, "float32 without kernels"):
         found = result[name]
         if not found["mean_error"] <= min(TOLERANCE, result["bfloat16"]["mean_error"]):
             raise AssertionError(

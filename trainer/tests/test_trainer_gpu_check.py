@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,9 +107,13 @@ def test_head_check_finds_what_the_head_leaves_out(wrong: str, monkeypatch: pyte
     if wrong == "bias":
         monkeypatch.setattr(head, "_logits", lambda s, m, bias, *rest: logits(s, m, None, *rest))
     elif wrong == "cap":
-        monkeypatch.setattr(head, "_logits", lambda s, m, b, transform, fp32: logits(s, m, b, PLAIN, fp32))
+        monkeypatch.setattr(
+            head, "_logits", lambda s, m, b, way: logits(s, m, b, replace(way, transform=PLAIN))
+        )
     elif wrong == "temperature":
-        monkeypatch.setattr(head.LogprobHead, "forward", lambda self, h, t, _, e: forward(self, h, t, 1.0, e))
+        monkeypatch.setattr(
+            head.LogprobHead, "forward", lambda self, h, t, _, *rest: forward(self, h, t, 1.0, *rest)
+        )
     else:
         monkeypatch.setattr(torch.Tensor, "square_", lambda self: self.zero_())
     with pytest.raises(AssertionError, match=r"^bias, cap and temperature: "):
