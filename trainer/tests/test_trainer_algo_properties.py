@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -17,6 +19,7 @@ from scalerl_trainer.algo.losses import (
     Dppo,
     Gspo,
     Loss,
+    LossOutput,
     PpoClip,
     Reinforce,
     Supervised,
@@ -314,9 +317,21 @@ def test_each_token_is_compared_with_the_weights_that_sampled_it(seed: int) -> N
     torch.testing.assert_close(-8 * trained_n.grad, behind_n.exp())
 
 
+@dataclass(frozen=True)
+class Focal:
+    """A loss of a package whose derivative is a number for probabilities alone."""
+
+    token_local = True
+
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        logprobs_n = tokens.logprobs_n
+        return LossOutput(-(tokens.weights_n * (1 - logprobs_n.exp()).sqrt()).sum())
+
+
 @pytest.mark.parametrize(
     ("loss", "local"),
     [
+        (Focal(), True),
         *((loss, not isinstance(loss, Gspo)) for loss in LOSSES),
         (Supervised(), True),
         (PpoClip(dual_clip=3.0), True),

@@ -65,7 +65,7 @@ def check_token_local(loss: Loss) -> None:
     generator = torch.Generator().manual_seed(0)
     advantages_n, *logprobs = torch.randn(6, 64, generator=generator).mul(2).unbind()
     ones_n, sequence_n = torch.ones(64), torch.arange(64) // 4
-    own_n, generator_n, reference_n, teacher_n, proximal_n = logprobs
+    own_n, generator_n, reference_n, teacher_n, proximal_n = (-values_n.abs() for values_n in logprobs)
 
     def derivative(known: int, proximal_n: torch.Tensor | None) -> torch.Tensor:
         leaf_n = torch.where(torch.arange(64) < known, own_n, 0.0).requires_grad_()
