@@ -119,6 +119,11 @@ def test_plugin_whose_class_fails(countdown):
             "its item 0 is int",
         ),
         (
+            "class Own(list):\n    digest = ''\n    def __init__(self): self.append(None)\n",
+            "sources",
+            "its item 0 is NoneType",
+        ),
+        (
             "class Own(dict):\n    digest = ''\n    def __init__(self): self['a'] = 1\n",
             "sources",
             "its item 0: KeyError: 0",

@@ -126,12 +126,12 @@ def open_plugin_source(plugin: Plugin) -> PromptSource:
                 f"plugin {plugin.name!r}: {type(source).__name__} has no {name}; see PromptSource in docs/tasks.md"
             )
     try:
-        first = source[0] if len(source) else None
+        first = [source[0]] if len(source) else []
     except (Exception, SystemExit) as error:
         raise SourceError(f"plugin {plugin.name!r}: its item 0: {type(error).__name__}: {error}") from error
-    if not isinstance(first, Prompt | None):
+    if first and not isinstance(first[0], Prompt):
         raise SourceError(
-            f"plugin {plugin.name!r}: its item 0 is {type(first).__name__}, not scalerl_tasks.Prompt"
+            f"plugin {plugin.name!r}: its item 0 is {type(first[0]).__name__}, not scalerl_tasks.Prompt"
         )
     made: PromptSource = source if hasattr(source, "difficulty") else _WithoutDifficulty(source)
     return made
