@@ -152,9 +152,8 @@ def prepare(paths: RunPaths, spec: RunSpec, *, one_machine: bool) -> None:
         log.info("%s is ready", target)
         return
     staged = target.with_name(f".{target.name}-{os.getpid()}")
-    for left in target.parent.glob(
-        f".{target.name}-*"
-    ):  # by a preparation that was killed, maybe with a copy of the model
+    # Of a preparation that was killed, maybe with a copy of the model.
+    for left in target.parent.glob(f".{target.name}-*"):
         shutil.rmtree(left, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
