@@ -68,6 +68,12 @@ def test_defaults_survive_a_round_trip() -> None:
         ("spec.model.scratch.layer", 3, "spec.model.scratch.layer", "did you mean layers?"),
         ("spec.recipe.promptsPerSteps", 3, "spec.recipe.promptsPerSteps", "did you mean promptsPerStep?"),
         ("spec.zzz", 3, "spec.zzz", "known here: autoscaling"),
+        (
+            "spec.evaluation.sets",
+            [{"name": "a", "samplesPerPromt": 3}],
+            "spec.evaluation.sets.0.samplesPerPromt",
+            "did you mean samplesPerPrompt?",
+        ),
         *(
             (path, 3, path, f"did you mean {' or '.join(meant)}?")
             for path, meant in {

@@ -329,10 +329,11 @@ def _problems(error: ValidationError) -> Iterator[SpecProblem]:
                 "list its tasks in task.mix, each with the product of the weights",
             )
         elif item["type"] == "extra_forbidden":
-            names = _field_names(ScaleRLRun, location[:-1])
+            parent = [part for part in location[:-1] if not part.isdigit()]  # without places in lists
+            names = _field_names(ScaleRLRun, parent)
             close = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
             places = list(_places(location[-1], ScaleRLRun))
-            within = [place for place in places if place.startswith(".".join(location[:-1]) + ".")]
+            within = [place for place in places if place.startswith(".".join(parent) + ".")]
             meant = (within or places) if len(within or places) <= _MAX_PLACES else []
             others = f"known here: {', '.join(sorted(names))}" if names else "leave it out"
             hint = f"did you mean {' or '.join(meant or close)}?" if meant or close else others
