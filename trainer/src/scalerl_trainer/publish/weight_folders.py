@@ -258,7 +258,7 @@ def begin_attempt(
             raise OSError(
                 errno.EBUSY,
                 f"another trainer publishes there ({min(foreign)}), and has deleted this one's files: give each run a weightSync.to of "
-                "its own, or stop the other",
+                "its own, or stop the other; if it was killed, remove its folder",
             )
         for other in others:
             log.info("removing the weights that an earlier attempt published: %s", other)
