@@ -117,6 +117,7 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
     if path.exists() or not _RUN_NAME.fullmatch(name) or path.suffix in TABLES:
         problems.append(f"{path}: neither a spec (.yaml), nor a curve or a directory of a run")
         return path
+    from scalerl_analysis.problem import AnalysisProblem
     from scalerl_cli.clusters.fetch import curve
     from scalerl_cli.clusters.runs import find
     from scalerl_cli.clusters.session import ClusterProblem, explained, open_session
@@ -129,8 +130,8 @@ def _fetched(path: Path, arguments: argparse.Namespace, problems: list[str]) -> 
         echo(f"{path}: no such file; asking for the run of that name in {where}", error=True)
         table, _ = curve(session, find(session, name))
         replace_text(target, table)
-    except (errors.ApiError, ClusterProblem, OSError) as error:
-        why = error if isinstance(error, OSError) else explained(error)
+    except (errors.ApiError, ClusterProblem, AnalysisProblem, OSError) as error:
+        why = error if isinstance(error, AnalysisProblem | OSError) else explained(error)
         problems.append(f"{path}: no such file, and no run of that name in {where}: {why}")
     return target
 

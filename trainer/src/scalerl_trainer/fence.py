@@ -99,11 +99,12 @@ class Fence:
             OSError: the volume cannot be read or written.
         """
         root, own = self.folder.parent, self.folder.name
-        found = _attempts(root)
+        found = _attempts(root) or _attempts(root)  # a listing may miss a folder that is being renamed
         # Another attempt would have a folder, or has ended mid-training, whose checkpoints it removes with the folder around them.
         if not found and root.parent.is_dir():
             root.mkdir(exist_ok=True)
-            self._disk.make_directory(self.folder)
+            with contextlib.suppress(FileExistsError):  # by another thread
+                self._disk.make_directory(self.folder)
             log.warning("%s was deleted and is made again", self.folder)
             found = _attempts(root)
         later = [

@@ -225,8 +225,8 @@ def peak(moments: Mapping[str, RankMemory]) -> RankMemory:
 def _head(size: ModelSize, tokens: int, each: int, *, trains: bool, fp32: bool, accelerator: bool) -> int:
     """Bytes of the weight's gradient, float32 until all chunks are in it, and of chunks of logits, of which the next is computed while those
     of the last are there: in the forward pass logits and log-probabilities, in the backward pass logits and their derivative in the
-    model's dtype; all three where the forward pass computes gradients, a float32 derivative in place of the logits. On a CPU also the weight's float32 copy: there products of bfloat16 are not accumulated in float32. Without
-    ``fp32``, logits are in the model's dtype first.
+    model's dtype; all three where the forward pass computes gradients, a float32 derivative in place of the logits. On a CPU also the
+    weight's float32 copy: there products of bfloat16 are not accumulated in float32. Without ``fp32``, logits are in the model's dtype first.
     """
     output, low = size.vocabulary_size * size.hidden_size, each != 4
     every = 4 * tokens * size.vocabulary_size

@@ -82,7 +82,8 @@ class Policy(nn.Module):
         """Log-probabilities of ``target_m`` (with gradient) and entropies, nats, float32 ``[M]``.
 
         The arguments are those of ``packing.MicroBatch``. There is no attention mask: position ids separate the sequences
-        of a row. ``derivative`` is that of :meth:`.LogprobHead.forward`. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
+        of a row. A model that computes positions by itself (ALiBi, recurrences) gets none, and rows of one sequence.
+        ``derivative`` is that of :meth:`.LogprobHead.forward`.
         ``boundaries`` are those of :mod:`.varlen`; without them its kernel has to wait for the device.
         """
         positions: dict[str, Any] = {"position_ids": position_ids_bt} if self.takes_positions else {}
