@@ -83,7 +83,7 @@ def test_no_example_has_a_warning(example: Path) -> None:
 
 
 def test_path_without_a_volume_is_a_warning() -> None:
-    run = load_run(next(path for path in EXAMPLES if "kubernetes" in path.name))
+    run = load_run(next(path for path in EXAMPLES if path.match("tiny/run-kubernetes.yaml")))
     assert run.spec.pod_template is not None
     without = run.spec.pod_template.model_copy(update={"volume_mounts": []})
     spec = run.spec.model_copy(update={"pod_template": without})
