@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from free_port import free_port
+from token_local_worker import SETTINGS, Lying, Unsaid
 
 from scalerl_api.recipe import RecipeSpec
-from scalerl_trainer.algo.losses import Cispo, Gspo, Loss, LossOutput, TokenBatch, make_loss
+from scalerl_trainer.algo.losses import Cispo, Gspo, make_loss
 from scalerl_trainer.errors import EngineError
-
-NAMES = ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "FSDP2", "bfloat16", "adapters", "checkpointing", "guard")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def results(module_processes: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_step_is_the_same_from_three_products(name: str, results: dict[str, Any]) -> None:
     local, other = results[name]
     stats, expected = local["stats"], other["stats"]
@@ -46,20 +45,6 @@ def test_step_is_the_same_from_three_products(name: str, results: dict[str, Any]
 def test_step_of_a_loss_that_says_so_wrongly_ends(results: dict[str, Any]) -> None:
     """Before it changes weights, also where the start found nothing."""
     assert "another derivative than in the forward pass" in results["wrong"]
-
-
-class Unsaid:
-    """A loss that does not say what it is, as those of packages."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-
-    def __call__(self, tokens: TokenBatch) -> LossOutput:
-        return self.loss(tokens)
-
-
-class Lying(Unsaid):
-    token_local = True
 
 
 def test_loss_that_says_so_wrongly_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,8 +135,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of names, dtypes and shapes of the model's tensors, and of up to 4 KiB of as many as 512 of them, which takes a moment for a
-    model of any size; another model of the same architecture has another."""
+    """SHA-256 of names, dtypes and shapes of the model's tensors, and of up to 4 KiB in the middle of as many as 512 of them, which takes a
+    moment for a model of any size. Training changes it; a change of a few rows of one tensor may not."""
     stored = sorted(stored_tensors(folder).items())
     digest = hashlib.sha256(repr([(name, t.dtype, t.shape) for name, t in stored]).encode())
     # Not every second: those would be always the same matrices of a layer.

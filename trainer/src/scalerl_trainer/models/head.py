@@ -157,7 +157,9 @@ def _trial(device: torch.device, vocabulary: int, transform: LogitTransform) -> 
         torch.linspace(-4.0, 4.0, 8 * n, device=device).view(n, 8).sin_() for n in (3, vocabulary)
     )
     bias_v = None if transform.cap is None else matrix_vd[:, 0].bfloat16()
-    logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, _Way(transform, 1.0, True, False, False))
+    logits_cv, slope_cv = _sloped(
+        states_cd, matrix_vd, bias_v, _HeadConfig(transform, 1.0, True, False, False)
+    )
     expected_cv = logits_cv.log_softmax(-1)
     target_c = torch.tensor([7, vocabulary - 1, 0], device=states_cd.device)
     outs = [expected_cv.new_empty(3, dtype=torch.long if at == 3 else None) for at in range(5)]
@@ -170,7 +172,7 @@ def _trial(device: torch.device, vocabulary: int, transform: LogitTransform) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _HeadConfig:
     """How logits and derivatives of a chunk are computed."""
 
     transform: LogitTransform
@@ -208,7 +210,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         top_m, derivative_m = torch.empty_like(target_m), torch.empty_like(logprob_m)
         matrix_vd = _operand(weight_vd, fp32)
         rounded = fp32 and matrix_vd.dtype != torch.float32
-        way = _Way(transform, temperature, fp32, rounded, kernels and rounded)
+        config = _HeadConfig(transform, temperature, fp32, rounded, kernels and rounded)
         gradients = None
         if derivative is not None:
             gradients = Gradients(ctx.needs_input_grad, hidden_md, weight_vd, bias_v)
@@ -216,12 +218,12 @@ class _ChunkedLogprob(torch.autograd.Function):
             part = slice(start, start + chunk)
             states_cd = hidden_md[part]
             own = [x[part] for x in (target_m, normalizer_m, logprob_m, top_m, top_logprob_m)]
-            logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, way, derivative is not None)
-            logprobs_cv = _statistics(logits_cv, bias_v, way, entropy_m[part], *own)
+            logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, config, derivative is not None)
+            logprobs_cv = _statistics(logits_cv, bias_v, config, entropy_m[part], *own)
             if derivative is not None and gradients is not None:
                 derivative_m[part] = derivative(logprob_m)[part]
                 scale_c = derivative_m[part] * (transform.scale / temperature)
-                delta = _delta(logits_cv, slope_cv, matrix_vd.dtype, bias_v, way, scale_c, *own)
+                delta = _delta(logits_cv, slope_cv, matrix_vd.dtype, bias_v, config, scale_c, *own)
                 gradients.add(part, delta, states_cd, matrix_vd, fp32)
                 del delta
             if entropy and logprobs_cv is not None:
@@ -234,7 +236,7 @@ class _ChunkedLogprob(torch.autograd.Function):
             ctx.save_for_backward(
                 hidden_md, weight_vd, bias_v, target_m, normalizer_m, logprob_m, top_m, top_logprob_m
             )
-        ctx.way, ctx.chunk, ctx.computed = way, chunk, gradients is not None
+        ctx.config, ctx.chunk, ctx.computed = config, chunk, gradients is not None
         entropy_m = entropy_m if entropy else logprob_m.new_empty(0)
         ctx.mark_non_differentiable(entropy_m)
         return logprob_m, entropy_m
@@ -248,17 +250,17 @@ class _ChunkedLogprob(torch.autograd.Function):
             torch._assert_async(same_m.all(), "the loss has another derivative than in the forward pass")
             return *found, *[None] * 8
         hidden_md, weight_vd, bias_v, *saved = ctx.saved_tensors
-        way: _Way = ctx.way
-        scale_m = gradients[0] * (way.transform.scale / way.temperature)
-        matrix_vd = _operand(weight_vd, way.fp32)
+        config: _HeadConfig = ctx.config
+        scale_m = gradients[0] * (config.transform.scale / config.temperature)
+        matrix_vd = _operand(weight_vd, config.fp32)
         total = Gradients(ctx.needs_input_grad, hidden_md, weight_vd, bias_v)
         for start in range(0, hidden_md.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             states_cd, own = hidden_md[part], [x[part] for x in saved]
-            logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, way)
-            delta = _delta(logits_cv, slope_cv, matrix_vd.dtype, bias_v, way, scale_m[part], *own)
+            logits_cv, slope_cv = _sloped(states_cd, matrix_vd, bias_v, config)
+            delta = _delta(logits_cv, slope_cv, matrix_vd.dtype, bias_v, config, scale_m[part], *own)
             del logits_cv, slope_cv
-            total.add(part, delta, states_cd, matrix_vd, way.fp32)
+            total.add(part, delta, states_cd, matrix_vd, config.fp32)
             del delta
         return *total.finished(), *[None] * 8
 
@@ -266,7 +268,7 @@ class _ChunkedLogprob(torch.autograd.Function):
 def _statistics(
     logits_cv: torch.Tensor,
     bias_v: torch.Tensor | None,
-    way: _Way,
+    config: _HeadConfig,
     entropy_c: torch.Tensor,
     target_c: torch.Tensor,
     normalizer_c: torch.Tensor,
@@ -275,16 +277,16 @@ def _statistics(
     top_logprob_c: torch.Tensor,
 ) -> torch.Tensor | None:
     """Write the vectors but ``target_c``, and return all log-probabilities; None with kernels, which alone write the entropies."""
-    if way.kernels:
+    if config.kernels:
         from scalerl_trainer.models import head_kernels
 
         outs = logprob_c, normalizer_c, entropy_c, top_c, top_logprob_c
-        head_kernels.statistics(logits_cv, bias_v, way.transform, way.temperature, target_c, *outs)
+        head_kernels.statistics(logits_cv, bias_v, config.transform, config.temperature, target_c, *outs)
         return None
     logprobs_cv = functional.log_softmax(logits_cv, -1)
     torch.gather(logprobs_cv, 1, target_c[:, None], out=logprob_c[:, None])
     torch.sub(logits_cv.gather(1, target_c[:, None])[:, 0], logprob_c, out=normalizer_c)
-    if way.rounded:
+    if config.rounded:
         torch.max(logprobs_cv, -1, out=(top_logprob_c, top_c))
     return logprobs_cv
 
@@ -294,7 +296,7 @@ def _delta(
     slope_cv: torch.Tensor | None,
     dtype: torch.dtype,
     bias_v: torch.Tensor | None,
-    way: _Way,
+    config: _HeadConfig,
     scale_c: torch.Tensor,
     target_c: torch.Tensor,
     normalizer_c: torch.Tensor,
@@ -306,7 +308,7 @@ def _delta(
 
     In bfloat16, the factor of each token is part of the exponent, which saves a pass over the logits.
     """
-    if not way.rounded:
+    if not config.rounded:
         logits_cv.sub_(normalizer_c[:, None]).exp_().mul_(-scale_c[:, None])
         logits_cv.scatter_add_(1, target_c[:, None], scale_c[:, None])
         if slope_cv is not None:
@@ -315,15 +317,15 @@ def _delta(
     index_ck = torch.stack([target_c, top_c], 1)
     other_c = top_logprob_c.exp().masked_fill(top_c == target_c, 0.0)
     value_ck = torch.stack([-torch.expm1(logprob_c), -other_c], 1) * scale_c[:, None]
-    if way.transform.cap is not None:
+    if config.transform.cap is not None:
         logit_ck = torch.stack([logprob_c, top_logprob_c], 1) + normalizer_c[:, None]
-        value_ck *= 1.0 - (logit_ck * (way.temperature / way.transform.cap)).square()
+        value_ck *= 1.0 - (logit_ck * (config.temperature / config.transform.cap)).square()
     shift_c = normalizer_c - scale_c.abs().log()
-    if way.kernels:
+    if config.kernels:
         from scalerl_trainer.models import head_kernels
 
         values_cv = head_kernels.derivative(
-            logits_cv, bias_v, way.transform, way.temperature, shift_c, index_ck
+            logits_cv, bias_v, config.transform, config.temperature, shift_c, index_ck
         )
     else:
         logits_cv.sub_(shift_c[:, None])
@@ -358,15 +360,15 @@ def _operand(weight_vd: torch.Tensor, fp32: bool) -> torch.Tensor:
 
 
 def _logits(
-    states_cd: torch.Tensor, matrix_vd: torch.Tensor, bias_v: torch.Tensor | None, way: _Way
+    states_cd: torch.Tensor, matrix_vd: torch.Tensor, bias_v: torch.Tensor | None, config: _HeadConfig
 ) -> torch.Tensor:
-    logits_cv = product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), way.fp32).float()
+    logits_cv = product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), config.fp32).float()
     if bias_v is not None:
         logits_cv += bias_v
-    if way.transform.scale != 1.0:
-        logits_cv.mul_(way.transform.scale)
-    if way.transform.cap is not None:
-        logits_cv.div_(way.transform.cap).tanh_().mul_(way.transform.cap)
+    if config.transform.scale != 1.0:
+        logits_cv.mul_(config.transform.scale)
+    if config.transform.cap is not None:
+        logits_cv.div_(config.transform.cap).tanh_().mul_(config.transform.cap)
     return logits_cv
 
 
@@ -374,15 +376,15 @@ def _sloped(
     states_cd: torch.Tensor,
     matrix_vd: torch.Tensor,
     bias_v: torch.Tensor | None,
-    way: _Way,
+    config: _HeadConfig,
     slope: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits over the temperature, and with a cap and ``slope`` its derivative by the capped logits; for kernels only the product."""
-    if way.kernels:
+    if config.kernels:
         return product(states_cd.to(matrix_vd.dtype), matrix_vd.t(), True), None
-    logits_cv, slope_cv = _logits(states_cd, matrix_vd, bias_v, way), None
-    if slope and way.transform.cap is not None:
-        slope_cv = (logits_cv / way.transform.cap).square_().neg_().add_(1.0)
-    if way.temperature != 1.0:
-        logits_cv.div_(way.temperature)
+    logits_cv, slope_cv = _logits(states_cd, matrix_vd, bias_v, config), None
+    if slope and config.transform.cap is not None:
+        slope_cv = (logits_cv / config.transform.cap).square_().neg_().add_(1.0)
+    if config.temperature != 1.0:
+        logits_cv.div_(config.temperature)
     return logits_cv, slope_cv
